@@ -1,0 +1,90 @@
+"""The one small protocol through which memoro sees every Vision Transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What one pass carries beside its tokens."""
+
+    grid: tuple[int, int]
+    """Rows and columns of patches."""
+    rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """Rotary positions of queries and keys (b, h, n, d) of base tokens; task tokens and memory are not rotated."""
+    biases: tuple[Tensor, ...] | None = None
+    """One (1, h, n, n) score bias a layer; a task token takes the class token's row."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer layer, by its parts. Each part is the model's own module: no weight is copied."""
+
+    norm1: Map
+    qkv: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    """Normed tokens (b, n, dim) to queries, keys and values (b, h, n, d)."""
+    kv: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """The same without queries, for memory."""
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    """The model's own attention implementation: q, k, v, bias to (b, n, h * d)."""
+    scaling: float
+    project: Map
+    scale1: Map
+    norm2: Map
+    mlp: Map
+    scale2: Map
+
+    def mix(self, tokens: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer after attention, for base tokens (b, n, dim) and task tokens alike."""
+        tokens = self.scale1(self.project(attended)) + tokens
+        return self.scale2(self.mlp(self.norm2(tokens))) + tokens
+
+    def run(self, tokens: Tensor, context: Context, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The layer as the original computes it: the next tokens (b, n, dim), and its keys and values (b, h, n, d)."""
+        q, k, v = self.qkv(self.norm1(tokens))
+        if context.rotate is not None:
+            q, k = context.rotate(q, k)
+        bias = None if context.biases is None else context.biases[layer]
+        return self.mix(tokens, self.attend(q, k, v, bias)), k, v
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A Vision Transformer taken apart. Base tokens are ordered class token (if any), other prefix tokens, patches."""
+
+    dim: int
+    heads: int
+    patch: tuple[int, int]
+    prefix: int
+    """Tokens before the patches: class token, registers, distillation token."""
+    blocks: tuple[Block, ...]
+    embed: Callable[[Tensor], tuple[Tensor, Context]]
+    """Pixels (b, 3, height, width) to the tokens (b, n, dim) that enter layer 0."""
+    start: Map
+    """A task's token (t, dim) through all that the class token passes before layer 0: position, pre-norm."""
+    finish: Map
+    """Base tokens after the last layer to the original model's own answer."""
+    finish_token: Map
+    """Task tokens (…, dim) after the last layer through the class token's final norm."""
+    class_token: Tensor | None
+    """The pre-trained class token (dim) without its position, None where the family has none."""
+    tensors: Mapping[str, Tensor]
+    """The encoder's weights under memoro's own names, without heads and poolers."""
+
+    @property
+    def depth(self) -> int:
+        return len(self.blocks)
+
+    def base_token(self, tokens: Tensor) -> Tensor:
+        """Where a fork starts from, (b, dim): the base's class token, or the mean of its tokens where it has none."""
+        return tokens.mean(dim=1) if self.class_token is None else tokens[:, 0]
+
+
+def identity(tensor: Tensor) -> Tensor:
+    return tensor

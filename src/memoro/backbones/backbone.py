@@ -1,0 +1,88 @@
+"""A frozen Vision Transformer, ready to carry tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from memoro.backbones.anatomy import Anatomy
+from memoro.backbones.fingerprint import Fingerprint, take_fingerprint
+from memoro.errors import BackboneError
+from memoro.preprocessing import Preprocessing
+
+
+class Original(Protocol):
+    """The untouched model's own forward: pixels to the answer that memoro calls `base`."""
+
+    def __call__(self, pixel_values: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Backbone:
+    """What `load_backbone` returns. It reads the model that it was built around and never changes it."""
+
+    name: str
+    """Hub id, folder or class: how a person finds it again."""
+    family: str
+    anatomy: Anatomy = field(repr=False)
+    preprocessing: Preprocessing
+    original: Original = field(repr=False)
+    labels: tuple[str, ...] = ()
+    """Names of the classes of the base's own classifier, if it has one."""
+    image_size: tuple[int, int] = (224, 224)
+    """(height, width) that the positions were learned at."""
+    channels: int = 3
+
+    @property
+    def dim(self) -> int:
+        return self.anatomy.dim
+
+    @property
+    def depth(self) -> int:
+        return self.anatomy.depth
+
+    @property
+    def heads(self) -> int:
+        return self.anatomy.heads
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.anatomy.tensors["patch.weight"].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.anatomy.tensors["patch.weight"].device
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Taken once, at first use: a task file is bound to it."""
+        return take_fingerprint(self.anatomy.tensors, self.anatomy.heads)
+
+    def check_pixels(self, pixel_values: Any) -> Tensor:
+        """The pixels on the backbone's device, if they are a batch of images that it can take."""
+        if not isinstance(pixel_values, Tensor):
+            raise BackboneError(
+                f"pixel_values is a {type(pixel_values).__name__}; pass a tensor (batch, {self.channels}, height, "
+                "width), or use predict() for images and paths."
+            )
+        shape = tuple(pixel_values.shape)
+        if pixel_values.ndim != 4 or shape[1] != self.channels:
+            raise BackboneError(
+                f"pixel_values has shape {shape}; {self.name} takes (batch, {self.channels}, height, width). "
+                "Convert images to RGB, and add the batch axis with unsqueeze(0) to a single one."
+            )
+        if not pixel_values.is_floating_point():
+            raise BackboneError(
+                f"pixel_values is {pixel_values.dtype}; normalise it to floats first, as backbone.preprocessing says."
+            )
+        rows, columns = self.anatomy.patch
+        if shape[2] < rows or shape[3] < columns:
+            raise BackboneError(f"images of {shape[2]}x{shape[3]} are smaller than one {rows}x{columns} patch.")
+        return pixel_values.to(self.device)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.family}, {self.depth} layers of {self.dim})"

@@ -1,0 +1,122 @@
+"""`load_backbone`: a hub id, a folder or a model object becomes a Backbone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memoro.backbones.backbone import Backbone
+from memoro.errors import BackboneError
+
+
+def load_backbone(
+    source: str | Path | nn.Module | Backbone,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    processor: Any = None,
+) -> Backbone:
+    """A frozen view of a Vision Transformer: of a hub id, a folder, or a model of `transformers` or `timm`.
+
+    A model object is read, never changed, and its weights are shared, not copied, unless `dtype` or `device` ask for
+    others. `processor` (an image processor of `transformers`, or memoro's Preprocessing) overrides the checkpoint's.
+    """
+    kind = _dtype(dtype)
+    place = None if device is None else torch.device(device)
+    if isinstance(source, Backbone):
+        return source
+    if isinstance(source, nn.Module):
+        return _wrap(source, type(source).__name__, kind, place, processor)
+    model = _from_pretrained(str(source), kind)
+    return _wrap(model, str(source), None, place, processor, folder=str(source))
+
+
+def supported() -> str:
+    """The families that load_backbone reads, for people."""
+    from memoro.backbones.huggingface import LAYOUTS
+
+    return ", ".join(layout.title for layout in LAYOUTS.values()) + ", and timm's VisionTransformer"
+
+
+def _wrap(
+    model: nn.Module,
+    name: str,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    processor: Any,
+    folder: str | None = None,
+) -> Backbone:
+    if type(model).__module__.startswith("timm."):
+        from memoro.backbones.timm import wrap_timm
+
+        return wrap_timm(model, name, dtype, device, processor)
+    from memoro.backbones.huggingface import wrap_huggingface
+
+    backbone = wrap_huggingface(model, name, dtype, device, processor, folder)
+    if backbone is None:
+        raise unsupported(type(model).__name__)
+    return backbone
+
+
+def unsupported(what: str) -> BackboneError:
+    return BackboneError(
+        f"{what} is no Vision Transformer that memoro can read. Supported: {supported()}. Models with windows or a "
+        "hierarchy (Swin, Hiera, PVT) have no class token that sees every patch at every layer."
+    )
+
+
+def _from_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
+    """The class that the checkpoint's config names, without any part that would start from random weights."""
+    import transformers
+
+    from memoro.backbones.huggingface import LAYOUTS, find_trunk
+
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise BackboneError(f"{source} has no config.json: it is no folder of a `transformers` checkpoint.")
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise BackboneError(
+            f"cannot load a backbone from {source!r}: neither a folder with a readable config.json nor a hub id that "
+            f"can be reached from here. Offline, download it elsewhere and pass its folder. ({_first_line(error)})"
+        ) from None
+    vision = getattr(config, "vision_config", config)
+    if vision.model_type not in LAYOUTS:
+        raise unsupported(f"{source} ({config.model_type})")
+    name = next(iter(config.architectures or []), None)
+    tower = {"clip": "CLIPVisionModel", "siglip": "SiglipVisionModel"}.get(config.model_type)
+    if tower is not None and not str(name).endswith("ForImageClassification"):
+        name = tower
+    architecture = getattr(transformers, str(name), None) or transformers.AutoModel
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    try:
+        model, info = architecture.from_pretrained(source, output_loading_info=True, **options)
+        if info["missing_keys"] and (trunk := find_trunk(model)) is not None:
+            # A pooler or classifier that the checkpoint does not hold would be random: leave it out.
+            if hasattr(trunk, "pooler"):
+                options["add_pooling_layer"] = False
+            model, info = type(trunk).from_pretrained(source, output_loading_info=True, **options)
+    except (OSError, ValueError, RuntimeError, TypeError) as error:
+        raise BackboneError(f"cannot load the weights of {source!r}: {_first_line(error)}") from None
+    if info["missing_keys"]:
+        some = ", ".join(sorted(info["missing_keys"])[:3])
+        raise BackboneError(f"{source!r} lacks weights of its encoder ({some}, …): the checkpoint is incomplete.")
+    assert isinstance(model, nn.Module)
+    return model.eval().requires_grad_(False)
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise BackboneError(f"dtype {dtype!r}: choose float32, bfloat16, float16 or float64.")
+        return found
+    return dtype
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,76 @@
+"""A checkpoint's own image processor, read into memoro's preprocessing. Nothing here needs torchvision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from memoro.errors import BackboneError
+from memoro.preprocessing import Preprocessing
+
+
+def read_processor_folder(source: str, default: Preprocessing) -> Preprocessing:
+    """What the checkpoint's processor config says, or the family's default where it has none."""
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    try:
+        record, _ = ImageProcessingMixin.get_image_processor_dict(source)
+    except OSError:
+        return default
+    return read_processor(record, default)
+
+
+def read_processor(processor: Any, default: Preprocessing) -> Preprocessing:
+    """A processor object of `transformers`, or the record in its config file, as preprocessing."""
+    processor = getattr(processor, "image_processor", processor)  # CLIPProcessor and the like hold one
+    if isinstance(processor, Mapping):
+        processor = _with_class_defaults(processor)
+    get = processor.get if isinstance(processor, Mapping) else lambda name, other: getattr(processor, name, other)
+
+    def value(name: str, other: Any = None) -> Any:
+        found = get(name, None)
+        return other if found is None else found
+
+    normalise = value("do_normalize", True)
+    return Preprocessing(
+        resize=_size(value("size")) if value("do_resize", True) else None,
+        crop=_square(value("crop_size")) if value("do_center_crop", False) else None,
+        resample=int(value("resample", default.resample)),
+        scale=float(value("rescale_factor", 1 / 255)) if value("do_rescale", True) else 1.0,
+        mean=_triple(value("image_mean", default.mean)) if normalise else (0.0, 0.0, 0.0),
+        std=_triple(value("image_std", default.std)) if normalise else (1.0, 1.0, 1.0),
+    )
+
+
+def _with_class_defaults(record: Mapping[str, Any]) -> Any:
+    """The Pillow-backed processor that the record names: it knows what the record leaves out."""
+    import transformers
+
+    name = str(record.get("image_processor_type") or record.get("feature_extractor_type") or "")
+    name = name.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
+    try:
+        return getattr(transformers, f"{name}Pil")(**record)
+    except (AttributeError, ImportError):
+        # DINOv3 has no Pillow processor. Its own resizes floats, Pillow bytes: they differ by half a grey level.
+        return record
+
+
+def _size(size: Any) -> int | tuple[int, int]:
+    if isinstance(size, int):
+        return size
+    get = size.get if isinstance(size, Mapping) else lambda name: getattr(size, name, None)
+    if get("shortest_edge"):
+        return int(get("shortest_edge"))
+    if get("height") and get("width"):
+        return int(get("height")), int(get("width"))
+    raise BackboneError(f"the processor's size {size!r} is neither a shortest edge nor a height and width.")
+
+
+def _square(size: Any) -> tuple[int, int]:
+    size = _size(size)
+    return (size, size) if isinstance(size, int) else size
+
+
+def _triple(values: Any) -> tuple[float, float, float]:
+    first, second, third = (float(value) for value in values)
+    return first, second, third

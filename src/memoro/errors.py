@@ -1,0 +1,25 @@
+"""What memoro raises: one family of errors, each message naming the fix."""
+
+
+class MemoroError(Exception):
+    """Base of all errors that memoro raises on purpose."""
+
+
+class BackboneError(MemoroError):
+    """The model is none that memoro can read, or the input does not fit it."""
+
+
+class TaskError(MemoroError):
+    """A task was asked for, or built, in a way that cannot work."""
+
+
+class TaskFileError(MemoroError):
+    """A task file cannot be trusted, read or written."""
+
+
+class CompositionError(MemoroError):
+    """These tasks cannot stand together on this backbone."""
+
+
+class ImageError(MemoroError):
+    """An image cannot be read safely."""

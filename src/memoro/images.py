@@ -1,0 +1,76 @@
+"""Untrusted image files become upright RGB images, or a clear error."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from memoro.errors import ImageError
+
+# 3 bytes a pixel: no single image may decode to more than about 540 MB.
+MAX_PIXELS = 180_000_000
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jfif"})
+
+
+def open_image(source: str | Path | bytes | Image.Image, *, draft: int | None = None) -> Image.Image:
+    """The image of a path, of encoded bytes or of a PIL image as upright RGB, its first frame if it is animated.
+
+    `draft` is the shortest edge that the caller needs: big JPEGs are then decoded at a fraction of their size.
+    """
+    name = "image" if isinstance(source, (bytes, Image.Image)) else str(source)
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns from a lower limit than ours, and about EXIF blocks that we do not need.
+            warnings.simplefilter("ignore")
+            if isinstance(source, Image.Image):
+                return _upright_rgb(source)
+            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+                width, height = image.size
+                if width * height > MAX_PIXELS:
+                    raise ImageError(
+                        f"{name}: {width}x{height} pixels would decode to over {MAX_PIXELS // 1_000_000} million; "
+                        "scale it down first."
+                    )
+                if draft is not None and image.format == "JPEG":
+                    image.draft("RGB", (draft, draft))
+                return _upright_rgb(image)
+    except ImageError:
+        raise
+    except FileNotFoundError:
+        raise ImageError(f"{name}: no such file.") from None
+    except Exception as error:  # Pillow's decoders raise nearly every type there is on broken input.
+        raise ImageError(f"{name}: not a readable image ({error or type(error).__name__}).") from None
+
+
+def _upright_rgb(image: Image.Image) -> Image.Image:
+    if getattr(image, "is_animated", False):
+        image.seek(0)
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16") or image.mode in {"I", "F"}:
+        image = _eight_bit(image)
+    if image.mode in {"LA", "PA", "RGBA"} or "transparency" in image.info:
+        # Composited on white, as a viewer shows it: Pillow's own conversion reveals hidden colours.
+        rgba = image.convert("RGBA")
+        image = Image.new("RGB", rgba.size, (255, 255, 255))
+        image.paste(rgba, mask=rgba.getchannel("A"))
+    return image.convert("RGB") if image.mode != "RGB" else image.copy() if _lazy(image) else image
+
+
+def _lazy(image: Image.Image) -> bool:
+    """Whether the pixels still depend on the open file."""
+    return getattr(image, "fp", None) is not None
+
+
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """16-bit and float images scaled to 0..255; Pillow's own conversion clips them to white."""
+    values = np.asarray(image, dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise ImageError("pixels that are not finite numbers")
+    top = values.max(initial=0.0)
+    scale = 255.0 / 65535.0 if top > 255.0 else 255.0 if 0.0 < top <= 1.0 and image.mode == "F" else 1.0
+    return Image.fromarray(np.clip(values * scale, 0, 255).round().astype(np.uint8))

@@ -1,0 +1,151 @@
+"""How an image becomes a tensor: resize, centre crop, scale, normalise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from memoro.errors import TaskFileError
+
+MAX_SIDE = 8192
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Frozen data: equal values mean that two tasks can share a pass."""
+
+    resize: int | tuple[int, int] | None = 224
+    """Length of the shortest edge, or (height, width), or no resizing."""
+    crop: tuple[int, int] | None = None
+    """(height, width) cut out of the centre; smaller images are padded with black."""
+    resample: int = 3
+    """Pillow's number of the filter: 0 nearest, 1 Lanczos, 2 bilinear, 3 bicubic, 4 box, 5 Hamming."""
+    scale: float = 1 / 255
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """(height, width) of what comes out, None where that depends on the image."""
+        if self.crop is not None:
+            return self.crop
+        return self.resize if isinstance(self.resize, tuple) else None
+
+    @property
+    def draft(self) -> int | None:
+        """The shortest edge that a decoder has to deliver at least."""
+        if self.resize is None:
+            return None
+        return self.resize if isinstance(self.resize, int) else max(self.resize)
+
+    def at(self, side: int) -> Preprocessing:
+        """The same steps for images of `side` pixels, resize and crop scaled alike."""
+        if not 1 <= side <= MAX_SIDE:
+            raise ValueError(f"image size {side}: choose 1 to {MAX_SIDE} pixels")
+        now = self.size
+        if now is None:
+            return replace(self, resize=side, crop=(side, side))
+        ratio = side / min(now)
+
+        def scaled(pair: tuple[int, int]) -> tuple[int, int]:
+            return round(pair[0] * ratio), round(pair[1] * ratio)
+
+        resize = self.resize
+        if isinstance(resize, tuple):
+            resize = scaled(resize)
+        elif resize is not None:
+            resize = round(resize * ratio)
+        return replace(self, resize=resize, crop=None if self.crop is None else scaled(self.crop))
+
+    def fit(self, image: Image.Image) -> Image.Image:
+        """The RGB image resized and cropped: what the model will see, still to look at."""
+        if self.resize is not None:
+            image = image.resize(self._target(image.size), Image.Resampling(self.resample))
+        if self.crop is not None:
+            image = _centre(image, self.crop)
+        return image
+
+    def to_tensor(self, image: Image.Image) -> Tensor:
+        """An RGB image of any size as the (3, height, width) float32 tensor that a backbone takes."""
+        return self.normalise(np.asarray(self.fit(image)))
+
+    def normalise(self, pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
+        """Bytes (height, width, 3) as a normalised (3, height, width) float32 tensor."""
+        # A byte has 256 values: a table per channel gives the same floats as the arithmetic, several times faster.
+        levels = (np.arange(256, dtype=np.float64) * self.scale).astype(np.float32)
+        planes = [
+            ((levels - np.float32(mean)) / np.float32(std))[pixels[..., channel]]
+            for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True))
+        ]
+        return torch.from_numpy(np.stack(planes))
+
+    def _target(self, size: tuple[int, int]) -> tuple[int, int]:
+        if isinstance(self.resize, tuple):
+            return self.resize[1], self.resize[0]
+        assert self.resize is not None
+        width, height = size
+        short, long = min(size), max(size)
+        # A strip of an image would blow up along its long edge: cap it, the crop takes the centre anyway.
+        longest = min(int(self.resize * long / short), MAX_SIDE)
+        return (self.resize, longest) if width <= height else (longest, self.resize)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: object) -> Preprocessing:
+        """The spec of a task file's record, which is untrusted: every value is checked."""
+        if not isinstance(record, Mapping) or set(record) != {"resize", "crop", "resample", "scale", "mean", "std"}:
+            raise TaskFileError("preprocessing: not a record of resize, crop, resample, scale, mean and std.")
+        resize, crop = record["resize"], record["crop"]
+        spec = cls(
+            resize=resize if resize is None or isinstance(resize, int) else _pair(resize, "resize"),
+            crop=None if crop is None else _pair(crop, "crop"),
+            resample=_side(record["resample"], "resample", low=0, high=5),
+            scale=_number(record["scale"], "scale"),
+            mean=_triple(record["mean"], "mean"),
+            std=_triple(record["std"], "std"),
+        )
+        if isinstance(resize, int):
+            _side(resize, "resize")
+        if any(value == 0 for value in spec.std):
+            raise TaskFileError("preprocessing: std holds a zero.")
+        return spec
+
+
+def _centre(image: Image.Image, crop: tuple[int, int]) -> Image.Image:
+    (height, width), (image_width, image_height) = crop, image.size
+    top, left = (image_height - height) // 2, (image_width - width) // 2
+    # Pillow fills what lies outside with black.
+    return image.crop((left, top, left + width, top + height))
+
+
+def _side(value: object, what: str, low: int = 1, high: int = MAX_SIDE) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise TaskFileError(f"preprocessing: {what} is not a whole number from {low} to {high}.")
+    return value
+
+
+def _number(value: object, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise TaskFileError(f"preprocessing: {what} is not a finite number.")
+    return float(value)
+
+
+def _pair(value: object, what: str) -> tuple[int, int]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise TaskFileError(f"preprocessing: {what} is not a pair of sizes.")
+    return _side(value[0], what), _side(value[1], what)
+
+
+def _triple(value: object, what: str) -> tuple[float, float, float]:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        raise TaskFileError(f"preprocessing: {what} is not three numbers.")
+    return _number(value[0], what), _number(value[1], what), _number(value[2], what)

@@ -1,0 +1,82 @@
+"""The paper's mask, the slow and obvious way: one dense attention over base tokens, task tokens and memory.
+
+Rows of Table 1: patches and the class token see base tokens only; a task's token sees base tokens, itself, its own
+memory, and token and memory of every task that it extends. Everything is one matrix a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memoro.backbones import Backbone
+from memoro.lineage import Lineage
+from memoro.task import Task
+
+
+def run_oracle(backbone: Backbone, tasks: Sequence[Task], lineage: Lineage, pixels: Tensor) -> dict[str, Tensor]:
+    """`{"base": …, task name: logits}`, as a composition's call gives."""
+    anatomy = backbone.anatomy
+    sequence, context = anatomy.embed(pixels)
+    batch, base_count, _ = sequence.shape
+    alive: list[int] = []  # task of each token after the base tokens
+    for layer, block in enumerate(anatomy.blocks):
+        sequence, alive = _fork(backbone, tasks, sequence, alive, layer, base_count)
+        memory, owner = [], []  # owner: task of each cell
+        for index in alive:
+            cells = tasks[index].memory[layer - tasks[index].from_layer]
+            memory.append(block.norm1(cells) if tasks[index].spec.memory_norm == "pre" else cells)
+            owner += [index] * len(cells)
+        normed = block.norm1(sequence)
+        q, k, v = block.qkv(normed)
+        if context.rotate is not None:  # the rotation is for base tokens
+            base_q, base_k = context.rotate(q[:, :, :base_count], k[:, :, :base_count])
+            q, k = torch.cat([base_q, q[:, :, base_count:]], 2), torch.cat([base_k, k[:, :, base_count:]], 2)
+        if memory and owner:
+            memory_k, memory_v = block.kv(torch.cat(memory).expand(batch, -1, -1))
+            k, v = torch.cat([k, memory_k], 2), torch.cat([v, memory_v], 2)
+
+        # What each column of the matrix is: None for a base token, else the task that it belongs to.
+        columns = [None] * base_count + alive + owner
+        allowed = torch.zeros(base_count + len(alive), len(columns), dtype=torch.bool)
+        for column, task in enumerate(columns):
+            allowed[:, column] = task is None
+            for row, reader in enumerate(alive):
+                if task is not None and task in lineage.visible(reader, layer):
+                    allowed[base_count + row, column] = True
+
+        scores = q @ k.transpose(-1, -2) * block.scaling
+        if context.biases is not None:
+            bias = context.biases[layer].detach()
+            full = scores.new_zeros(1, anatomy.heads, len(allowed), len(columns))
+            full[..., :base_count, :base_count] = bias
+            full[..., base_count:, :base_count] = bias[..., :1, :]
+            full[..., base_count:, base_count : base_count + len(alive)] = bias[..., :1, :1]
+            scores = scores + full
+        weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+        sequence = block.mix(sequence, (weights @ v).transpose(1, 2).flatten(2))
+    sequence, alive = _fork(backbone, tasks, sequence, alive, anatomy.depth, base_count)
+    answers = {"base": anatomy.finish(sequence[:, :base_count])}
+    for row, index in enumerate(alive):
+        task = tasks[index]
+        answers[task.name] = task.head(anatomy.finish_token(sequence[:, base_count + row]))
+    return answers
+
+
+def _fork(
+    backbone: Backbone, tasks: Sequence[Task], sequence: Tensor, alive: list[int], layer: int, base_count: int
+) -> tuple[Tensor, list[int]]:
+    """The sequence with the tokens of the tasks that start here."""
+    for index, task in enumerate(tasks):
+        if task.from_layer != layer:
+            continue
+        if layer == 0:
+            token = backbone.anatomy.start(task.class_token).expand(len(sequence), 1, -1)
+        else:
+            base = sequence[:, :base_count]
+            start = base.mean(1, keepdim=True) if backbone.anatomy.class_token is None else base[:, :1]
+            token = start + task.class_token
+        sequence, alive = torch.cat([sequence, token], 1), [*alive, index]
+    return sequence, alive
