@@ -52,7 +52,9 @@ CASES = [
     Case("deit", _of(hf.DeiTForImageClassificationWithTeacher, hf.DeiTConfig(**SMALL, **DROPOUT, num_labels=7))),
     Case("deit-plain", _of(hf.DeiTForImageClassification, hf.DeiTConfig(**SMALL, num_labels=7))),
     Case("dinov2", _of(hf.Dinov2Model, hf.Dinov2Config(**SMALL, **DROPOUT, mlp_ratio=2, drop_path_rate=0.3))),
-    Case("dinov2-classifier", _of(hf.Dinov2ForImageClassification, hf.Dinov2Config(**SMALL, mlp_ratio=2, num_labels=7))),
+    Case(
+        "dinov2-classifier", _of(hf.Dinov2ForImageClassification, hf.Dinov2Config(**SMALL, mlp_ratio=2, num_labels=7))
+    ),
     Case("dinov2-swiglu", _of(hf.Dinov2Model, _swiglu(hf.Dinov2Config))),
     Case(
         "dinov2-registers",
@@ -95,5 +97,8 @@ CASES = [
         ),
     ),
 ]
-FAMILIES = [case for case in CASES if case.name in {
-    "vit", "deit", "dinov2", "dinov2-registers", "dinov3", "clip", "siglip", "msn", "mae", "beit"}]
+FAMILIES = [
+    case
+    for case in CASES
+    if case.name in {"vit", "deit", "dinov2", "dinov2-registers", "dinov3", "clip", "siglip", "msn", "mae", "beit"}
+]

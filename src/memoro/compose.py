@@ -205,6 +205,23 @@ def check_backbone(task: Task, backbone: Backbone) -> None:
     )
 
 
+def check_together(tasks: Sequence[Task]) -> None:
+    """Raises if tasks cannot stand in one file: doubled names, missing or other parents, circles, two backbones."""
+    trace_lineage(
+        [task.name for task in tasks],
+        [[parent.name for parent in task.extends] for task in tasks],
+        [task.from_layer for task in tasks],
+    )
+    _check_parents(tasks)
+    for task in tasks[1:]:
+        first, other = tasks[0].spec.backbone, task.spec.backbone
+        if first.fingerprint.match(other.fingerprint) == "different":
+            raise CompositionError(
+                f"{task.name!r} was made for {other.name} ({other.fingerprint.short}), {tasks[0].name!r} for "
+                f"{first.name} ({first.fingerprint.short}): one pass has one backbone. Retrain one of them."
+            )
+
+
 def _check_parents(tasks: Sequence[Task]) -> None:
     """Raises if a parent is not the one that its child was made over."""
     by_name = {task.name: task for task in tasks}

@@ -71,7 +71,9 @@ class Attention:
 Watch = Callable[[int, Attention], None]
 
 
-def build_plan(lineage: Lineage, tasks: Sequence[Task], wanted: Sequence[int], depth: int, device: torch.device) -> Plan:
+def build_plan(
+    lineage: Lineage, tasks: Sequence[Task], wanted: Sequence[int], depth: int, device: torch.device
+) -> Plan:
     """The plan for the wanted tasks and what they extend, over a bank of all `tasks`."""
     chosen = sorted(lineage.closure(wanted), key=lambda task: lineage.forks[task])
     forks = {task.from_layer for task in tasks}
@@ -175,7 +177,7 @@ def run_streams(
 def _births(
     anatomy: Anatomy, plan: LayerPlan, bank: Bank, stream: Tensor | None, tokens: Tensor, layer: int
 ) -> Tensor | None:
-    """The stream with the tokens that start at this layer appended: at 0 the tasks' own, later the base's plus theirs."""
+    """The stream with the tokens that start here appended: at layer 0 the tasks' own, later the base's plus theirs."""
     if not len(plan.born):
         return stream
     own = bank.tokens[plan.born]
@@ -208,9 +210,8 @@ def step_stream(
     outs = []
     for group in plan.groups:
         whole = len(plan.groups) == 1
-        rows = group.rows
-        own = [t if whole else t.index_select(2, rows) for t in (q, k, v, scores)]
-        outs.append(_attend(group, *own, k, v, memory, values, bias, watch))
+        own_q, own_k, own_v, base = (t if whole else t.index_select(2, group.rows) for t in (q, k, v, scores))
+        outs.append(_attend(group, own_q, own_k, own_v, base, k, v, memory, values, bias, watch))
     out = outs[0] if plan.restore is None else torch.cat(outs, dim=2).index_select(2, plan.restore)
     return block.mix(stream, out.transpose(1, 2).flatten(2))
 
@@ -243,8 +244,8 @@ def _attend(
     scores = torch.cat(parts, dim=-1)
     low = scores.dtype in {torch.float16, torch.bfloat16}
     weights = scores.softmax(dim=-1, dtype=torch.float32 if low else None).to(base_v.dtype)
-    to_base, to_tokens, *to_cells = weights.split([part.shape[-1] for part in parts], dim=-1)
-    out = to_base @ base_v
+    to_base, to_tokens, *to_cells = torch.split(weights, [part.shape[-1] for part in parts], dim=-1)
+    out: Tensor = to_base @ base_v
     if group.tokens is None:
         out = out + to_tokens * own_v
     else:

@@ -23,3 +23,7 @@ class CompositionError(MemoroError):
 
 class ImageError(MemoroError):
     """An image cannot be read safely."""
+
+
+class DataError(MemoroError):
+    """A set of images cannot be used as it is."""

@@ -77,7 +77,9 @@ def explain_task(
     return Explanation(
         task=task.name,
         layers=tuple(layer for layer, *_ in seen),
-        patches=stack([base[..., anatomy.prefix :].unflatten(-1, (rows, columns)) for _, base, *_ in seen], rows, columns),
+        patches=stack(
+            [base[..., anatomy.prefix :].reshape(batch, heads, rows, columns) for _, base, *_ in seen], rows, columns
+        ),
         prefix=stack([base[..., : anatomy.prefix] for _, base, *_ in seen], anatomy.prefix),
         itself=stack([tokens[..., 0] for _, _, tokens, *_ in seen]),
         memory=stack(own_cells, task.cells),

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from memoro.errors import ImageError
 
 # 3 bytes a pixel: no single image may decode to more than about 540 MB.
 MAX_PIXELS = 180_000_000
 
+# The shortest edge that a caller needs, as a number or as a function of the upright (width, height).
+Draft = int | Callable[[tuple[int, int]], int] | None
+
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jfif"})
 
 
-def open_image(source: str | Path | bytes | Image.Image, *, draft: int | None = None) -> Image.Image:
+def open_image(source: str | Path | bytes | Image.Image, *, draft: Draft = None) -> Image.Image:
     """The image of a path, of encoded bytes or of a PIL image as upright RGB, its first frame if it is animated.
 
     `draft` is the shortest edge that the caller needs: big JPEGs are then decoded at a fraction of their size.
@@ -37,7 +41,8 @@ def open_image(source: str | Path | bytes | Image.Image, *, draft: int | None = 
                         "scale it down first."
                     )
                 if draft is not None and image.format == "JPEG":
-                    image.draft("RGB", (draft, draft))
+                    edge = draft(_upright_size(image)) if callable(draft) else draft
+                    image.draft("RGB", (edge, edge))
                 return _upright_rgb(image)
     except ImageError:
         raise
@@ -59,6 +64,12 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
         image = Image.new("RGB", rgba.size, (255, 255, 255))
         image.paste(rgba, mask=rgba.getchannel("A"))
     return image.convert("RGB") if image.mode != "RGB" else image.copy() if _lazy(image) else image
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    width, height = image.size
+    # EXIF orientations 5 to 8 lie on their side.
+    return (height, width) if image.getexif().get(ExifTags.Base.Orientation) in {5, 6, 7, 8} else (width, height)
 
 
 def _lazy(image: Image.Image) -> bool:

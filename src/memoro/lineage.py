@@ -43,17 +43,17 @@ def trace_lineage(names: Sequence[str], parents: Sequence[Sequence[str]], forks:
 
     direct = [[index[parent] for parent in wanted] for wanted in parents]
     children: list[list[int]] = [[] for _ in names]
-    missing = [len(set(wanted)) for wanted in direct]
-    for task, wanted in enumerate(direct):
-        for parent in set(wanted):
-            children[parent].append(task)
+    missing = [len(set(older)) for older in direct]
+    for task, older in enumerate(direct):
+        for ancestor in set(older):
+            children[ancestor].append(task)
     ready = [task for task, count in enumerate(missing) if not count]
     ancestors: dict[int, tuple[int, ...]] = {}
     while ready:
         task = ready.pop()
         found = dict.fromkeys(direct[task])
-        for parent in direct[task]:
-            found.update(dict.fromkeys(ancestors[parent]))
+        for ancestor in direct[task]:
+            found.update(dict.fromkeys(ancestors[ancestor]))
         ancestors[task] = tuple(found)
         for child in children[task]:
             missing[child] -= 1

@@ -40,10 +40,10 @@ class Preprocessing:
 
     @property
     def draft(self) -> int | None:
-        """The shortest edge that a decoder has to deliver at least."""
+        """The shortest edge that a decoder has to deliver: twice what is needed, so that `resample` still decides."""
         if self.resize is None:
             return None
-        return self.resize if isinstance(self.resize, int) else max(self.resize)
+        return 2 * (self.resize if isinstance(self.resize, int) else max(self.resize))
 
     def at(self, side: int) -> Preprocessing:
         """The same steps for images of `side` pixels, resize and crop scaled alike."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from memoro.backbones import Backbone
+from memoro.images import open_image
 
 if TYPE_CHECKING:
     from memoro.compose import Composition
@@ -61,6 +66,14 @@ def make_receipt(model: Composition, pixel_values: Tensor) -> Receipt:
         dtype=str(backbone.dtype).removeprefix("torch."),
         device=str(backbone.device),
     )
+
+
+def sample_pixels(backbone: Backbone, images: Sequence[str | Path]) -> Tensor:
+    """The images as the backbone takes them, or two of random pixels where there are none."""
+    if images:
+        return torch.stack([backbone.preprocessing.to_tensor(open_image(image)) for image in images])
+    height, width = backbone.preprocessing.size or backbone.image_size
+    return torch.randn(2, backbone.channels, height, width, generator=torch.Generator().manual_seed(0))
 
 
 def _difference(first: Tensor, second: Tensor) -> float:

@@ -169,7 +169,9 @@ def new_task(
     if head not in get_args(HeadKind):
         raise TaskError(f"{name!r}: head {head!r} is none of {', '.join(get_args(HeadKind))}.")
     if head == "softmax" and len(checked) < 2:
-        raise TaskError(f"{name!r}: a softmax head needs two labels or more; for yes/no of one label take 'multilabel'.")
+        raise TaskError(
+            f"{name!r}: a softmax head needs two labels or more; for yes/no of one label take 'multilabel'."
+        )
     if memory_norm not in get_args(MemoryNorm):
         raise TaskError(f"{name!r}: memory_norm {memory_norm!r} is neither 'pre' (the paper) nor 'post'.")
     if init not in {"copy", "normal"}:

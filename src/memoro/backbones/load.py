@@ -37,7 +37,7 @@ def load_backbone(
 
 def supported() -> str:
     """The families that load_backbone reads, for people."""
-    from memoro.backbones.huggingface import LAYOUTS
+    from memoro.backbones.families import LAYOUTS
 
     return ", ".join(layout.title for layout in LAYOUTS.values()) + ", and timm's VisionTransformer"
 
@@ -73,7 +73,8 @@ def _from_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
     """The class that the checkpoint's config names, without any part that would start from random weights."""
     import transformers
 
-    from memoro.backbones.huggingface import LAYOUTS, find_trunk
+    from memoro.backbones.families import LAYOUTS
+    from memoro.backbones.huggingface import find_trunk
 
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise BackboneError(f"{source} has no config.json: it is no folder of a `transformers` checkpoint.")

@@ -25,10 +25,9 @@ def read_processor(processor: Any, default: Preprocessing) -> Preprocessing:
     processor = getattr(processor, "image_processor", processor)  # CLIPProcessor and the like hold one
     if isinstance(processor, Mapping):
         processor = _with_class_defaults(processor)
-    get = processor.get if isinstance(processor, Mapping) else lambda name, other: getattr(processor, name, other)
 
     def value(name: str, other: Any = None) -> Any:
-        found = get(name, None)
+        found = processor.get(name) if isinstance(processor, Mapping) else getattr(processor, name, None)
         return other if found is None else found
 
     normalise = value("do_normalize", True)
@@ -58,11 +57,14 @@ def _with_class_defaults(record: Mapping[str, Any]) -> Any:
 def _size(size: Any) -> int | tuple[int, int]:
     if isinstance(size, int):
         return size
-    get = size.get if isinstance(size, Mapping) else lambda name: getattr(size, name, None)
+
+    def get(name: str) -> int:
+        return int((size.get(name) if isinstance(size, Mapping) else getattr(size, name, None)) or 0)
+
     if get("shortest_edge"):
-        return int(get("shortest_edge"))
+        return get("shortest_edge")
     if get("height") and get("width"):
-        return int(get("height")), int(get("width"))
+        return get("height"), get("width")
     raise BackboneError(f"the processor's size {size!r} is neither a shortest edge nor a height and width.")
 
 

@@ -1,0 +1,40 @@
+# make demo | test | check | bench | test-timm | clean
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check format bench test-timm clean
+
+demo: .venv/ready
+	$(BIN)/memoro demo
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+check: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/ready
+	$(BIN)/memoro bench engine
+
+# timm needs torchvision, and so a torch of its own: several gigabytes, in a separate environment.
+test-timm: .venv-timm/ready
+	.venv-timm/bin/python -m pytest -c tests_timm/pytest.ini tests_timm
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv-timm/ready: pyproject.toml tests_timm/requirements.txt
+	$(PYTHON) -m venv .venv-timm
+	.venv-timm/bin/pip install --quiet --disable-pip-version-check -r tests_timm/requirements.txt -e .
+	touch $@
+
+clean:
+	rm -rf .venv .venv-timm .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,262 @@
+"""The families of `transformers` that memoro reads: where each one keeps its parts. A new family is one more row."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memoro.backbones.anatomy import Context
+from memoro.preprocessing import Preprocessing
+
+IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+OPENAI: dict[str, Any] = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+
+# Any attribute may hang on a transformers model, so it is typed as what it is: anything.
+Model = Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a family keeps its parts. A new family is one more of these in `LAYOUTS`."""
+
+    title: str
+    embed: Callable[[Model, Tensor], tuple[Tensor, Context]]
+    """Trunk and pixels to tokens."""
+    pool: Callable[[Model, Model, Tensor], Tensor]
+    """Model, trunk and tokens after the last layer to the original's own answer."""
+    layers: str = "layers"
+    norm1: str = "layernorm_before"
+    attention: str = "attention"
+    project: str = "o_proj"
+    scales: tuple[str, str] | None = None
+    norm2: str = "layernorm_after"
+    norm: str = "layernorm"
+    pre_norm: str | None = None
+    prefix: int = 1
+    classes: int = 1
+    """How many class tokens there are: 0 in SigLIP."""
+    preprocessing: Callable[[int], Preprocessing] = lambda side: Preprocessing(resize=(side, side), resample=2)
+    """The family's own defaults, for models that come without a processor."""
+    reference: Callable[[Tensor, Model], dict[str, Any]] | None = None
+    """What the original's forward needs beside the pixels."""
+
+
+# ---------------------------------------------------------------------------------------------- pixels to tokens
+
+
+def grid_of(trunk: Model, pixels: Tensor) -> tuple[int, int]:
+    rows, columns = as_pair(trunk.config.patch_size)
+    return pixels.shape[-2] // rows, pixels.shape[-1] // columns
+
+
+def _resized(pixels: Tensor, trunk: Model) -> dict[str, Any]:
+    """Families with a fixed grid interpolate their positions only when asked to."""
+    return {"interpolate_pos_encoding": tuple(pixels.shape[-2:]) != as_pair(trunk.config.image_size)}
+
+
+def _embed_fixed(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
+    return trunk.embeddings(pixels, **_resized(pixels, trunk)), Context(grid_of(trunk, pixels))
+
+
+def _embed_free(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
+    return trunk.embeddings(pixels), Context(grid_of(trunk, pixels))
+
+
+def _embed_clip(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
+    tokens, context = _embed_fixed(trunk, pixels)
+    return trunk.pre_layrnorm(tokens), context
+
+
+def _in_order(pixels: Tensor, trunk: Model) -> dict[str, Any]:
+    """MAE shuffles its patches by noise: ascending noise keeps them in order."""
+    rows, columns = grid_of(trunk, pixels)
+    noise = torch.arange(rows * columns, device=pixels.device).expand(len(pixels), -1)
+    return {"noise": noise, **_resized(pixels, trunk)}
+
+
+def _embed_mae(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
+    tokens, _, _ = trunk.embeddings(pixels, **_in_order(pixels, trunk))
+    return tokens, Context(grid_of(trunk, pixels))
+
+
+def _embed_dinov3(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
+    rotary = sys.modules[type(trunk).__module__].apply_rotary_pos_emb
+    cos, sin = trunk.rope_embeddings(pixels)
+    return trunk.embeddings(pixels), Context(grid_of(trunk, pixels), rotate=lambda q, k: rotary(q, k, cos, sin))
+
+
+def _embed_beit(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
+    tokens, window = trunk.embeddings(pixels), grid_of(trunk, pixels)
+    shared = trunk.shared_position_bias
+
+    def bias(module: Model) -> Tensor:
+        table: Tensor = module(window, interpolate_pos_encoding=False, dim_size=tokens.shape[1])
+        return table
+
+    common = None if shared is None else bias(shared)
+    biases = []
+    for layer in trunk.layers:
+        own = layer.relative_position_bias
+        here = common if own is None else bias(own) if common is None else bias(own) + common
+        if here is not None:
+            # A leaf that keeps the flag: by it sdpa picks its kernel, and so the last bits.
+            biases.append(here.detach().requires_grad_(here.requires_grad))
+    return tokens, Context(window, biases=tuple(biases) or None)
+
+
+# ---------------------------------------------------------------------------- tokens to the original's own answer
+
+
+def _pool_class(model: Model, trunk: Model, tokens: Tensor) -> Tensor:
+    tokens = trunk.layernorm(tokens)
+    if hasattr(model, "distillation_classifier"):
+        classes = model.cls_classifier(tokens[:, 0, :]), model.distillation_classifier(tokens[:, 1, :])
+        return (classes[0] + classes[1]) / 2
+    if hasattr(model, "classifier"):
+        return model.classifier(tokens[:, 0, :])
+    pooler = getattr(trunk, "pooler", None)
+    return tokens[:, 0] if pooler is None else pooler(tokens)
+
+
+def _pool_dinov2(model: Model, trunk: Model, tokens: Tensor) -> Tensor:
+    tokens = trunk.layernorm(tokens)
+    if hasattr(model, "classifier"):
+        patches = tokens[:, 1 + getattr(trunk.config, "num_register_tokens", 0) :]
+        return model.classifier(torch.cat([tokens[:, 0], patches.mean(dim=1)], dim=1))
+    return tokens[:, 0, :]
+
+
+def _pool_dinov3(model: Model, trunk: Model, tokens: Tensor) -> Tensor:
+    return trunk.norm(tokens)[:, 0, :]
+
+
+def _pool_clip(model: Model, trunk: Model, tokens: Tensor) -> Tensor:
+    if hasattr(model, "classifier"):
+        return model.classifier(torch.mean(tokens[:, 1:, :], dim=1))
+    pooled = trunk.post_layernorm(tokens[:, 0, :])
+    # CLIPModel has a visual projection too, but there the vision tower is what is meant.
+    return model.visual_projection(pooled) if is_a(model, "CLIPVisionModelWithProjection") else pooled
+
+
+def _pool_siglip(model: Model, trunk: Model, tokens: Tensor) -> Tensor:
+    tokens = trunk.post_layernorm(tokens)
+    if hasattr(model, "classifier"):
+        return model.classifier(torch.mean(tokens, dim=1))
+    return trunk.head(tokens) if trunk.use_head else tokens.mean(dim=1)
+
+
+def _pool_beit(model: Model, trunk: Model, tokens: Tensor) -> Tensor:
+    tokens = trunk.layernorm(tokens)
+    if trunk.pooler is None:
+        return tokens[:, 0]
+    pooled = trunk.pooler(tokens)
+    return model.classifier(pooled) if hasattr(model, "classifier") else pooled
+
+
+# ------------------------------------------------------------------------------------------------- the families
+
+
+def _dino(side: int) -> Preprocessing:
+    side = min(side, 224)  # positions were learned at 518, but its checkpoints are used at 224
+    return Preprocessing(resize=round(side * 256 / 224), crop=(side, side), **IMAGENET)
+
+
+_VIT = Layout("ViT", embed=_embed_fixed, pool=_pool_class, reference=_resized)
+_ENCODER: dict[str, Any] = {
+    "norm1": "layer_norm1",
+    "norm2": "layer_norm2",
+    "attention": "self_attn",
+    "project": "out_proj",
+}
+_DINO: dict[str, Any] = {"norm1": "norm1", "norm2": "norm2", "scales": ("layer_scale1", "layer_scale2")}
+
+LAYOUTS: dict[str, Layout] = {
+    "vit": _VIT,
+    "vit_msn": Layout(
+        "ViT-MSN",
+        embed=_embed_fixed,
+        pool=_pool_class,
+        reference=_resized,
+        preprocessing=lambda side: Preprocessing(resize=(side, side), resample=2, **IMAGENET),
+    ),
+    "vit_mae": Layout(
+        "ViT-MAE",
+        embed=_embed_mae,
+        pool=_pool_class,
+        reference=_in_order,
+        preprocessing=lambda side: Preprocessing(resize=(side, side), resample=3, **IMAGENET),
+    ),
+    "deit": Layout(
+        "DeiT",
+        prefix=2,
+        embed=_embed_fixed,
+        pool=_pool_class,
+        reference=_resized,
+        preprocessing=lambda side: Preprocessing(resize=(round(side * 256 / 224),) * 2, crop=(side, side), **IMAGENET),
+    ),
+    "dinov2": Layout(
+        "DINOv2", layers="encoder.layer", embed=_embed_free, pool=_pool_dinov2, preprocessing=_dino, **_DINO
+    ),
+    "dinov2_with_registers": Layout(
+        "DINOv2 with registers",
+        layers="encoder.layer",
+        embed=_embed_free,
+        pool=_pool_dinov2,
+        preprocessing=_dino,
+        **_DINO,
+    ),
+    "dinov3_vit": Layout(
+        "DINOv3 ViT",
+        layers="model.layer",
+        norm="norm",
+        embed=_embed_dinov3,
+        pool=_pool_dinov3,
+        preprocessing=lambda side: Preprocessing(resize=(side, side), resample=2, **IMAGENET),
+        **_DINO,
+    ),
+    "clip_vision_model": Layout(
+        "CLIP vision",
+        layers="encoder.layers",
+        pre_norm="pre_layrnorm",
+        norm="post_layernorm",
+        embed=_embed_clip,
+        pool=_pool_clip,
+        reference=_resized,
+        preprocessing=lambda side: Preprocessing(resize=side, crop=(side, side), **OPENAI),
+        **_ENCODER,
+    ),
+    "siglip_vision_model": Layout(
+        "SigLIP vision",
+        layers="encoder.layers",
+        norm="post_layernorm",
+        prefix=0,
+        classes=0,
+        embed=_embed_fixed,
+        pool=_pool_siglip,
+        reference=_resized,
+        preprocessing=lambda side: Preprocessing(resize=(side, side), resample=3),
+        **_ENCODER,
+    ),
+    "beit": Layout(
+        "BEiT",
+        scales=("lambda_1", "lambda_2"),
+        embed=_embed_beit,
+        pool=_pool_beit,
+        preprocessing=lambda side: Preprocessing(resize=(side, side), resample=3),
+    ),
+}
+
+
+def as_pair(size: Any) -> tuple[int, int]:
+    """(height, width) of a config's size, which may be one number."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def is_a(model: Model, name: str) -> bool:
+    """Whether the model is of the class of this name; asked by name, so that nothing has to be imported."""
+    return type(model).__name__ == name

@@ -1,0 +1,201 @@
+"""The command line. It reads arguments, calls the library and prints; nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from memoro.errors import MemoroError
+
+TEACH = """\
+[bold]memoro[/] teaches one frozen Vision Transformer many tasks. A task is a small file; one pass answers them all,
+and the backbone's own answer does not change by a bit.
+
+  memoro demo                                            see it work, with what is installed
+  memoro inspect pets.safetensors                        what is in a task file
+  memoro compose pets.safetensors flowers.safetensors -o both.safetensors
+                                                         put tasks into one file
+  memoro verify --backbone FOLDER --tasks both.safetensors photo.jpg
+                                                         prove that the backbone is untouched
+  memoro import model.pt --backbone FOLDER -o tasks.safetensors
+                                                         tasks of the paper's public reproduction
+  memoro bench engine                                    what 1 to 100 tasks cost here
+
+BACKBONE is a hub id or a folder. [bold]memoro COMMAND --help[/] tells more; most commands take [bold]--json[/]."""
+
+app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+bench = typer.Typer(help="Measure on this machine. Ratios, in one process.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, everything else on stderr.")]
+BackboneOption = Annotated[str, typer.Option("--backbone", "-b", help="Hub id or folder of a Vision Transformer.")]
+Files = Annotated[list[Path], typer.Argument(help="Task files or bundles.", show_default=False)]
+
+
+def main() -> None:
+    """Runs the command line; an error of memoro's own becomes one line and exit code 1."""
+    try:
+        app()
+    except MemoroError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/] {_plain(str(error))}", highlight=False)
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Teach one frozen Vision Transformer many tasks."""
+    if version:
+        from memoro import __version__
+
+        typer.echo(__version__)
+    elif context.invoked_subcommand is None:
+        Console(soft_wrap=True).print(TEACH, highlight=False)
+
+
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A task file or bundle.", show_default=False)],
+    backbone: Annotated[str | None, typer.Option("--backbone", "-b", help="Also say whether it fits this one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What is in a task file: labels, memory, parents, backbone, how it was trained and how good it is."""
+    from memoro.report import inspect_table, inspect_tasks
+    from memoro.taskfile import load_tasks
+
+    tasks = load_tasks(file)
+    record = inspect_tasks(file, tasks, None if backbone is None else _load(backbone))
+    if as_json:
+        _print_json(record)
+    else:
+        Console().print(inspect_table(record))
+
+
+@app.command("compose")
+def compose_files(
+    files: Files,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The bundle to write.", show_default=False)],
+) -> None:
+    """Put tasks into one file, side by side or on top of each other. Parents must be among them."""
+    from memoro.compose import check_together
+    from memoro.taskfile import load_tasks, save_tasks
+
+    tasks = [task for file in files for task in load_tasks(file)]
+    check_together(tasks)
+    save_tasks(tasks, out)
+    Console().print(f"{out}: {', '.join(task.name for task in tasks)} ({out.stat().st_size / 1000:,.1f} kB)")
+
+
+@app.command()
+def verify(
+    backbone: BackboneOption,
+    tasks: Annotated[list[Path], typer.Option("--tasks", "-t", help="Task files or bundles; repeat for more.")],
+    images: Annotated[list[Path] | None, typer.Argument(help="Images to run on; random pixels without.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the original model beside the composition: base equal to the bit, tasks equal alone and composed.
+
+    Exits with 1 where the base differs.
+    """
+    from memoro.compose import compose
+    from memoro.receipt import sample_pixels
+    from memoro.taskfile import load_tasks
+
+    loaded = _load(backbone)
+    model = compose(loaded, [task for file in tasks for task in load_tasks(file)])
+    receipt = model.verify(sample_pixels(loaded, images or []))
+    if as_json:
+        _print_json(receipt.to_json())
+    else:
+        typer.echo(str(receipt))
+    raise typer.Exit(0 if receipt.base_equal else 1)
+
+
+@app.command("import")
+def import_checkpoint(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A state dict (.pt) of the public reproduction.", show_default=False)
+    ],
+    backbone: BackboneOption,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The task file to write.", show_default=False)],
+    names: Annotated[str | None, typer.Option(help="Names for its tasks, separated by commas.")] = None,
+) -> None:
+    """Read tasks out of a checkpoint of the paper's public reproduction."""
+    from memoro.reproduction import import_tasks
+    from memoro.taskfile import save_tasks
+
+    tasks = import_tasks(_load(backbone), checkpoint, names=None if names is None else names.split(","))
+    save_tasks(tasks, out)
+    for task in tasks:
+        over = ", ".join(parent.name for parent in task.extends)
+        Console().print(f"{task.name}: {len(task.labels)} classes, {task.cells} cells{over and f', extends {over}'}")
+    Console().print(f"written to {out}")
+
+
+@app.command()
+def demo() -> None:
+    """Attach 1, 10 and 100 tasks to a ViT, prove its answer unchanged, and show what they cost."""
+    from memoro.demo import run_demo
+
+    run_demo(Console())
+
+
+@bench.command("engine")
+def bench_engine_command(
+    patch: Annotated[list[int], typer.Option(help="Patch size of the ViT-B to measure; repeat for more.")] = [32, 16],  # noqa: B006
+    batch: Annotated[int, typer.Option(help="Images in a pass.")] = 8,
+    tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,10,50,100",
+    forks: Annotated[str, typer.Option(help="Layers at which the tasks start.")] = "0,8",
+    rounds: Annotated[int, typer.Option(help="Runs of each candidate; the best counts.")] = 5,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    as_json: Json = False,
+) -> None:
+    """One pass with many tasks against a plain pass, the dense-mask way and separate passes."""
+    from memoro.bench.engine import bench_engine, candidate_count, load_bench_backbone
+    from memoro.progress import bar
+    from memoro.report import engine_table
+
+    counts, starts = _numbers(tasks), _numbers(forks)
+    results: dict[str, Any] = {}
+    for size in patch:
+        with bar(f"ViT-B/{size}", rounds * candidate_count(counts, starts)) as tick:
+            rows = bench_engine(
+                load_bench_backbone(size, dtype), counts=counts, forks=starts, batch=batch, rounds=rounds, tick=tick
+            )
+        results[f"ViT-B/{size}"] = [row.to_json() for row in rows]
+        if not as_json:
+            Console().print(engine_table(f"ViT-B/{size} at 224, batch {batch}, {dtype}", rows))
+    if as_json:
+        _print_json(results)
+
+
+def _load(backbone: str) -> Any:
+    from memoro.backbones import load_backbone
+    from memoro.progress import quiet_libraries
+
+    quiet_libraries()
+    return load_backbone(backbone)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of numbers such as 1,10,100") from None
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

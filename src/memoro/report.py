@@ -1,0 +1,117 @@
+"""Tables for people: what a task file holds, what a benchmark measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from memoro.backbones import Backbone
+from memoro.bench.engine import EngineRow
+from memoro.task import Task
+
+
+def inspect_tasks(path: Path, tasks: Sequence[Task], backbone: Backbone | None = None) -> dict[str, Any]:
+    """All that a file says of its tasks, JSON-ready; with a backbone also whether it is theirs."""
+    entries = []
+    for task in tasks:
+        spec = task.spec
+        entry: dict[str, Any] = {
+            "name": spec.name,
+            "kind": spec.kind,
+            "labels": list(spec.labels),
+            "cells": spec.cells,
+            "from_layer": spec.from_layer,
+            "memory_norm": spec.memory_norm,
+            "parents": [parent.name for parent in task.parents],
+            "parameters": sum(parameter.numel() for parameter in task.parameters()),
+            "content": task.content_hash(),
+            "backbone": {
+                "name": spec.backbone.name,
+                "family": spec.backbone.family,
+                "depth": spec.backbone.depth,
+                "dim": spec.backbone.dim,
+                "fingerprint": spec.backbone.fingerprint.digest,
+                "dtype": spec.backbone.fingerprint.dtype,
+            },
+            "preprocessing": None if spec.preprocessing is None else spec.preprocessing.to_json(),
+            "training": dict(spec.training),
+            "metrics": dict(spec.metrics),
+        }
+        if backbone is not None:
+            entry["backbone"]["match"] = spec.backbone.fingerprint.match(backbone.fingerprint)
+        entries.append(entry)
+    return {"file": str(path), "bytes": os.path.getsize(path), "tasks": entries}
+
+
+def inspect_table(record: dict[str, Any]) -> Table:
+    """The record of `inspect_tasks` as a table, a column a task."""
+    tasks = record["tasks"]
+    table = Table(title=f"{record['file']}  ({record['bytes'] / 1000:,.1f} kB)", title_justify="left")
+    table.add_column("")
+    for task in tasks:
+        table.add_column(task["name"], overflow="fold")
+    rows: dict[str, Callable[[dict[str, Any]], str]] = {
+        "labels": lambda t: f"{len(t['labels'])}: {_shorten(t['labels'])}",
+        "head": lambda t: t["kind"],
+        "memory": lambda t: (
+            f"{t['cells']} cells a layer, {'before' if t['memory_norm'] == 'pre' else 'after'} the norm"
+        ),
+        "stream": lambda t: (
+            f"layers {t['from_layer']} to {t['backbone']['depth']}"
+            if t["from_layer"] < t["backbone"]["depth"]
+            else "linear head on the final class token"
+        ),
+        "extends": lambda t: ", ".join(t["parents"]) or "nothing",
+        "parameters": lambda t: f"{t['parameters']:,}",
+        "backbone": lambda t: (
+            f"{t['backbone']['name']}\n{t['backbone']['family']}, {t['backbone']['depth']} layers of "
+            f"{t['backbone']['dim']}, {t['backbone']['dtype']}\nfingerprint {t['backbone']['fingerprint'][:12]}"
+        ),
+        "this backbone": lambda t: t["backbone"].get("match", ""),
+        "images": lambda t: _images(t["preprocessing"]),
+        "metrics": lambda t: "\n".join(f"{name} {_value(value)}" for name, value in t["metrics"].items()) or "-",
+        "training": lambda t: "\n".join(f"{name} {_value(value)}" for name, value in t["training"].items()) or "-",
+        "content": lambda t: t["content"][:12],
+    }
+    for name, show in rows.items():
+        cells = [show(task) for task in tasks]
+        if any(cells):
+            table.add_row(name, *cells)
+    return table
+
+
+def engine_table(title: str, rows: Sequence[EngineRow]) -> Table:
+    """Benchmark rows as a table; every cost in plain base passes."""
+    table = Table(title=f"{title}: cost of one pass, in plain base passes", title_justify="left")
+    for column in ("tasks", "fork", "memoro", "arithmetic limit", "dense mask", "separate passes"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.tasks),
+            str(row.fork),
+            f"{row.engine:.2f}",
+            f"{row.limit:.2f}",
+            "" if row.dense is None else f"{row.dense:.2f}",
+            f"{row.separate:.1f}",
+        )
+    return table
+
+
+def _shorten(labels: Sequence[str], most: int = 6) -> str:
+    shown = ", ".join(labels[:most])
+    return shown if len(labels) <= most else f"{shown}, …"
+
+
+def _images(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return "as the backbone says"
+    size = record["crop"] or record["resize"]
+    return f"{size[0]}x{size[1]}" if isinstance(size, (list, tuple)) else str(size)
+
+
+def _value(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
