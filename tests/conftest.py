@@ -1,0 +1,57 @@
+"""What the tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memoro.backbones import Backbone, load_backbone
+from memoro.task import Task, new_task
+
+torch.set_num_threads(1)  # tiny models, and two test processes
+
+
+def shared_folder() -> Path | None:
+    """The folder with real weights and images, where there is one."""
+    path = Path(os.environ.get("MEMORO_SHARED", Path(__file__).parents[2] / "shared"))
+    return path if (path / "weights").is_dir() else None
+
+
+@pytest.fixture
+def shared() -> Path:
+    path = shared_folder()
+    if path is None:
+        pytest.skip("needs real weights and images: set MEMORO_SHARED to their folder")
+    return path
+
+
+def random_task(backbone: Backbone, name: str, *, seed: int = 0, **options: Any) -> Task:
+    """A task far from its neutral start, as training would leave it."""
+    options.setdefault("labels", ["a", "b", "c"])
+    task = new_task(backbone, name, seed=seed, **options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in task.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return task
+
+
+@pytest.fixture
+def vit() -> Any:
+    from families import CASES
+
+    return next(case for case in CASES if case.name == "vit").model()
+
+
+@pytest.fixture
+def backbone(vit: Any) -> Backbone:
+    return load_backbone(vit)
+
+
+@pytest.fixture
+def pixels() -> torch.Tensor:
+    return torch.randn(2, 3, 20, 20, generator=torch.Generator().manual_seed(1))
