@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memoro.backbones import Backbone, load_backbone
-    from memoro.compose import Composition, compose
+    from memoro.composition import Composition, compose
     from memoro.errors import (
         BackboneError,
         CompositionError,
@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Backbone": "backbones",
     "BackboneError": "errors",
-    "Composition": "compose",
+    "Composition": "composition",
     "CompositionError": "errors",
     "ImageError": "errors",
     "MemoroError": "errors",
@@ -34,7 +34,7 @@ _HOME = {
     "Task": "task",
     "TaskError": "errors",
     "TaskFileError": "errors",
-    "compose": "compose",
+    "compose": "composition",
     "import_tasks": "reproduction",
     "load_backbone": "backbones",
     "load_task": "taskfile",
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'memoro' has no attribute {name!r}")
     value = getattr(import_module(f"memoro.{_HOME[name]}"), name)
-    globals()[name] = value  # `memoro.compose` is the function, also after the module of that name was imported
+    globals()[name] = value
     return value
 
 

@@ -84,7 +84,7 @@ def compose_files(
     out: Annotated[Path, typer.Option("--out", "-o", help="The bundle to write.", show_default=False)],
 ) -> None:
     """Put tasks into one file, side by side or on top of each other. Parents must be among them."""
-    from memoro.compose import check_together
+    from memoro.composition import check_together
     from memoro.taskfile import load_tasks, save_tasks
 
     tasks = [task for file in files for task in load_tasks(file)]
@@ -104,7 +104,7 @@ def verify(
 
     Exits with 1 where the base differs.
     """
-    from memoro.compose import compose
+    from memoro.composition import compose
     from memoro.receipt import sample_pixels
     from memoro.taskfile import load_tasks
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from memoro.backbones import load_backbone
 from memoro.bench.engine import bench_engine, candidate_count, random_vit
-from memoro.compose import compose
+from memoro.composition import compose
 from memoro.progress import bar
 from memoro.task import Task, new_task
 

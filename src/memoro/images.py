@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from memoro.errors import ImageError
 
@@ -48,6 +48,8 @@ def open_image(source: str | Path | bytes | Image.Image, *, draft: Draft = None)
         raise
     except FileNotFoundError:
         raise ImageError(f"{name}: no such file.") from None
+    except UnidentifiedImageError:
+        raise ImageError(f"{name}: not a readable image (no known format).") from None
     except Exception as error:  # Pillow's decoders raise nearly every type there is on broken input.
         raise ImageError(f"{name}: not a readable image ({error or type(error).__name__}).") from None
 

@@ -14,7 +14,7 @@ from memoro.backbones import Backbone
 from memoro.images import open_image
 
 if TYPE_CHECKING:
-    from memoro.compose import Composition
+    from memoro.composition import Composition
 
 
 @dataclass(frozen=True)

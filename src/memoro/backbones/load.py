@@ -107,7 +107,7 @@ def _from_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise BackboneError(f"{source!r} lacks weights of its encoder ({some}, …): the checkpoint is incomplete.")
     assert isinstance(model, nn.Module)
-    return model.eval().requires_grad_(False)
+    return model.eval()
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

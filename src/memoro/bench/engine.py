@@ -12,7 +12,7 @@ from torch import nn
 from memoro.backbones import Backbone, load_backbone
 from memoro.bench.clock import best_times
 from memoro.bench.dense import DenseMask
-from memoro.compose import compose
+from memoro.composition import compose
 from memoro.task import new_task
 
 

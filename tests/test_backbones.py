@@ -1,0 +1,253 @@
+"""Loading: folders, model objects, processors, fingerprints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from families import CASES, SMALL, Case
+from PIL import Image
+
+import memoro
+from memoro.backbones.load import supported
+from memoro.errors import BackboneError
+
+PROCESSORS = {
+    "vit": hf.ViTImageProcessorPil(size={"height": 20, "width": 20}),
+    "deit": hf.DeiTImageProcessorPil(size={"height": 23, "width": 23}, crop_size={"height": 20, "width": 20}),
+    "dinov2": hf.BitImageProcessorPil(size={"shortest_edge": 23}, crop_size={"height": 20, "width": 20}),
+    "clip": hf.CLIPImageProcessorPil(size={"shortest_edge": 20}, crop_size={"height": 20, "width": 20}),
+    "siglip": hf.SiglipImageProcessorPil(size={"height": 20, "width": 20}),
+    "beit": hf.BeitImageProcessorPil(
+        size={"height": 24, "width": 24}, crop_size={"height": 20, "width": 20}, do_center_crop=True
+    ),
+    "nothing": hf.ViTImageProcessorPil(do_resize=False, do_normalize=False, do_rescale=False),
+}
+
+
+def picture(width: int, height: int) -> Image.Image:
+    values = np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_folder_gives_what_was_saved(case: Case, tmp_path: Path) -> None:
+    model = case.model()
+    model.save_pretrained(tmp_path)
+    loaded = memoro.load_backbone(str(tmp_path))
+    direct = memoro.load_backbone(model)
+    pixels = torch.randn(2, 3, 20, 20)
+    with torch.no_grad():
+        base = memoro.compose(loaded)(pixels)["base"]
+        assert torch.equal(base, memoro.compose(direct)(pixels)["base"])
+        assert torch.equal(base, loaded.original(pixels))
+    assert loaded.fingerprint == direct.fingerprint
+    assert (loaded.dim, loaded.depth, loaded.heads, loaded.anatomy.patch) == (24, 5, 3, (4, 4))
+
+
+@pytest.mark.parametrize(
+    ("whole", "config", "tower"),
+    [
+        (hf.CLIPModel, hf.CLIPConfig, "CLIP vision"),
+        (hf.SiglipModel, hf.SiglipConfig, "SigLIP vision"),
+    ],
+)
+def test_a_two_tower_checkpoint_gives_its_vision_tower(whole: Any, config: Any, tower: str, tmp_path: Path) -> None:
+    text = {
+        "hidden_size": 24,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 1,
+        "intermediate_size": 8,
+        "vocab_size": 99,
+    }
+    model = whole(config(text_config=text, vision_config=SMALL)).eval()
+    model.save_pretrained(tmp_path)
+    backbone = memoro.load_backbone(tmp_path)
+    assert backbone.family == tower
+    pixels = torch.randn(2, 3, 20, 20)
+    with torch.no_grad():
+        expected = model.vision_model(pixels).pooler_output
+        assert torch.equal(memoro.compose(backbone)(pixels)["base"], expected)
+        assert torch.equal(memoro.compose(memoro.load_backbone(model))(pixels)["base"], expected)
+
+
+def test_a_head_that_the_checkpoint_lacks_is_left_out(tmp_path: Path) -> None:
+    """A classifier or pooler with random weights is no answer of the backbone's."""
+    trunk = hf.ViTModel(hf.ViTConfig(**SMALL), add_pooling_layer=False).eval()
+    trunk.save_pretrained(tmp_path)
+    pixels = torch.randn(2, 3, 20, 20)
+    with torch.no_grad():
+        expected = trunk(pixels).last_hidden_state[:, 0]
+    for architecture in ("ViTModel", "ViTForImageClassification", None):
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["architectures"] = [architecture] if architecture else None
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        backbone = memoro.load_backbone(tmp_path)
+        with torch.no_grad():
+            assert torch.equal(memoro.compose(backbone)(pixels)["base"], expected)
+        assert backbone.labels == ()
+
+
+def test_an_incomplete_encoder_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    hf.ViTModel(hf.ViTConfig(**SMALL)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    gone = next(name for name in weights if "q_proj" in name or "query" in name)
+    del weights[gone]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BackboneError, match="incomplete"):
+        memoro.load_backbone(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: hf.SwinModel(
+            hf.SwinConfig(image_size=32, embed_dim=12, depths=[1, 1], num_heads=[2, 2], window_size=4)
+        ),
+        lambda: hf.ResNetModel(hf.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])),
+        lambda: hf.BertModel(
+            hf.BertConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=8)
+        ),
+        lambda: torch.nn.Linear(3, 3),
+    ],
+    ids=["swin", "resnet", "bert", "linear"],
+)
+def test_models_that_are_no_plain_vit(build: Any, tmp_path: Path) -> None:
+    model = build()
+    with pytest.raises(BackboneError, match=r"Supported: ViT, .*Swin") as error:
+        memoro.load_backbone(model)
+    assert supported() in str(error.value)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(tmp_path)
+        with pytest.raises(BackboneError, match="Supported"):
+            memoro.load_backbone(tmp_path)
+
+
+def test_places_without_a_backbone(tmp_path: Path) -> None:
+    with pytest.raises(BackboneError, match=r"no config\.json"):
+        memoro.load_backbone(tmp_path)
+    (tmp_path / "config.json").write_text("{broken")
+    with pytest.raises(BackboneError, match="readable config"):
+        memoro.load_backbone(tmp_path)
+    with pytest.raises(BackboneError, match="dtype"):
+        memoro.load_backbone(CASES[0].model(), dtype="int8")
+
+
+def test_a_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(BackboneError, match=r"Offline, download it elsewhere and pass its folder"):
+        memoro.load_backbone("nobody/nothing-at-all")
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("size", [(33, 25), (25, 33), (20, 20), (11, 47), (200, 150)])
+def test_preprocessing_equals_the_checkpoints_own(name: str, size: tuple[int, int], tmp_path: Path) -> None:
+    processor = PROCESSORS[name]
+    image = picture(*size)
+    expected = processor(image, return_tensors="pt").pixel_values[0]
+    model = CASES[0].model()
+    assert torch.equal(
+        memoro.load_backbone(model, processor=processor).preprocessing.to_tensor(image), expected.float()
+    )
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    assert torch.equal(memoro.load_backbone(tmp_path).preprocessing.to_tensor(image), expected.float())
+
+
+def test_old_processor_configs(tmp_path: Path) -> None:
+    CASES[0].model().save_pretrained(tmp_path)
+    record = {"feature_extractor_type": "CLIPFeatureExtractor", "size": 24, "crop_size": 20, "do_center_crop": True}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(record))
+    found = memoro.load_backbone(tmp_path).preprocessing
+    assert (found.resize, found.crop) == (24, (20, 20))
+    assert found.mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
+
+
+def test_a_model_without_a_processor_gets_its_familys_defaults() -> None:
+    for case in CASES:
+        found = memoro.load_backbone(case.model()).preprocessing
+        assert found.size == (20, 20), case.name
+    dino = memoro.load_backbone(next(c for c in CASES if c.name == "dinov2").model()).preprocessing
+    assert dino.mean == (0.485, 0.456, 0.406)
+    assert dino.resize == 23
+
+
+def test_image_size_scales_resize_and_crop_alike() -> None:
+    spec = memoro.Preprocessing(resize=256, crop=(224, 224))
+    assert (spec.at(112).resize, spec.at(112).crop) == (128, (112, 112))
+    assert memoro.Preprocessing(resize=(224, 224)).at(96).resize == (96, 96)
+    assert spec.at(112).to_tensor(picture(300, 200)).shape == (3, 112, 112)
+
+
+def test_fingerprints_tell_weights_apart() -> None:
+    model = CASES[0].model()
+    here = memoro.load_backbone(model).fingerprint
+    assert memoro.load_backbone(CASES[0].model()).fingerprint == here
+    assert here.match(here) == "same"
+    with torch.no_grad():
+        model.classifier.weight.add_(1)
+    assert memoro.load_backbone(model).fingerprint == here, "a head is not the encoder"
+    with torch.no_grad():
+        model.vit.layers[3].mlp.fc1.bias[0] += 1e-6
+    changed = memoro.load_backbone(model).fingerprint
+    assert changed.match(here) == "different"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_another_dtype_is_the_same_up_to_rounding(case: Case, dtype: str) -> None:
+    model = case.model()
+    here = memoro.load_backbone(model).fingerprint
+    assert memoro.load_backbone(model, dtype=dtype).fingerprint.match(here) == "same up to rounding"
+    other = memoro.load_backbone(case.model(seed=8), dtype=dtype).fingerprint
+    assert other.match(here) == "different"
+
+
+def test_the_sketch_sees_a_real_fine_tuning() -> None:
+    """A change of 10 % of each weight's size shows in bfloat16, where rounding alone is below 2 %."""
+    model = CASES[0].model()
+    here = memoro.load_backbone(model).fingerprint
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+    assert memoro.load_backbone(model, dtype="bfloat16").fingerprint.match(here) == "different"
+
+
+def test_every_encoder_weight_is_in_the_fingerprint() -> None:
+    outside = ("classifier", "pooler.dense", "mask_token", "head.", "visual_projection")
+    for case in CASES:
+        model = case.model()
+        named = memoro.load_backbone(model).anatomy.tensors
+        places = {tensor.data_ptr() for tensor in named.values()}
+        for name, parameter in model.named_parameters():
+            if not any(part in name for part in outside) and parameter.numel():
+                assert parameter.data_ptr() in places, f"{case.name}: {name}"
+
+
+def test_weights_are_shared_not_copied() -> None:
+    model = CASES[0].model()
+    backbone = memoro.load_backbone(model)
+    weight = model.vit.embeddings.patch_embeddings.projection.weight
+    assert backbone.anatomy.tensors["patch.weight"].data_ptr() == weight.data_ptr()
+    half = memoro.load_backbone(model, dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    assert weight.dtype == torch.float32
+
+
+def test_real_weights(shared: Path) -> None:
+    backbone = memoro.load_backbone(shared / "weights" / "dinov2-small-reg")
+    assert (backbone.family, backbone.depth, backbone.dim) == ("DINOv2 with registers", 12, 384)
+    assert backbone.preprocessing.size == (224, 224)
+    model = hf.AutoModel.from_pretrained(shared / "weights" / "dinov2-small-reg").eval()
+    pixels = torch.randn(2, 3, 112, 112)
+    with torch.no_grad():
+        assert torch.equal(memoro.compose(backbone)(pixels)["base"], model(pixels).pooler_output)

@@ -1,0 +1,96 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import random_task
+from PIL import Image
+
+import memoro
+from memoro.backbones import Backbone
+
+
+def run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "memoro", *map(str, arguments)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == code, done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture
+def folder(vit: Any, tmp_path: Path) -> Path:
+    vit.save_pretrained(tmp_path / "vit")
+    return tmp_path / "vit"
+
+
+@pytest.fixture
+def files(backbone: Backbone, tmp_path: Path) -> tuple[Path, Path]:
+    pets = random_task(backbone, "pets", labels=["cat", "dog"])
+    breeds = random_task(backbone, "breeds", seed=1, extends=[pets])
+    return (
+        memoro.save_task(pets, tmp_path / "pets.safetensors"),
+        memoro.save_task(breeds, tmp_path / "breeds.safetensors"),
+    )
+
+
+def test_without_arguments_it_teaches() -> None:
+    out = run().stdout
+    for command in ("demo", "inspect", "compose", "verify", "import", "bench"):
+        assert f"memoro {command}" in out
+    assert memoro.__version__ in run("--version").stdout
+
+
+def test_inspect(files: tuple[Path, Path], folder: Path) -> None:
+    table = run("inspect", files[0]).stdout
+    assert "cat, dog" in table
+    record = json.loads(run("inspect", files[1], "--backbone", folder, "--json").stdout)
+    assert record["tasks"][0]["parents"] == ["pets"]
+    assert record["tasks"][0]["backbone"]["match"] == "same"
+
+
+def test_compose_and_verify(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle.safetensors"
+    run("compose", files[1], files[0], "-o", bundle)
+    assert [task.name for task in memoro.load_tasks(bundle)] == ["breeds", "pets"]
+    receipt = json.loads(run("verify", "--backbone", folder, "--tasks", bundle, "--json").stdout)
+    assert receipt["base_equal"] is True
+    Image.new("RGB", (30, 40), (200, 10, 10)).save(tmp_path / "red.png")
+    text = run("verify", "-b", folder, "-t", files[0], "-t", files[1], tmp_path / "red.png").stdout
+    assert "equal to the bit" in text
+    assert "1 images" in text
+
+
+def test_errors_are_one_line(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
+    assert "attach 'pets' too" in run("compose", files[1], "-o", tmp_path / "x", code=1).stderr
+    assert not (tmp_path / "x").exists()
+    assert "two tasks are called 'pets'" in run("compose", files[0], files[0], "-o", tmp_path / "x", code=1).stderr
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(files[0].read_bytes()[:500])
+    assert "fetch it again" in run("inspect", broken, code=1).stderr
+    assert "[red]" not in run("inspect", tmp_path / "[red]x", code=1).stdout
+    run("verify", "--backbone", tmp_path / "none", "--tasks", files[0], code=1)
+    run("no-such-command", code=2)
+
+
+def test_import(shared: Path, tmp_path: Path) -> None:
+    fixtures = shared / "fixtures" / "reproduction"
+    out = tmp_path / "two.safetensors"
+    text = run(
+        "import", fixtures / "extension_model.pt", "--backbone", fixtures / "base", "-o", out, "--names", "a,b"
+    ).stdout
+    assert "extends a" in text
+    assert [task.name for task in memoro.load_tasks(out)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "compose", "verify", "import", "demo", "bench engine"])
+def test_help(command: str) -> None:
+    out = run(*command.split(), "--help").stdout
+    assert "Usage" in out
