@@ -24,7 +24,7 @@ bench: .venv/ready
 
 # timm needs torchvision, and so a torch of its own: several gigabytes, in a separate environment.
 test-timm: .venv-timm/ready
-	.venv-timm/bin/python -m pytest -c tests_timm/pytest.ini tests_timm
+	.venv-timm/bin/python -m pytest tests_timm
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -33,7 +33,8 @@ test-timm: .venv-timm/ready
 
 .venv-timm/ready: pyproject.toml tests_timm/requirements.txt
 	$(PYTHON) -m venv .venv-timm
-	.venv-timm/bin/pip install --quiet --disable-pip-version-check -r tests_timm/requirements.txt -e .
+	.venv-timm/bin/pip install --quiet --disable-pip-version-check -r tests_timm/requirements.txt
+	.venv-timm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
 clean:

@@ -27,3 +27,7 @@ class ImageError(MemoroError):
 
 class DataError(MemoroError):
     """A set of images cannot be used as it is."""
+
+
+class TrainingError(MemoroError):
+    """A training cannot start, or cannot go on."""

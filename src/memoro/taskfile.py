@@ -68,7 +68,7 @@ def save_tasks(tasks: Sequence[Task], path: str | Path) -> Path:
         text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TaskFileError(f"training facts and metrics must be plain JSON with finite numbers: {error}.") from None
-    _write_whole(Path(path), save(tensors, metadata={KEY: text}))
+    write_whole(Path(path), save(tensors, metadata={KEY: text}))
     return Path(path)
 
 
@@ -135,7 +135,7 @@ def _write_record(task: Task) -> dict[str, Any]:
     }
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Writes beside the file and renames, so that a reader never meets half of it."""
     temporary = None
     try:

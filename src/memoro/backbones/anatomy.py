@@ -39,11 +39,17 @@ class Block:
     norm2: Map
     mlp: Map
     scale2: Map
+    residual_first: bool = False
+    """The order of the operands in the original's sums: a sum takes its memory layout from the first, and by that
+    torch picks the order in which a later mean over tokens is added up."""
 
     def mix(self, tokens: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer after attention, for base tokens (b, n, dim) and task tokens alike."""
-        tokens = self.scale1(self.project(attended)) + tokens
-        return self.scale2(self.mlp(self.norm2(tokens))) + tokens
+        tokens = self._add(tokens, self.scale1(self.project(attended)))
+        return self._add(tokens, self.scale2(self.mlp(self.norm2(tokens))))
+
+    def _add(self, residual: Tensor, change: Tensor) -> Tensor:
+        return residual + change if self.residual_first else change + residual
 
     def run(self, tokens: Tensor, context: Context, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """The layer as the original computes it: the next tokens (b, n, dim), and its keys and values (b, h, n, d)."""

@@ -37,6 +37,8 @@ class Layout:
     norm2: str = "layernorm_after"
     norm: str = "layernorm"
     pre_norm: str | None = None
+    residual_first: bool = False
+    """See `Block.residual_first`."""
     prefix: int = 1
     classes: int = 1
     """How many class tokens there are: 0 in SigLIP."""

@@ -114,6 +114,7 @@ def _block(layer: Model, layout: Layout) -> Block:
         norm2=getattr(layer, layout.norm2),
         mlp=layer.mlp,
         scale2=scale2,
+        residual_first=layout.residual_first,
     )
 
 

@@ -1,0 +1,304 @@
+"""timm's `VisionTransformer`, taken apart. The only file that knows its attribute names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memoro.backbones.anatomy import Anatomy, Block, Context
+from memoro.backbones.backbone import Backbone
+from memoro.backbones.load import unsupported
+from memoro.backbones.processor import read_processor
+from memoro.backbones.shadow import shadow
+from memoro.errors import BackboneError
+from memoro.preprocessing import Preprocessing
+
+# Any attribute may hang on a timm model, so it is typed as what it is: anything.
+Model = Any
+
+
+def wrap_timm(
+    model: Model, name: str, dtype: torch.dtype | None, device: torch.device | None, processor: Any = None
+) -> Backbone:
+    """The backbone of timm's VisionTransformer or of its distilled DeiT; raises for any other model."""
+    _check(model)
+    frozen: Model = shadow(model, dtype=dtype, device=device)
+    follow = _follower(model, frozen)
+
+    def original(pixel_values: Tensor) -> Tensor:
+        # The user's own object where it already computes as in eval mode, else the same code over its shadow.
+        follow()
+        weight = frozen.patch_embed.proj.weight
+        converted = model.patch_embed.proj.weight.data_ptr() != weight.data_ptr()
+        training = any(module.training for module in model.modules())
+        _check_size(frozen, pixel_values)
+        return _answer(frozen, (frozen if converted or training else model)(pixel_values.to(weight.dtype)))
+
+    config = getattr(model, "pretrained_cfg", None) or {}
+    architecture, tag = config.get("architecture"), config.get("tag")
+    labels = tuple(str(label) for label in config.get("label_names") or ())
+    return Backbone(
+        name=".".join(filter(None, (architecture, tag))) or name,
+        family="timm ViT",
+        anatomy=_take_apart(frozen, follow),
+        preprocessing=_preprocessing(model, processor),
+        original=original,
+        labels=labels if len(labels) == model.num_classes else (),
+        image_size=_image_size(model),
+        channels=model.patch_embed.proj.in_channels,
+    )
+
+
+# --------------------------------------------------------------------------------------------- what can be read
+
+
+def _check(model: Model) -> None:
+    """Raises for models whose tokens go another way than a task's token could."""
+    from timm.layers import PatchEmbed
+    from timm.models.deit import VisionTransformerDistilled
+    from timm.models.vision_transformer import VisionTransformer
+
+    if type(model) not in {VisionTransformer, VisionTransformerDistilled}:
+        raise unsupported(f"timm's {type(model).__name__}")
+    if type(model.patch_embed) is not PatchEmbed:
+        raise _variant(f"embeds images with a {type(model.patch_embed).__name__}", "PatchEmbed")
+    for index, layer in enumerate(model.blocks):
+        for problem, wanted in _layer_problems(layer):
+            raise _variant(f"has {problem} in layer {index}", wanted)
+
+
+def _layer_problems(layer: Model) -> Iterator[tuple[str, str]]:
+    """What memoro cannot follow in a layer, each with what it can."""
+    from timm import layers
+    from timm.models import vision_transformer
+
+    if type(layer) is not vision_transformer.Block:
+        yield f"a {type(layer).__name__}", "Block"
+        return
+    attention, mlp = layer.attn, layer.mlp
+    if type(attention) is not vision_transformer.Attention:
+        yield f"a {type(attention).__name__}", "Attention"
+    elif getattr(attention, "gate", None) is not None:
+        yield "gated attention", "Attention(gated=False)"
+    elif type(attention.qkv) is not nn.Linear:
+        # An adapter or a quantised layer: slices of its weight are not what it computes.
+        yield f"a {type(attention.qkv).__name__} as qkv", "nn.Linear: merge adapters into the weights first"
+    if type(mlp) not in {layers.Mlp, layers.GluMlp, layers.SwiGLU}:
+        # Others may mix tokens (GlobalResponseNorm): then a task could not stay apart.
+        yield f"a {type(mlp).__name__} as mlp", "Mlp, GluMlp (SwiGLUPacked), SwiGLU"
+
+
+def _variant(problem: str, wanted: str) -> BackboneError:
+    return BackboneError(f"this VisionTransformer of timm {problem}; memoro reads those with: {wanted}.")
+
+
+def _check_size(model: Model, pixels: Tensor) -> None:
+    height, width = pixels.shape[-2:]
+    (rows, columns), size = model.patch_embed.patch_size, _image_size(model)
+    if not model.dynamic_img_size and (height, width) != size:
+        raise BackboneError(
+            f"images of {height}x{width}: this timm model takes {size[0]}x{size[1]} only. Resize them, or build the "
+            "model with timm.create_model(..., dynamic_img_size=True), which takes other sizes too."
+        )
+    # A fixed size may leave a remainder, which the patches leave out (384 pixels in patches of 14).
+    if model.dynamic_img_size and not model.patch_embed.dynamic_img_pad and (height % rows or width % columns):
+        raise BackboneError(
+            f"images of {height}x{width} are no whole number of {rows}x{columns} patches. Resize them to multiples, "
+            "or build the model with timm.create_model(..., dynamic_img_size=True, dynamic_img_pad=True)."
+        )
+
+
+def _image_size(model: Model) -> tuple[int, int]:
+    height, width = model.patch_embed.img_size
+    return height, width
+
+
+# --------------------------------------------------------------------------------------------------- dissection
+
+
+def _follower(model: Model, frozen: Model) -> Callable[[], None]:
+    """Brings the shadow up to date with the model's choice between fused and plain attention, which may change."""
+    pairs = [
+        (ours, theirs)
+        for ours, theirs in zip(frozen.modules(), model.modules(), strict=True)
+        if hasattr(theirs, "fused_attn")
+    ]
+
+    def follow() -> None:
+        for ours, theirs in pairs:
+            ours.fused_attn = theirs.fused_attn
+
+    return follow
+
+
+def _take_apart(model: Model, follow: Callable[[], None]) -> Anatomy:
+    dtype, own_position = model.patch_embed.proj.weight.dtype, None
+    if model.cls_token is not None and model.pos_embed is not None and not model.no_embed_class:
+        own_position = model.pos_embed[0, 0]
+
+    def embed(pixels: Tensor) -> tuple[Tensor, Context]:
+        follow()
+        _check_size(model, pixels)
+        tokens = model._pos_embed(model.patch_embed(pixels.to(dtype)))
+        height, width = pixels.shape[-2:]
+        grid: tuple[int, int] = model.patch_embed.dynamic_feat_size((height, width))
+        return model.norm_pre(tokens), Context(grid)
+
+    return Anatomy(
+        dim=model.embed_dim,
+        heads=model.blocks[0].attn.num_heads,
+        patch=model.patch_embed.patch_size,
+        prefix=model.num_prefix_tokens,
+        blocks=tuple(_block(layer) for layer in model.blocks),
+        embed=embed,
+        start=lambda token: model.norm_pre(token if own_position is None else token + own_position),
+        finish=lambda tokens: _answer(model, model.forward_head(model.norm(tokens))),
+        finish_token=_final_norm(model),
+        class_token=None if model.cls_token is None else model.cls_token.reshape(-1),
+        tensors=_name_tensors(model),
+    )
+
+
+def _answer(model: Model, out: Tensor) -> Tensor:
+    """What the forward returns, or, where that is neither classified nor pooled, its class token or mean."""
+    if model.num_classes > 0 or out.ndim == 2:
+        return out
+    return out.mean(dim=1) if model.cls_token is None else out[:, 0]
+
+
+def _final_norm(model: Model) -> nn.Sequential:
+    """The norm before pooling and the one after it: a model has one of them, the other does nothing.
+
+    With mean pooling a class token passes no norm at all. A task's token passes the pooled one's.
+    """
+    return nn.Sequential(model.norm, model.fc_norm)
+
+
+def _block(layer: Model) -> Block:
+    attention = layer.attn
+    heads, width = attention.num_heads, attention.head_dim
+    # Memory asks for no query: the rest of the fused projection is enough.
+    weight, bias = attention.qkv.weight[heads * width :], attention.qkv.bias
+    bias = None if bias is None else bias[heads * width :]
+
+    def split(tensor: Tensor, parts: int) -> tuple[Tensor, ...]:
+        return tensor.reshape(*tensor.shape[:2], parts, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def kv(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = split(F.linear(tokens, weight, bias), 2)
+        return attention.k_norm(k), v
+
+    def qkv(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = split(attention.qkv(tokens), 3)
+        return attention.q_norm(q), attention.k_norm(k), v
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if attention.fused_attn:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            scores = (q * attention.scale) @ k.transpose(-2, -1)
+            out = (scores if mask is None else scores + mask).softmax(dim=-1) @ v
+        return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+
+    return Block(
+        residual_first=True,
+        norm1=layer.norm1,
+        qkv=qkv,
+        kv=kv,
+        attend=attend,
+        scaling=attention.scale,
+        project=nn.Sequential(attention.norm, attention.proj),
+        scale1=layer.ls1,
+        norm2=layer.norm2,
+        mlp=layer.mlp,
+        scale2=layer.ls2,
+    )
+
+
+def _name_tensors(model: Model) -> dict[str, Tensor]:
+    """The names that the same weights have in a model of `transformers`: a task fits both."""
+    tensors: dict[str, Tensor] = {}
+
+    def add(name: str, module: nn.Module) -> None:
+        for index, (_, tensor) in enumerate(module.named_parameters()):
+            tensors[f"{name}.{index}"] = tensor
+
+    tokens = {
+        "class_token": model.cls_token,
+        "distillation_token": getattr(model, "dist_token", None),
+        "registers": model.reg_token,
+        "position": model.pos_embed,
+    }
+    for name, token in tokens.items():
+        if token is not None:
+            tensors[name] = token.reshape(-1, model.embed_dim)
+    tensors["patch.weight"] = model.patch_embed.proj.weight
+    if model.patch_embed.proj.bias is not None:
+        tensors["patch.bias"] = model.patch_embed.proj.bias
+    add("patch_norm", model.patch_embed.norm)
+    add("pre_norm", model.norm_pre)
+    add("norm", _final_norm(model))
+    for index, layer in enumerate(model.blocks):
+        attention, prefix = layer.attn, f"blocks.{index}"
+        for number, (_, tensor) in enumerate(attention.qkv.named_parameters()):
+            for name, part in zip("qkv", tensor.chunk(3), strict=True):
+                tensors[f"{prefix}.{name}.{number}"] = part
+        parts = {
+            "norm1": layer.norm1,
+            "q_norm": attention.q_norm,
+            "k_norm": attention.k_norm,
+            "attention_norm": attention.norm,
+            "project": attention.proj,
+            "norm2": layer.norm2,
+        }
+        for name, part in parts.items():
+            add(f"{prefix}.{name}", part)
+        for number, tensor in enumerate(_mlp_tensors(layer.mlp)):
+            tensors[f"{prefix}.mlp.{number}"] = tensor
+        for name, scale in {"scale1": layer.ls1, "scale2": layer.ls2}.items():
+            if hasattr(scale, "gamma"):
+                tensors[f"{prefix}.{name}"] = scale.gamma
+    return tensors
+
+
+def _mlp_tensors(mlp: Model) -> list[Tensor]:
+    """The weights in the module's order; a gate that is packed with its input as two layers, the gate first."""
+    tensors = list(mlp.parameters())
+    if not hasattr(mlp, "gate_last"):
+        return tensors
+    packed = list(mlp.fc1.parameters())
+    halves = [tensor.chunk(2)[:: -1 if mlp.gate_last else 1] for tensor in packed]
+    return [half[side] for side in (0, 1) for half in halves] + tensors[len(packed) :]
+
+
+# ------------------------------------------------------------------------------------------------ preprocessing
+
+
+def _preprocessing(model: Model, processor: Any) -> Preprocessing:
+    """The given processor's steps, else those of the model's own config, at the size that the model was built for."""
+    if isinstance(processor, Preprocessing):
+        return processor
+    from timm.data import resolve_model_data_config
+
+    size = _image_size(model)
+    config = resolve_model_data_config(model, args={"input_size": (model.patch_embed.proj.in_channels, *size)})
+    filters = Image.Resampling.__members__
+    # For a size that is not square timm keeps the aspect ratio; a shortest edge cannot say that, so squash it.
+    squash = config["crop_mode"] == "squash" or size[0] != size[1]
+    scaled = math.floor(size[0] / config["crop_pct"]), math.floor(size[1] / config["crop_pct"])
+    own = Preprocessing(
+        resize=scaled if squash else scaled[0],
+        crop=None if squash and scaled == size else size,
+        resample=filters.get(str(config["interpolation"]).upper(), Image.Resampling.BICUBIC).value,
+    )
+    if len(config["mean"]) == len(config["std"]) == 3:
+        mean, std = ((float(r), float(g), float(b)) for r, g, b in (config["mean"], config["std"]))
+        own = replace(own, mean=mean, std=std)
+    return own if processor is None else read_processor(processor, own)

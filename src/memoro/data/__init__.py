@@ -1,0 +1,29 @@
+"""Images and what they show: from folders, zips, tables and the hub to batches of pixels."""
+
+from memoro.data.augment import Augment
+from memoro.data.imageset import ImageSet, Skipped
+from memoro.data.known import KNOWN, KnownSet
+from memoro.data.load import load_data
+from memoro.data.loader import Batch, Loader
+from memoro.data.screen import check_images
+from memoro.data.split import stratified_folds, stratified_split
+from memoro.data.splits import Splits
+from memoro.data.stream import ImageStream, Streams, load_stream
+
+__all__ = [
+    "KNOWN",
+    "Augment",
+    "Batch",
+    "ImageSet",
+    "ImageStream",
+    "KnownSet",
+    "Loader",
+    "Skipped",
+    "Splits",
+    "Streams",
+    "check_images",
+    "load_data",
+    "load_stream",
+    "stratified_folds",
+    "stratified_split",
+]

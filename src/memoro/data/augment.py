@@ -1,0 +1,100 @@
+"""Augmentation: a random view of an image, decided by (seed, epoch, sample) and nothing else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from PIL import Image
+
+from memoro.data.draws import Purpose, uniform
+from memoro.errors import DataError
+from memoro.preprocessing import Preprocessing
+
+Crop = Literal["inception", "pad", "none"]
+
+_TRIES = 10
+
+
+@dataclass(frozen=True)
+class Augment:
+    """How training images vary. Workers, processes and a resumed run all see the same view of a sample."""
+
+    crop: Crop = "inception"
+    """`inception`: a part of the image, stretched to the input size (the paper's); `pad`: the whole image, shifted
+    (the paper's random crop for CIFAR-100); `none`: as in evaluation."""
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Share of the image's area that an inception crop takes."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Width to height of an inception crop."""
+    padding: float = 1 / 8
+    """How far `pad` shifts at most, as a share of the input size: 4 of 32 pixels, as usual for CIFAR."""
+    flip: float = 0.5
+    """Probability of a mirror image."""
+
+    def __post_init__(self) -> None:
+        if self.crop not in get_args(Crop):
+            raise DataError(f"crop {self.crop!r} is none of {', '.join(get_args(Crop))}.")
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise DataError(f"scale {self.scale}: give two shares of the image's area, 0 < low ≤ high ≤ 1.")
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            raise DataError(f"ratio {self.ratio}: give two ratios of width to height, 0 < low ≤ high.")
+        if not 0 <= self.padding < 1 or not 0 <= self.flip <= 1:
+            raise DataError(f"padding {self.padding} and flip {self.flip} are shares from 0 to 1.")
+
+    def apply(
+        self, image: Image.Image, preprocessing: Preprocessing, seed: int, epoch: int, sample: int
+    ) -> Image.Image:
+        """The image's view for this sample in this epoch, at the size that the backbone takes."""
+        height, width = output_size(preprocessing)
+        draws = uniform(2 * _TRIES + 3, seed, Purpose.AUGMENT, epoch, sample).tolist()
+        if self.crop == "inception":
+            box = self._box(image.size, draws)
+            image = image.resize((width, height), Image.Resampling(preprocessing.resample), box=box)
+        else:
+            image = preprocessing.fit(image)
+        if self.crop == "pad":
+            # Pillow fills what lies outside with black.
+            left, top = (_shift(draws[at], self.padding * side) for at, side in ((1, width), (2, height)))
+            image = image.crop((left, top, left + width, top + height))
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if draws[0] < self.flip else image
+
+    def edge(self, size: tuple[int, int], preprocessing: Preprocessing, seed: int, epoch: int, sample: int) -> int:
+        """The shortest edge to decode an image of this size at, so that the view still has twice the input's pixels."""
+        if self.crop != "inception":
+            return preprocessing.draft or min(size)
+        height, width = output_size(preprocessing)
+        draws = uniform(2 * _TRIES + 3, seed, Purpose.AUGMENT, epoch, sample).tolist()
+        left, top, right, bottom = self._box(size, draws)
+        return math.ceil(min(size) * max(2 * width / (right - left), 2 * height / (bottom - top)))
+
+    def _box(self, size: tuple[int, int], draws: list[float]) -> tuple[float, float, float, float]:
+        """(left, top, right, bottom) of the crop, not in whole pixels: a smaller decode has the same one."""
+        width, height = size
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        for area, shape in zip(draws[3::2], draws[4::2], strict=True):
+            share = self.scale[0] + (self.scale[1] - self.scale[0]) * area
+            ratio = math.exp(low + (high - low) * shape)
+            crop = math.sqrt(width * height * share * ratio), math.sqrt(width * height * share / ratio)
+            if crop[0] <= width and crop[1] <= height:
+                break
+        else:
+            # A strip of an image has no crop of these ratios: its centre, as far as they allow.
+            crop = min(width, height * self.ratio[1]), min(height, width / self.ratio[0])
+            draws = [draws[0], 0.5, 0.5]
+        left, top = (width - crop[0]) * draws[1], (height - crop[1]) * draws[2]
+        return left, top, min(left + crop[0], width), min(top + crop[1], height)
+
+
+def output_size(preprocessing: Preprocessing) -> tuple[int, int]:
+    """(height, width) that all images come out at; without one they would not fit into a batch."""
+    if preprocessing.size is None:
+        raise DataError("images of this preprocessing come out at different sizes; fix one with preprocessing.at(224).")
+    return preprocessing.size
+
+
+def _shift(draw: float, most: float) -> int:
+    """A whole number of pixels from -most to most, all equally likely."""
+    pixels = round(most)
+    return math.floor(draw * (2 * pixels + 1)) - pixels

@@ -1,0 +1,221 @@
+"""Splits: images for training, validation and testing, checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from memoro.data.imageset import ImageSet, Skipped
+from memoro.data.listing import Listing, Part, Role
+from memoro.data.screen import refuse_many, screen_images
+from memoro.data.split import strata, stratified_folds, stratified_split
+from memoro.data.values import encode, in_order, names_of
+from memoro.errors import DataError
+
+if TYPE_CHECKING:
+    from memoro.task import HeadKind
+
+ROLES: tuple[Role, ...] = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The splits of a set; None where it has none. `notes` are for the user to read before trusting a figure."""
+
+    name: str
+    labels: tuple[str, ...]
+    kind: HeadKind
+    train: ImageSet | None
+    val: ImageSet | None
+    test: ImageSet | None
+    notes: tuple[str, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    """Images that could not be read, of all splits."""
+
+
+def build_splits(
+    listing: Listing,
+    name: str,
+    *,
+    labels: Sequence[str] | None,
+    val_fraction: float,
+    fold: tuple[int, int] | None,
+    seed: int,
+    screen: bool,
+    workers: int | None,
+    quiet: bool,
+) -> Splits:
+    """The listing's images, numbered by label, screened, and with a validation split."""
+    parts = {role: listing.parts[role] for role in ROLES if role in listing.parts and len(listing.parts[role].rows)}
+    if not parts:
+        refuse_many(listing.skipped, len(listing.skipped), name)
+        raise DataError(f"{name}: there are no images in it.")
+    notes = list(listing.notes)
+    names = _labels(listing, parts, labels, name)
+    if labels is None and listing.kind != "regression":
+        notes += _drop_unseen(parts)
+
+    sets: dict[Role, ImageSet] = {}
+    for role, part in parts.items():
+        rows = np.asarray(part.rows, dtype=np.int64)
+        targets = encode(part.values, names, listing.kind)
+        sets[role] = ImageSet(f"{name}:{role}", names, listing.kind, part.source, rows, targets)
+    skipped = list(listing.skipped)
+    total = len(skipped) + sum(map(len, sets.values()))
+    if screen:
+        for role, images in sets.items():
+            found = screen_images(images, workers, quiet=quiet)
+            sets[role] = replace(images.subset(found.good), digests=found.digests, skipped=found.skipped)
+            skipped += found.skipped
+    else:
+        notes.append("images were not screened: duplicates are not looked for, and an unreadable image stops the run.")
+    refuse_many(skipped, total, name)
+    if skipped:
+        notes.append(
+            f"{len(skipped)} unreadable images were left out, such as {skipped[0].where} ({skipped[0].reason})."
+        )
+
+    if "train" in sets and (fold is not None or ("val" not in sets and val_fraction > 0)):
+        notes += _hold_out(sets, val_fraction, fold, seed)
+    if "train" in sets:
+        notes += _thin_classes(sets["train"])
+    notes += _duplicates(sets)
+    return Splits(
+        name=name,
+        labels=names,
+        kind=listing.kind,
+        train=sets.get("train"),
+        val=sets.get("val"),
+        test=sets.get("test"),
+        notes=tuple(notes),
+        skipped=tuple(skipped),
+    )
+
+
+def _labels(listing: Listing, parts: dict[Role, Part], asked: Sequence[str] | None, name: str) -> tuple[str, ...]:
+    """The labels in the order of their numbers: as asked for, as the source fixes them, or those of the train split."""
+    if listing.kind == "regression":
+        own = listing.labels or ()
+        if asked is not None and len(asked) != len(own):
+            raise DataError(
+                f"{name}: {len(own)} numbers per image ({', '.join(own)}), but {len(asked)} were asked for."
+            )
+        return tuple(asked) if asked is not None else own
+    present = {role: names_of(part.values) for role, part in parts.items()}
+    everything = set().union(*present.values())
+    if asked is not None:
+        strange = in_order(everything - set(asked))
+        if strange:
+            raise DataError(
+                f"{name}: the labels do not match the task's. Not among its {len(asked)}: {_some(strange)}; "
+                f"it knows {_some(tuple(asked))}. Rename the classes, or train a task of their own."
+            )
+        return tuple(asked)
+    names = listing.labels or in_order(present.get("train") or everything)
+    if listing.kind == "softmax" and len(names) < 2:
+        raise DataError(
+            f"{name}: one class only ({_some(names)}); to tell it from others, add a folder of images that are not it."
+        )
+    if not names:
+        raise DataError(f"{name}: not one image has a label.")
+    return names
+
+
+def _drop_unseen(parts: dict[Role, Part]) -> list[str]:
+    """Takes out val and test images of classes without a training image: no training could ever get them right."""
+    notes: list[str] = []
+    if "train" not in parts:
+        return notes
+    seen = names_of(parts["train"].values)
+    for role in [role for role in parts if role != "train"]:
+        part = parts[role]
+        unseen = in_order(names_of(part.values) - seen)
+        if not unseen:
+            continue
+        keep = [at for at, value in enumerate(part.values) if names_of([value]) <= seen]
+        notes.append(
+            f"{len(part.rows) - len(keep)} {role} images were left out: no training image shows {_some(unseen)}."
+        )
+        parts[role] = Part(part.source, [part.rows[at] for at in keep], [part.values[at] for at in keep])
+        if not keep:
+            del parts[role]
+    return notes
+
+
+def _hold_out(sets: dict[Role, ImageSet], fraction: float, fold: tuple[int, int] | None, seed: int) -> list[str]:
+    """Cuts a validation split out of train. Copies of an image stay together, or validation would ask what it told."""
+    whole = sets["train"]
+    notes = []
+    if fold is not None and "val" in sets:
+        notes.append("the set's own validation split was left out: a fold was asked for.")
+    group = np.arange(len(whole))
+    if whole.digests is not None:
+        _, first, inverse = np.unique(_keys(whole), return_index=True, return_inverse=True)
+        group = first[inverse]
+    leaders = np.flatnonzero(group == np.arange(len(whole)))
+    classes = strata(whole.targets)[leaders]
+    if fold is None:
+        held = stratified_split(classes, fraction, seed)[1]
+        notes.append(f"{fraction:.0%} of train, stratified with seed {seed}, became the validation split.")
+    else:
+        which, folds = fold
+        if not 0 <= which < folds:
+            raise DataError(f"fold {which} of {folds}: count from 0 to {folds - 1}.")
+        held = np.flatnonzero(stratified_folds(classes, folds, seed) == which)
+        notes.append(f"fold {which} of {folds} of train, stratified with seed {seed}, became the validation split.")
+    out = np.isin(group, leaders[held])
+    if not out.any():
+        return ["no validation split could be made: every class has a single image."]
+    sets["train"] = whole.subset(np.flatnonzero(~out))
+    # What could not be read is told once, with train.
+    sets["val"] = replace(whole.subset(np.flatnonzero(out)), name=whole.name.removesuffix("train") + "val", skipped=())
+    return notes
+
+
+def _thin_classes(train: ImageSet) -> list[str]:
+    if train.kind == "regression":
+        return []
+    count = (
+        torch.bincount(train.targets, minlength=len(train.labels)) if train.kind == "softmax" else train.targets.sum(0)
+    )
+    one = tuple(label for label, images in zip(train.labels, count.tolist(), strict=True) if images == 1)
+    none = tuple(label for label, images in zip(train.labels, count.tolist(), strict=True) if images == 0)
+    return [
+        f"{len(labels)} of {len(train.labels)} classes have {what} in train: {_some(labels)}."
+        for labels, what in ((one, "a single image"), (none, "no image"))
+        if labels
+    ]
+
+
+def _duplicates(sets: dict[Role, ImageSet]) -> list[str]:
+    """Notes on images that stand in two splits, or under two labels."""
+    notes = []
+    known = {role: images for role, images in sets.items() if images.digests is not None and len(images)}
+    for role, other in (("test", "train"), ("val", "train"), ("test", "val")):
+        if role not in known or other not in known:
+            continue
+        _, here, there = np.intersect1d(_keys(known[role]), _keys(known[other]), return_indices=True)
+        if len(here):
+            pair = known[role].where(int(here[0])), known[other].where(int(there[0]))
+            notes.append(f"{len(here)} images of {role} stand in {other} too, such as {pair[0]} = {pair[1]}.")
+    if "train" in known and known["train"].kind == "softmax":
+        train = known["train"]
+        pairs = np.stack([np.unique(_keys(train), return_inverse=True)[1], train.targets.numpy()], axis=1)
+        _, labels_of = np.unique(np.unique(pairs, axis=0)[:, 0], return_counts=True)
+        if (labels_of > 1).any():
+            notes.append(f"{int((labels_of > 1).sum())} images stand under two labels or more in train.")
+    return notes
+
+
+def _keys(images: ImageSet) -> npt.NDArray[np.bytes_]:
+    assert images.digests is not None
+    return np.ascontiguousarray(images.digests).view("S32").ravel()
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,92 @@
+"""Checkpoints: all that a training needs to go on as if nothing had happened. No pickle, one file, written whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from memoro.errors import TrainingError
+from memoro.taskfile import write_whole
+from memoro.train.runs import Run
+
+KEY = "memoro-checkpoint"
+
+
+@dataclass
+class Progress:
+    """Where a training stands. Everything else follows from it: data order and augmentation are pure functions."""
+
+    step: int = 0
+    """Optimiser steps taken."""
+    epoch: int = 0
+    batch: int = 0
+    """Batches of this epoch that are done."""
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    """Of the epoch under way, per run: loss, right answers, images."""
+
+
+def save_checkpoint(path: Path, progress: Progress, runs: Sequence[Run], identity: dict[str, Any]) -> None:
+    """Writes the state of all runs. `identity` is what must be the same for a resume."""
+    tensors: dict[str, Tensor] = {}
+    records = []
+    for number, run in enumerate(runs):
+        state = run.optimizer.state_dict()["state"]
+        for index, (name, parameter) in enumerate(run.trained.items()):
+            tensors[f"{number}.now.{name}"] = parameter.detach()
+            if name in run.best:
+                tensors[f"{number}.best.{name}"] = run.best[name]
+            for key, value in state.get(index, {}).items():
+                if value is not None:
+                    tensors[f"{number}.optimizer.{index}.{key}"] = torch.as_tensor(value)
+        records.append(
+            {
+                "history": run.history,
+                "best_score": run.best_score,
+                "best_epoch": run.best_epoch,
+                "stopped": run.stopped,
+            }
+        )
+    record = {"progress": vars(progress), "runs": records, "identity": identity}
+    data = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    write_whole(path, save(data, metadata={KEY: json.dumps(record)}))
+
+
+def load_checkpoint(path: Path, runs: Sequence[Run], identity: dict[str, Any]) -> Progress:
+    """Puts the runs back into the state of a checkpoint; returns where the training stood."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            record = json.loads((file.metadata() or {})[KEY])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise TrainingError(f"cannot resume from {path} ({error}): start anew without --resume.") from None
+    changed = [key for key, value in identity.items() if record["identity"].get(key) != json.loads(json.dumps(value))]
+    if changed:
+        raise TrainingError(
+            f"cannot resume: {', '.join(changed)} differ from those of the checkpoint in {path.parent}. Use the same "
+            "settings and data, or start anew without --resume."
+        )
+    for number, (run, saved) in enumerate(zip(runs, record["runs"], strict=True)):
+        state: dict[int, dict[str, Any]] = {}
+        with torch.no_grad():
+            for index, (name, parameter) in enumerate(run.trained.items()):
+                parameter.copy_(tensors[f"{number}.now.{name}"])
+                if f"{number}.best.{name}" in tensors:
+                    run.best[name] = tensors[f"{number}.best.{name}"].to(parameter)
+                prefix = f"{number}.optimizer.{index}."
+                entries = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+                if entries:
+                    state[index] = entries
+        whole = run.optimizer.state_dict()
+        run.optimizer.load_state_dict({**whole, "state": state})
+        run.history = saved["history"]
+        run.best_score = None if saved["best_score"] is None else tuple(saved["best_score"])
+        run.best_epoch, run.stopped = saved["best_epoch"], saved["stopped"]
+    return Progress(**record["progress"])

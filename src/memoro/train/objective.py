@@ -1,0 +1,44 @@
+"""What training minimises: a sum over images, so that any split of a batch adds up to the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from memoro.task import HeadKind
+
+
+def loss_sum(
+    kind: HeadKind, logits: Tensor, targets: Tensor, *, smoothing: float = 0.0, weights: Tensor | None = None
+) -> Tensor:
+    """The summed loss of a batch, in float32 at least: cross-entropy, binary cross-entropy or squared error.
+
+    `weights` are per class and have mean 1 over the training images, so that the sum is divided by the number of
+    images all the same.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if kind == "softmax":
+        each = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+        return (each if weights is None else each * weights[targets]).sum()
+    targets = targets.to(logits.dtype)
+    if kind == "multilabel":
+        targets = targets * (1 - smoothing) + 0.5 * smoothing
+        each = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none", pos_weight=weights)
+        return each.mean(dim=-1).sum()
+    return (logits - targets).square().mean(dim=-1).sum()
+
+
+def class_weights(kind: HeadKind, targets: Tensor) -> Tensor | None:
+    """Weights that make rare classes count as much as common ones: mean 1 over the images (softmax), or the ratio of
+    images without a label to those with it (multilabel)."""
+    if kind == "softmax":
+        counts = targets.bincount(minlength=int(targets.max()) + 1).float()
+        present = counts > 0
+        weights = torch.zeros_like(counts)
+        weights[present] = len(targets) / (counts[present] * present.sum())
+        return weights
+    if kind == "multilabel":
+        positive = targets.float().sum(dim=0).clamp(min=1)
+        return (len(targets) - positive).clamp(min=1) / positive
+    return None

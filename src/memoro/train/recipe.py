@@ -1,0 +1,85 @@
+"""The recipe: how a task is trained. The paper's as the default, every part a field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from memoro.data import Augment
+from memoro.errors import TrainingError
+
+OptimizerName = Literal["sgd", "adamw"]
+Precision = Literal["no", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """SGD with momentum, clipping by norm, a short linear warm-up, then cosine: both counted in optimiser steps.
+
+    The paper trains for 20,000 steps of 512 images; the default here is what a small set needs.
+    """
+
+    lr: float = 0.1
+    epochs: int = 15
+    steps: int | None = None
+    """Optimiser steps instead of epochs."""
+    batch_size: int = 32
+    optimizer: OptimizerName = "sgd"
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    """Largest norm of a step's gradient; 0 for none."""
+    warmup: int = 5
+    label_smoothing: float = 0.0
+    balance: bool = False
+    """Weights classes by the inverse of how often they occur."""
+    augment: Augment = field(default_factory=Augment)
+    patience: int = 0
+    """Epochs without a better validation score after which a run stops; 0 for never."""
+    accumulate: int = 1
+    """Batches to a step: less memory for the same result."""
+    precision: Precision = "no"
+    seed: int = 0
+    """Of the task's initial weights."""
+    data_seed: int = 0
+    """Of the order of the images and of their augmentation."""
+    val_fraction: float = 0.15
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in get_args(OptimizerName):
+            raise TrainingError(f"optimizer {self.optimizer!r} is none of {', '.join(get_args(OptimizerName))}.")
+        if self.precision not in get_args(Precision):
+            raise TrainingError(f"precision {self.precision!r} is none of {', '.join(get_args(Precision))}.")
+        for name in ("epochs", "batch_size", "accumulate"):
+            if getattr(self, name) < 1:
+                raise TrainingError(f"{name} {getattr(self, name)}: choose 1 or more.")
+        if self.steps is not None and self.steps < 1:
+            raise TrainingError(f"steps {self.steps}: choose 1 or more.")
+        if not self.lr > 0 or not math.isfinite(self.lr):
+            raise TrainingError(f"lr {self.lr}: choose a number above 0, such as 0.1 for sgd or 0.001 for adamw.")
+        if not 0 <= self.label_smoothing < 1 or not 0 <= self.momentum < 1:
+            raise TrainingError("label smoothing and momentum are shares from 0 to below 1.")
+        if min(self.clip, self.warmup, self.patience, self.weight_decay) < 0:
+            raise TrainingError("clip, warmup, patience and weight decay are not negative.")
+
+    def rate(self, step: int, total: int) -> float:
+        """The learning rate of optimiser step `step` (from 0) out of `total`."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / (self.warmup + 1)
+        done = (step - self.warmup) / max(1, total - self.warmup)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay, foreach=False)
+        return torch.optim.SGD(
+            parameters, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, foreach=False
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

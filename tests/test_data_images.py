@@ -1,0 +1,155 @@
+"""Odd and broken image files, made here byte by byte, and what becomes of them."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from memoro.data import check_images, load_data
+from memoro.errors import DataError
+
+
+def picture(number: int, size: tuple[int, int] = (20, 14)) -> Image.Image:
+    """An image unlike that of any other number."""
+    pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def to_bytes(image: Image.Image, suffix: str = ".png", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, {".png": "PNG", ".jpg": "JPEG", ".gif": "GIF"}[suffix], **options)
+    return file.getvalue()
+
+
+def save_classes(root: Path, counts: dict[str, int], first: int = 0) -> int:
+    """Writes `counts[class]` different images into a folder per class; returns the next unused number."""
+    for label, count in counts.items():
+        (root / label).mkdir(parents=True, exist_ok=True)
+        for _ in range(count):
+            (root / label / f"{first:04}.png").write_bytes(to_bytes(picture(first)))
+            first += 1
+    return first
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and has next to nothing in it."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 99)) + chunk(b"IEND", b"")
+    )
+
+
+def with_one(tmp_path: Path, data: bytes, suffix: str) -> Path:
+    """A set of 40 good images and this one (2.4 %)."""
+    save_classes(tmp_path / "set", {"a": 20, "b": 20})
+    (tmp_path / "set" / "a" / f"odd{suffix}").write_bytes(data)
+    return tmp_path / "set"
+
+
+def opened(folder: Path) -> Image.Image:
+    splits = load_data(folder, val_fraction=0)
+    assert splits.train is not None
+    assert splits.skipped == ()
+    at = next(at for at in range(len(splits.train)) if "odd" in splits.train.where(at))
+    return splits.train.open(at)
+
+
+BROKEN = {
+    "corrupt": (b"\xff\xd8\xff\xe0" + b"no jpeg at all" * 9, ".jpg"),
+    "text": (b"<html>404 not found</html>", ".jpg"),
+    "truncated": (to_bytes(picture(1, (90, 70)), ".jpg")[:900], ".jpg"),
+    "truncated png": (to_bytes(picture(1, (90, 70)))[:-4000], ".png"),
+    "zero bytes": (b"", ".png"),
+    "bomb": (png_header(100_000, 100_000), ".png"),
+    "smaller bomb": (png_header(13_000, 13_900), ".png"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_file_is_skipped_and_listed(tmp_path: Path, name: str) -> None:
+    folder = with_one(tmp_path, *BROKEN[name])
+    splits = load_data(folder, val_fraction=0)
+    assert splits.train is not None
+    assert len(splits.train) == 40
+    [(where, reason)] = splits.skipped
+    assert Path(where).stem == "odd"
+    assert reason
+    assert where not in reason
+    assert any("1 unreadable" in note for note in splits.notes)
+
+
+def test_more_than_five_per_cent_stops(tmp_path: Path) -> None:
+    folder = with_one(tmp_path, b"junk", ".png")
+    (folder / "b" / "odd2.png").write_bytes(b"")
+    load_data(folder)  # 2 of 42
+    (folder / "b" / "odd3.png").write_bytes(b"more junk")
+    with pytest.raises(DataError, match=r"(?s)3 of 43 images cannot be read.*odd"):
+        load_data(folder)
+
+
+def test_check_images_lists_without_changing_the_set(tmp_path: Path) -> None:
+    folder = with_one(tmp_path, b"junk", ".png")
+    splits = load_data(folder, val_fraction=0, screen=False)
+    assert splits.train is not None
+    assert len(splits.train) == 41
+    assert any("not screened" in note for note in splits.notes)
+    [found] = check_images(splits.train, 0, quiet=True)
+    assert found.where.endswith("odd.png")
+    assert check_images(splits.train, 2, quiet=True) == [found]
+    bad = [at for at in range(41) if splits.train.where(at) == found.where] * 3
+    with pytest.raises(DataError, match="3 of 3 images"):
+        check_images(splits.train.subset(bad), 0, quiet=True)
+
+
+def test_animated_gif_gives_its_first_frame(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (8, 6), colour) for colour in ("red", "blue")]
+    folder = with_one(tmp_path, to_bytes(frames[0], ".gif", save_all=True, append_images=frames[1:]), ".gif")
+    assert opened(folder).getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_cmyk_jpeg_becomes_rgb(tmp_path: Path) -> None:
+    image = Image.new("CMYK", (16, 16), (0, 255, 255, 0))
+    pixel = opened(with_one(tmp_path, to_bytes(image, ".jpg", quality=95), ".jpg")).getpixel((8, 8))
+    assert isinstance(pixel, tuple)
+    assert pixel[0] > 200
+    assert max(pixel[1:]) < 60
+
+
+def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
+    values = np.full((6, 8), 0x4000, dtype=np.uint16)
+    values[:, 4:] = 0xFFFF
+    image = opened(with_one(tmp_path, to_bytes(Image.fromarray(values)), ".png"))
+    assert image.mode == "RGB"
+    assert image.getpixel((0, 0)) == (64, 64, 64)
+    assert image.getpixel((7, 0)) == (255, 255, 255)
+
+
+def test_transparent_palette_is_put_on_white(tmp_path: Path) -> None:
+    image = Image.new("P", (8, 6), 1)
+    image.putpalette([0, 0, 0, 0, 200, 0])
+    image.putpixel((0, 0), 0)
+    opened_image = opened(with_one(tmp_path, to_bytes(image, transparency=0), ".png"))
+    assert opened_image.getpixel((0, 0)) == (255, 255, 255)
+    assert opened_image.getpixel((3, 3)) == (0, 200, 0)
+
+
+def test_rotated_jpeg_comes_out_upright(tmp_path: Path) -> None:
+    image = Image.new("RGB", (32, 16), "black")
+    image.paste("white", (0, 0, 16, 16))  # the left half, which orientation 6 turns to the top
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    upright = opened(with_one(tmp_path, to_bytes(image, ".jpg", exif=exif), ".jpg"))
+    assert upright.size == (16, 32)
+    assert upright.getpixel((8, 4)) == (255, 255, 255)
+    assert upright.getpixel((8, 28)) == (0, 0, 0)

@@ -1,0 +1,172 @@
+"""The loader: the same batches whatever the workers, the processes or the point of return."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from test_data_images import picture, save_classes, to_bytes
+
+from memoro.data import Augment, Batch, ImageSet, Loader, load_data
+from memoro.errors import DataError
+from memoro.preprocessing import Preprocessing
+
+SMALL = Preprocessing(resize=13, crop=(11, 7), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> ImageSet:
+    """23 images in a zip, which every process has to open for itself."""
+    path = tmp_path_factory.mktemp("loader") / "set.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for at in range(23):
+            archive.writestr(f"{'abc'[at % 3]}/{at:02}.png", to_bytes(picture(at)))
+    train = load_data(path, val_fraction=0).train
+    assert train is not None
+    return train
+
+
+def same(one: list[Batch], other: list[Batch]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a.pixels, b.pixels) and torch.equal(a.targets, b.targets) and torch.equal(a.index, b.index)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_batches_are_what_the_images_show(images: ImageSet) -> None:
+    batches = list(Loader(images, SMALL, batch_size=5, workers=0).epoch(0))
+    assert [len(batch.index) for batch in batches] == [5, 5, 5, 5, 3]
+    assert torch.cat([batch.index for batch in batches]).tolist() == list(range(23))
+    batch = batches[1]
+    assert batch.pixels.shape == (5, 3, 11, 7)
+    assert batch.pixels.dtype == torch.float32
+    assert torch.equal(batch.pixels[2], SMALL.to_tensor(images.open(7)))
+    assert torch.equal(batch.targets, images.targets[5:10])
+
+
+def test_workers_change_nothing(images: ImageSet) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    runs = []
+    for workers in (0, 1, 2):
+        loader = Loader(images, SMALL, batch_size=4, augment=Augment(), shuffle=True, seed=3, workers=workers)
+        runs.append([list(loader.epoch(number)) for number in (0, 1)])
+    for run in runs[1:]:
+        assert all(map(same, runs[0], run))
+    assert not same(*runs[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_loader_works_in_processes_that_inherit_nothing(images: ImageSet, context: str) -> None:
+    expected = list(Loader(images, SMALL, batch_size=9, augment=Augment(), workers=0).epoch(1))
+    loader = Loader(images, SMALL, batch_size=9, augment=Augment(), workers=1)
+    loader._workers.multiprocessing_context = context
+    assert same(list(loader.epoch(1)), expected)
+
+
+def test_order_depends_on_seed_and_epoch(images: ImageSet) -> None:
+    def index(seed: int, epoch: int) -> list[int]:
+        loader = Loader(images, SMALL, batch_size=23, shuffle=True, seed=seed, workers=0)
+        return next(iter(loader.epoch(epoch))).index.tolist()
+
+    assert index(0, 1) == index(0, 1)
+    assert sorted(index(0, 1)) == list(range(23))
+    assert len({tuple(index(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
+def test_epoch_resumes_in_the_middle(images: ImageSet) -> None:
+    loader = Loader(images, SMALL, batch_size=4, augment=Augment(), shuffle=True, workers=2)
+    whole = list(loader.epoch(5))
+    assert same(list(loader.epoch(5, start=3)), whole[3:])
+    assert list(loader.epoch(5, start=6)) == []
+
+
+def test_epoch_can_be_given_up(images: ImageSet) -> None:
+    for workers in (0, 2):
+        loader = Loader(images, SMALL, batch_size=2, shuffle=True, workers=workers)
+        whole = list(loader.epoch(1))
+        stale = loader.epoch(0)
+        next(stale)
+        assert same(list(loader.epoch(1)), whole)
+        with pytest.raises(DataError, match="a loader for each"):
+            next(stale)
+
+
+def test_skipped_batches_are_not_decoded(tmp_path: Path) -> None:
+    save_classes(tmp_path, {"a": 4, "b": 4})
+    train = load_data(tmp_path, val_fraction=0).train
+    assert train is not None
+    os.remove(train.where(0))
+    loader = Loader(train, SMALL, batch_size=2, workers=0)
+    assert len(list(loader.epoch(0, start=1))) == 3
+    with pytest.raises(DataError, match=r"0000\.png: No such file.*screen=True"):
+        list(loader.epoch(0))
+
+
+def test_unreadable_image_is_named_by_a_worker_too(tmp_path: Path) -> None:
+    save_classes(tmp_path, {"a": 4, "b": 4})
+    (tmp_path / "a" / "bad.png").write_bytes(b"junk")
+    train = load_data(tmp_path, val_fraction=0, screen=False).train
+    assert train is not None
+    with pytest.raises(DataError, match=r"bad\.png: not a readable image.*screen=True"):
+        list(Loader(train, SMALL, batch_size=2, workers=1).epoch(0))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_share_the_batches_of_one(images: ImageSet, world: int) -> None:
+    options = {"batch_size": 7, "augment": Augment(), "shuffle": True, "workers": 0}
+    alone = list(Loader(images, SMALL, **options).epoch(2))  # type: ignore[arg-type]
+    ranks = [list(Loader(images, SMALL, rank=at, world=world, **options).epoch(2)) for at in range(world)]  # type: ignore[arg-type]
+    for step, whole in enumerate(alone):
+        parts = [rank[step] for rank in ranks]
+        assert {part.total for part in parts} == {len(whole.index)} == {whole.total}
+        index = torch.cat([part.index for part in parts])
+        assert sorted(index.tolist()) == sorted(whole.index.tolist())
+        assert max(len(part.index) for part in parts) - min(len(part.index) for part in parts) <= 1
+        pixels = torch.cat([part.pixels for part in parts])
+        back = [index.tolist().index(number) for number in whole.index.tolist()]
+        assert torch.equal(pixels[back], whole.pixels)
+
+
+def test_empty_part_of_a_last_batch(images: ImageSet) -> None:
+    last = list(Loader(images.subset(range(9)), SMALL, batch_size=8, workers=0, rank=3, world=4).epoch(0))[-1]
+    assert last.pixels.shape == (0, 3, 11, 7)
+    assert last.targets.shape == (0,)
+    assert last.total == 1
+
+
+def test_length_and_dropped_rest(images: ImageSet) -> None:
+    for drop_last in (False, True):
+        loader = Loader(images, SMALL, batch_size=4, workers=0, drop_last=drop_last)
+        assert len(loader) == len(list(loader.epoch(0))) == (5 if drop_last else 6)
+
+
+def test_senseless_arguments(images: ImageSet) -> None:
+    with pytest.raises(DataError, match="at least one image"):
+        Loader(images, SMALL, batch_size=0)
+    with pytest.raises(DataError, match="at least one image"):
+        Loader(images, SMALL, batch_size=2, rank=0, world=3)
+    with pytest.raises(DataError, match="workers"):
+        Loader(images, SMALL, batch_size=2, workers=-1)
+    with pytest.raises(DataError, match="different sizes"):
+        Loader(images, Preprocessing(resize=20), batch_size=2)
+
+
+def test_real_set() -> None:
+    shared = Path(os.environ.get("MEMORO_SHARED", Path(__file__).parents[2] / "shared"))
+    path = shared / "data" / "ants_bees.zip"
+    if not path.exists():
+        pytest.skip("no shared data: set MEMORO_SHARED to the folder that has data/ants_bees.zip")
+    splits = load_data(path)
+    assert splits.labels == ("ants", "bees")
+    assert splits.train is not None
+    assert splits.val is not None
+    assert splits.test is not None
+    assert (len(splits.train) + len(splits.val), len(splits.test)) == (240, 150)
+    batch = next(Loader(splits.train, Preprocessing().at(112), batch_size=16, augment=Augment(), workers=0).epoch(0))
+    assert batch.pixels.shape == (16, 3, 112, 112)
+    assert batch.pixels.std() > 0.1

@@ -1,0 +1,379 @@
+"""CSV and Parquet manifests, `datasets` objects, hub ids, streams and the known names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas as pd
+import pytest
+import torch
+from test_data_images import picture, save_classes, to_bytes
+
+from memoro.data import KNOWN, Loader, load_data, load_stream
+from memoro.errors import DataError
+from memoro.preprocessing import Preprocessing
+
+SMALL = Preprocessing(resize=12, crop=(10, 8))
+NAMES = ["zebra", "ant", "bee"]
+
+
+def csv(root: Path, text: str, images: int = 6, name: str = "set.csv") -> Path:
+    for number in range(images):
+        (root / f"{number}.png").write_bytes(to_bytes(picture(number)))
+    (root / name).write_text(text, encoding="utf-8")
+    return root / name
+
+
+def table(count: int = 12, **columns: Any) -> datasets.Dataset:
+    """A table of images and class numbers of `NAMES`."""
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)})
+    rows = {"image": [picture(at) for at in range(count)], "label": [at % 3 for at in range(count)]}
+    made = datasets.Dataset.from_dict(rows, features=features)
+    for name, values in columns.items():
+        made = made.add_column(name, values)
+    return made
+
+
+def test_csv_with_label_and_split(tmp_path: Path) -> None:
+    path = csv(tmp_path, "path,label,split\n0.png,007,train\n1.png,NA,train\n2.png,007,test\n3.png,NA,val\n")
+    splits = load_data(path)
+    assert splits.labels == ("007", "NA")
+    assert splits.train is not None
+    assert splits.val is not None
+    assert splits.test is not None
+    assert splits.train.targets.tolist() == [0, 1]
+    assert splits.test.open(0).tobytes() == picture(2).tobytes()
+    assert splits.val.where(0).endswith("3.png")
+
+
+def test_csv_with_semicolons_bom_and_backslashes(tmp_path: Path) -> None:
+    save_classes(tmp_path, {"é": 2})
+    path = csv(tmp_path, "\ufeffPath;Label\né\\0000.png;x\né\\0001.png;y\n")
+    assert load_data(path, val_fraction=0).labels == ("x", "y")
+
+
+def test_csv_with_several_labels(tmp_path: Path) -> None:
+    path = csv(tmp_path, "path,labels\n0.png,sky|sea\n1.png,sea; tree\n2.png,\n3.png,tree\n")
+    splits = load_data(path, val_fraction=0)
+    assert splits.kind == "multilabel"
+    assert splits.labels == ("sea", "sky", "tree")
+    assert splits.train is not None
+    assert splits.train.targets.dtype == torch.float32
+    assert splits.train.targets.tolist() == [[1, 1, 0], [1, 0, 1], [0, 0, 0], [0, 0, 1]]
+
+
+def test_csv_with_numbers(tmp_path: Path) -> None:
+    path = csv(tmp_path, "path,number,width\n0.png,1.5,3\n1.png,-2,4\n2.png,1e3,5\n")
+    splits = load_data(path, val_fraction=0)
+    assert splits.kind == "regression"
+    assert splits.labels == ("number",)
+    assert splits.train is not None
+    assert splits.train.targets.tolist() == [[1.5], [-2.0], [1000.0]]
+    both = load_data(path, label_column=["width", "number"], val_fraction=0)
+    assert both.labels == ("width", "number")
+    assert both.train is not None
+    assert both.train.targets[0].tolist() == [3.0, 1.5]
+    with pytest.raises(DataError, match="1 numbers per image"):
+        load_data(path, labels=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("path,label\n0.png,a\n1.png,\n2.png,b\n", r"1 rows have no label \(.*line 3"),
+        ("path,number\n0.png,1\n1.png,nan\n", r"line 3: 'nan' is not a finite number"),
+        ("path,number\n0.png,1\n1.png,\n", r"line 3: '' is not a number"),
+        ("path,number\n0.png,inf\n", "not a finite number"),
+        ("photo,what\n0.png,a\n", r"no column for the image's path among 'photo', 'what'.*image_column"),
+        ("path,what\n0.png,a\n", r"no column for the label among 'what'.*label_column"),
+        ("path,label,split\n0.png,a,train\n1.png,b,later\n", r"line 3: the split 'later' is none of train"),
+        ("path,label\n,a\n", "line 2: there is no path"),
+        ("path,label\n", "not one row"),
+        ("", "not a readable CSV"),
+        ("path,label\n0.png,a\n1.png,a\n", "one class only"),
+        ("path,labels\n0.png,\n1.png,\n", "not one image has a label"),
+    ],
+)
+def test_unusable_csv(tmp_path: Path, text: str, message: str) -> None:
+    path = csv(tmp_path, text)
+    with pytest.raises(DataError, match=message):
+        load_data(path)
+
+
+def test_csv_in_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "set.csv").write_bytes("path,label\n0.png,café\n".encode("latin-1"))
+    with pytest.raises(DataError, match="save it as UTF-8"):
+        load_data(tmp_path / "set.csv")
+
+
+@pytest.mark.parametrize("way", ["relative", "absolute"])
+def test_csv_path_that_leaves_the_folder(tmp_path: Path, way: str) -> None:
+    outside = tmp_path / "out.png"
+    outside.write_bytes(to_bytes(picture(50)))
+    (tmp_path / "in").mkdir()
+    leaving = "x/../../out.png" if way == "relative" else outside
+    path = csv(tmp_path / "in", f"path,label\n0.png,a\n{leaving},b\n")
+    with pytest.raises(DataError, match=r"line 3: .* leaves the manifest's folder.*allow_absolute"):
+        load_data(path)
+    train = load_data(path, val_fraction=0, allow_absolute=True).train
+    assert train is not None
+    assert train.open(1).tobytes() == picture(50).tobytes()
+
+
+def test_missing_files_count_as_unreadable(tmp_path: Path) -> None:
+    rows = "".join(f"{at % 6}.png,{'ab'[at % 2]}\n" for at in range(38))
+    path = csv(tmp_path, f"path,label\n{rows}gone.png,a\n")
+    [(where, reason)] = load_data(path).skipped
+    assert (Path(where).name, reason) == ("gone.png", "no such file")
+    path = csv(tmp_path, "path,label\ngone.png,a\nlost.png,b\n")
+    with pytest.raises(DataError, match=r"(?s)2 of 2 images cannot be read.*gone\.png: no such file"):
+        load_data(path)
+
+
+def test_column_and_kind_as_asked(tmp_path: Path) -> None:
+    path = csv(tmp_path, "f,what,label\n0.png,3,a\n1.png,4,b\n")
+    assert load_data(path, image_column="f", label_column="what").labels == ("3", "4")
+    assert load_data(path, image_column="f", label_column="what", kind="regression").labels == ("what",)
+    with pytest.raises(DataError, match="no column 'nix'; it has 'what', 'label'"):
+        load_data(path, image_column="f", label_column="nix")
+
+
+def test_parquet_of_paths(tmp_path: Path) -> None:
+    csv(tmp_path, "")
+    frame = pd.DataFrame({"path": ["0.png", "1.png"], "labels": [["x", "y"], ["y"]], "size": [0.5, 0.25]})
+    frame.to_parquet(tmp_path / "set.parquet")
+    splits = load_data(tmp_path / "set.parquet", val_fraction=0)
+    assert splits.train is not None
+    assert splits.train.targets.tolist() == [[1, 1], [0, 1]]
+    assert load_data(tmp_path / "set.parquet", label_column="size").kind == "regression"
+    (tmp_path / "bad.parquet").write_bytes(b"x")
+    with pytest.raises(DataError, match="not a readable Parquet"):
+        load_data(tmp_path / "bad.parquet")
+
+
+def test_parquet_of_images(tmp_path: Path) -> None:
+    table().to_parquet(str(tmp_path / "set.parquet"))
+    splits = load_data(tmp_path / "set.parquet", val_fraction=0)
+    assert splits.labels == tuple(NAMES)
+    assert splits.train is not None
+    assert splits.train.open(4).tobytes() == picture(4).tobytes()
+
+
+def test_dataset_object_keeps_its_class_order() -> None:
+    splits = load_data(table(), val_fraction=0)
+    assert splits.labels == tuple(NAMES)
+    assert splits.train is not None
+    assert splits.train.targets.tolist() == [0, 1, 2] * 4
+    assert splits.train.open(5).tobytes() == picture(5).tobytes()
+
+
+def test_dataset_dict_and_its_splits(tmp_path: Path) -> None:
+    whole = table(12)
+    parts = {
+        "train": whole.select(range(6)),
+        "validation": whole.select(range(6, 9)),
+        "test": whole.select(range(9, 12)),
+    }
+    made = datasets.DatasetDict({**parts, "unlabelled": whole})
+    splits = load_data(made)
+    assert splits.train is not None
+    assert splits.val is not None
+    assert splits.test is not None
+    assert (len(splits.train), len(splits.val), len(splits.test)) == (6, 3, 3)
+    assert splits.test.open(0).tobytes() == picture(9).tobytes()
+    assert any("unlabelled" in note for note in splits.notes)
+    only = load_data(made, split="test")
+    assert only.train is None
+    assert only.test is not None
+    with pytest.raises(DataError, match="no split 'dev'; it has train, validation, test, unlabelled"):
+        load_data(made, split="dev")
+    made.save_to_disk(str(tmp_path / "saved"))
+    saved = load_data(tmp_path / "saved").test
+    assert saved is not None
+    assert saved.open(0).tobytes() == picture(9).tobytes()
+
+
+def test_dataset_images_without_label_are_left_out() -> None:
+    hidden = table(6).cast_column("label", datasets.Value("int64"))
+    hidden = hidden.map(lambda row, at: {"label": -1 if at < 2 else row["label"]}, with_indices=True)
+    hidden = hidden.cast_column("label", datasets.ClassLabel(names=NAMES))
+    splits = load_data(hidden, val_fraction=0)
+    assert splits.train is not None
+    assert splits.train.targets.tolist() == [2, 0, 1, 2]
+    assert splits.train.open(0).tobytes() == picture(2).tobytes()
+    assert any("2 images without a label" in note for note in splits.notes)
+
+
+def test_dataset_of_unnamed_classes_and_odd_columns() -> None:
+    numbers = table(12).remove_columns("label").add_column("label", [10, 9] * 6)
+    assert load_data(numbers).labels == ("9", "10")
+    with pytest.raises(DataError, match=r"no column for the label among 'other'.*label_column"):
+        load_data(numbers.rename_column("label", "other"))
+    with pytest.raises(DataError, match="not images"):
+        load_data(datasets.Dataset.from_dict({"image": [1, 2], "label": ["a", "b"]}))
+
+
+def test_dataset_of_several_labels() -> None:
+    features = datasets.Features({"image": datasets.Image(), "tags": datasets.List(datasets.ClassLabel(names=NAMES))})
+    made = datasets.Dataset.from_dict({"image": [picture(0), picture(1)], "tags": [[0, 2], [1]]}, features=features)
+    splits = load_data(made, val_fraction=0)
+    assert splits.kind == "multilabel"
+    assert splits.train is not None
+    assert splits.train.targets.tolist() == [[1, 0, 1], [0, 1, 0]]
+
+
+def test_kind_asked_against_the_column() -> None:
+    splits = load_data(table(6), kind="multilabel", val_fraction=0)
+    assert splits.train is not None
+    assert splits.train.targets[1].tolist() == [0, 1, 0]
+    several = datasets.Dataset.from_dict({"image": [to_bytes(picture(0))], "label": [["a", "b"]]})
+    with pytest.raises(DataError, match="kind 'multilabel'"):
+        load_data(several, kind="softmax")
+
+
+def test_hub_id_with_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(name: str, config: str | None, *, split: str | None, streaming: bool) -> Any:
+        asked.append((name, config, split, streaming))
+        return table() if split else datasets.DatasetDict({"train": table(), "test": table(6)})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert load_data("owner/name").test is not None
+    only = load_data("owner/name:test", config="small")
+    assert only.train is None
+    assert load_data("owner/name:train[:10%]").train is not None
+    assert asked == [
+        ("owner/name", None, None, False),
+        ("owner/name", "small", "test", False),
+        ("owner/name", None, "train[:10%]", False),
+    ]
+
+
+def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise ConnectionError("Couldn't reach the hub\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match=r"(?s)Couldn't reach the hub\n.*hf download --repo-type dataset owner/name"):
+        load_data("owner/name:train")
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_name_says_what_to_fetch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setenv("MEMORO_DATA", str(tmp_path / "sets"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=rf"{name} is not here.*Fetch .*{tmp_path}/sets or data as {name}.*MEMORO_DATA"):
+        load_data(name)
+
+
+def test_known_names_are_the_papers() -> None:
+    assert set(KNOWN) == {"cifar100", "inaturalist2017", "places365", "sun397"}
+
+
+def test_known_name_with_a_local_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMORO_DATA", str(tmp_path))
+    number = save_classes(tmp_path / "places365" / "train", {"a": 20, "b": 20})
+    save_classes(tmp_path / "places365" / "val", {"a": 2, "b": 2}, number)
+    splits = load_data("places365")
+    assert splits.test is not None
+    assert splits.val is not None
+    assert (len(splits.test), len(splits.val)) == (4, 6)
+    assert any("official validation split is the test split" in note for note in splits.notes)
+    assert any("40 train images, the official set 1,803,460" in note for note in splits.notes)
+
+
+def test_inaturalist_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMORO_DATA", str(tmp_path))
+    root = tmp_path / "inaturalist2017"
+    save_classes(root / "train_val_images" / "Aves", {"Pica pica": 4, "Corvus corax": 4})
+    files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.png"))
+    categories = [{"id": 7, "name": "Pica pica"}, {"id": 3, "name": "Corvus corax"}]
+    for name, part in (("train2017.json", files[:3] + files[4:7]), ("val2017.json", [files[3], files[7]])):
+        record = {
+            "images": [{"id": file, "file_name": file} for file in part],
+            "annotations": [{"image_id": file, "category_id": 7 if "Pica" in file else 3} for file in part],
+            "categories": categories,
+        }
+        (root / name).write_text(json.dumps(record))
+    splits = load_data("inaturalist2017", val_fraction=0)
+    assert splits.labels == ("Corvus corax", "Pica pica")
+    assert splits.train is not None
+    assert splits.test is not None
+    assert splits.train.targets.tolist() == [0, 0, 0, 1, 1, 1]
+    assert [Path(splits.test.where(at)).parent.name for at in range(2)] == ["Corvus corax", "Pica pica"]
+    (root / "val2017.json").write_text('{"images": 3}')
+    with pytest.raises(DataError, match=r"val2017\.json: not the annotations"):
+        load_data("inaturalist2017")
+
+
+def test_stream_gives_the_same_images_as_the_table() -> None:
+    streams = load_stream(table(13).to_iterable_dataset(), val_fraction=0)
+    assert streams.labels == tuple(NAMES)
+    assert streams.val is None
+    assert streams.train is not None
+    plain = load_data(table(13), val_fraction=0).train
+    assert plain is not None
+    for workers in (0, 2):
+        got = list(Loader(streams.train, SMALL, batch_size=5, workers=workers).epoch(0))
+        expected = list(Loader(plain, SMALL, batch_size=5, workers=0).epoch(0))
+        assert [len(batch.index) for batch in got] == [5, 5, 3]
+        for one, other in zip(got, expected, strict=True):
+            assert torch.equal(one.pixels, other.pixels)
+            assert torch.equal(one.targets, other.targets)
+            assert torch.equal(one.index, other.index)
+
+
+def test_stream_is_cut_by_lot() -> None:
+    streams = load_stream(table(60).to_iterable_dataset(), val_fraction=0.3, seed=5)
+    assert streams.train is not None
+    assert streams.val is not None
+    train, val = ([sample.number for sample in side.samples()] for side in (streams.train, streams.val))
+    assert sorted(train + val) == list(range(60))
+    assert 5 < len(val) < 35
+
+
+def test_stream_is_shuffled_by_epoch_and_resumes() -> None:
+    train = load_stream(table(20).to_iterable_dataset(), val_fraction=0).train
+    assert train is not None
+    loader = Loader(train, SMALL, batch_size=4, shuffle=True, seed=1, workers=0)
+    first, again, other = ([batch.index.tolist() for batch in loader.epoch(number)] for number in (0, 0, 1))
+    assert first == again != other
+    assert sorted(number for batch in first for number in batch) == list(range(20))
+    assert [batch.index.tolist() for batch in loader.epoch(0, start=3)] == first[3:]
+    with pytest.raises(DataError, match="count in steps"):
+        len(loader)
+
+
+def test_unreadable_images_of_a_stream_are_skipped_and_counted() -> None:
+    rows = {"image": [to_bytes(picture(at)) for at in range(200)], "label": ["a", "b"] * 100}
+    rows["image"][7] = b"junk"
+    train = load_stream(datasets.Dataset.from_dict(rows).to_iterable_dataset(), labels=["a", "b"], val_fraction=0).train
+    assert train is not None
+    loader = Loader(train, SMALL, batch_size=50, workers=0)
+    batches = list(loader.epoch(0))
+    assert [len(batch.pixels) for batch in batches] == [49, 50, 50, 50]
+    assert 7 not in batches[0].index
+    assert len(batches[0].targets) == 49
+    assert [where for where, _ in loader.skipped] == ["dataset:train, image 7 of the stream"]
+    rows["image"][:20] = [b"junk"] * 20
+    train = load_stream(datasets.Dataset.from_dict(rows).to_iterable_dataset(), labels=["a", "b"], val_fraction=0).train
+    assert train is not None
+    with pytest.raises(DataError, match="20 of 100 images cannot be read"):
+        list(Loader(train, SMALL, batch_size=50, workers=0).epoch(0))
+
+
+def test_stream_and_table_are_not_mixed_up() -> None:
+    with pytest.raises(DataError, match="load_stream"):
+        load_data(table().to_iterable_dataset())
+    with pytest.raises(DataError, match="load_data"):
+        load_stream(table())
+    with pytest.raises(DataError, match="pass them as labels"):
+        load_stream(table().cast_column("label", datasets.Value("string")).to_iterable_dataset())
