@@ -8,18 +8,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memoro.backbones import Backbone, load_backbone
     from memoro.composition import Composition, compose
+    from memoro.data import load_data
     from memoro.errors import (
         BackboneError,
         CompositionError,
+        DataError,
         ImageError,
         MemoroError,
         TaskError,
         TaskFileError,
+        TrainingError,
     )
     from memoro.preprocessing import Preprocessing
     from memoro.reproduction import import_tasks
     from memoro.task import Task, new_task
     from memoro.taskfile import load_task, load_tasks, save_task, save_tasks
+    from memoro.train import Recipe, evaluate, fit
 
 __version__ = "0.1.0"
 
@@ -28,15 +32,21 @@ _HOME = {
     "BackboneError": "errors",
     "Composition": "composition",
     "CompositionError": "errors",
+    "DataError": "errors",
     "ImageError": "errors",
     "MemoroError": "errors",
     "Preprocessing": "preprocessing",
+    "Recipe": "train",
     "Task": "task",
     "TaskError": "errors",
     "TaskFileError": "errors",
+    "TrainingError": "errors",
     "compose": "composition",
+    "evaluate": "train",
+    "fit": "train",
     "import_tasks": "reproduction",
     "load_backbone": "backbones",
+    "load_data": "data",
     "load_task": "taskfile",
     "load_tasks": "taskfile",
     "new_task": "task",
@@ -44,20 +54,27 @@ _HOME = {
     "save_tasks": "taskfile",
 }
 
+
 __all__ = [
     "Backbone",
     "BackboneError",
     "Composition",
     "CompositionError",
+    "DataError",
     "ImageError",
     "MemoroError",
     "Preprocessing",
+    "Recipe",
     "Task",
     "TaskError",
     "TaskFileError",
+    "TrainingError",
     "compose",
+    "evaluate",
+    "fit",
     "import_tasks",
     "load_backbone",
+    "load_data",
     "load_task",
     "load_tasks",
     "new_task",

@@ -17,6 +17,9 @@ TEACH = """\
 and the backbone's own answer does not change by a bit.
 
   memoro demo                                            see it work, with what is installed
+  memoro train photos/ --backbone FOLDER --task pets     a folder of class folders becomes pets.safetensors
+  memoro eval photos/ --backbone FOLDER --tasks pets.safetensors
+  memoro predict new/*.jpg --backbone FOLDER --tasks pets.safetensors --tasks flowers.safetensors
   memoro inspect pets.safetensors                        what is in a task file
   memoro compose pets.safetensors flowers.safetensors -o both.safetensors
                                                          put tasks into one file
@@ -44,6 +47,9 @@ def main() -> None:
     except MemoroError as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/] {_plain(str(error))}", highlight=False)
         sys.exit(1)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped. What was trained is saved: the same command with --resume goes on.")
+        sys.exit(130)
 
 
 @app.callback(invoke_without_command=True)
@@ -137,6 +143,143 @@ def import_checkpoint(
         over = ", ".join(parent.name for parent in task.extends)
         Console().print(f"{task.name}: {len(task.labels)} classes, {task.cells} cells{over and f', extends {over}'}")
     Console().print(f"written to {out}")
+
+
+@app.command()
+def train(
+    data: Annotated[
+        str, typer.Argument(help="Folder of class folders, zip, CSV/Parquet, hub id or known set.", show_default=False)
+    ],
+    backbone: BackboneOption,
+    task: Annotated[
+        str | None, typer.Option("--task", "-t", help="Name of the task.", show_default="the set's name")
+    ] = None,
+    regime: Annotated[str, typer.Option(help="memory (class token, memory and head) or head (linear).")] = "memory",
+    cells: Annotated[int, typer.Option(help="Memory cells a layer.")] = 5,
+    from_layer: Annotated[int, typer.Option(help="Layer at which the task forks off; later is cheaper.")] = 0,
+    extends: Annotated[list[Path] | None, typer.Option(help="Files of tasks to build on; repeat for more.")] = None,
+    image_size: Annotated[
+        int | None, typer.Option(help="Pixels; resize and crop scale alike.", show_default="the backbone's")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Task file.", show_default="TASK.safetensors")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/TASK")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's checkpoint.")] = False,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 0.1,
+    epochs: Annotated[int, typer.Option(help="Times that every image is seen.")] = 15,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps, instead of epochs.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Images to a batch.")] = 32,
+    optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "sgd",
+    momentum: Annotated[float, typer.Option(help="Of sgd.")] = 0.9,
+    weight_decay: Annotated[float, typer.Option(help="Decay of the weights.")] = 0.0,
+    clip: Annotated[float, typer.Option(help="Largest norm of a gradient; 0 for none.")] = 1.0,
+    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up before the cosine.")] = 5,
+    label_smoothing: Annotated[float, typer.Option(help="Share of the target spread over all classes.")] = 0.0,
+    balance: Annotated[bool, typer.Option("--balance", help="Weight rare classes up.")] = False,
+    crop: Annotated[str, typer.Option(help="inception (random part), pad (shifted) or none.")] = "inception",
+    crop_scale: Annotated[float, typer.Option(help="Smallest share of the image that an inception crop takes.")] = 0.08,
+    flip: Annotated[float, typer.Option(help="Probability of a mirror image.")] = 0.5,
+    patience: Annotated[int, typer.Option(help="Stop after so many epochs without a better score; 0 for never.")] = 0,
+    accumulate: Annotated[int, typer.Option(help="Batches to an optimiser step.")] = 1,
+    precision: Annotated[str, typer.Option(help="no, bf16 or fp16.")] = "no",
+    seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
+    data_seed: Annotated[int, typer.Option(help="Of order, augmentation and validation split.")] = 0,
+    val_fraction: Annotated[float, typer.Option(help="Held out where the data has no validation split.")] = 0.15,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that decode images.", show_default="one a core")
+    ] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a task on a folder of images and write its file.
+
+    Without a validation split one is held out; the best epoch by it is kept. Ctrl-C saves: --resume goes on.
+    """
+    from memoro.data import Augment
+    from memoro.train.command import TrainOrder, run_train
+    from memoro.train.recipe import Recipe
+
+    recipe = Recipe(
+        lr=lr, epochs=epochs, steps=steps, batch_size=batch_size, optimizer=optimizer, momentum=momentum,  # type: ignore[arg-type]
+        weight_decay=weight_decay, clip=clip, warmup=warmup, label_smoothing=label_smoothing, balance=balance,
+        augment=Augment(crop=crop, scale=(crop_scale, 1.0), flip=flip), patience=patience, accumulate=accumulate,  # type: ignore[arg-type]
+        precision=precision, seed=seed, data_seed=data_seed, val_fraction=val_fraction,  # type: ignore[arg-type]
+    )  # fmt: skip
+    order = TrainOrder(
+        data, task, regime, cells, from_layer, extends or [], image_size, out, folder, resume, workers, tensorboard
+    )
+    record, table = run_train(_load(backbone), order, recipe, quiet=as_json, console=Console(stderr=True))
+    if as_json:
+        _print_json(record)
+    else:
+        Console().print(table)
+
+
+@app.command("eval")
+def evaluate_tasks(
+    data: Annotated[
+        list[str], typer.Argument(help="One set for all tasks, or NAME=DATA for each.", show_default=False)
+    ],
+    backbone: BackboneOption,
+    tasks: Annotated[list[Path], typer.Option("--tasks", "-t", help="Task files or bundles; repeat for more.")],
+    batch_size: Annotated[int, typer.Option(help="Images to a batch.")] = 32,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that decode images.", show_default="one a core")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure tasks on the test split of their data (or on all of it where there is none)."""
+    from memoro.report import metrics_table
+    from memoro.taskfile import load_tasks
+    from memoro.train.command import read_data_arguments
+    from memoro.train.evaluate import evaluate
+
+    loaded = [task for file in tasks for task in load_tasks(file)]
+    say = Console(stderr=True).print
+    results = evaluate(
+        _load(backbone), loaded, read_data_arguments(data, [task.name for task in loaded]),
+        batch_size=batch_size, workers=workers, quiet=as_json, say=say,
+    )  # fmt: skip
+    if as_json:
+        _print_json(results)
+    else:
+        Console().print(metrics_table(results))
+
+
+@app.command()
+def predict(
+    images: Annotated[list[str], typer.Argument(help="Files, folders or globs.", show_default=False)],
+    backbone: BackboneOption,
+    tasks: Annotated[list[Path], typer.Option("--tasks", "-t", help="Task files or bundles; repeat for more.")],
+    form: Annotated[str, typer.Option("--format", "-f", help="table, json, csv or parquet.")] = "table",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write to instead of stdout.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Images to a pass.")] = 32,
+    as_json: Json = False,
+) -> None:
+    """What all tasks say of images, in one pass."""
+    from memoro.composition import compose
+    from memoro.predictions import find_images, predict_files, predictions_table, write_predictions
+    from memoro.progress import bar
+    from memoro.taskfile import load_tasks
+
+    form = "json" if as_json else form
+    if form not in {"table", "json", "csv", "parquet"}:
+        raise typer.BadParameter(f"{form!r} is none of table, json, csv, parquet")
+    errors = Console(stderr=True)
+    model = compose(_load(backbone), [task for file in tasks for task in load_tasks(file)])
+    paths = find_images(images)
+    if len(model.passes()) > 1:
+        errors.print(f"{len(model.passes())} passes: the tasks were trained with different preprocessing.")
+    with bar("predicting", len(paths)) as tick:
+        answers, skipped = predict_files(model, paths, batch_size=batch_size, tick=tick)
+    for reason in list(skipped.values())[:5]:
+        errors.print(f"skipped {_plain(reason)}", highlight=False)
+    if skipped:
+        errors.print(f"{len(skipped)} of {len(paths)} images could not be read.")
+    if form == "table" and out is None:
+        Console().print(predictions_table(answers))
+    elif (text := write_predictions(answers, "csv" if form == "table" else form, out)) is not None:  # type: ignore[arg-type]
+        typer.echo(text, nl=False)
+    raise typer.Exit(0 if answers else 1)
 
 
 @app.command()

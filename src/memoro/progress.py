@@ -10,8 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def bar(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar that moves one step at each call of what is yielded. It vanishes when done."""
+def bar(title: str, total: int) -> Iterator[Callable[..., None]]:
+    """A bar that moves by one, or by the number given, at each call of what is yielded. It vanishes when done."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -21,7 +21,7 @@ def bar(title: str, total: int) -> Iterator[Callable[[], None]]:
         transient=True,
     ) as progress:
         job = progress.add_task(title, total=total)
-        yield lambda: progress.advance(job)
+        yield lambda count=1: progress.advance(job, count)
 
 
 def quiet_libraries() -> None:

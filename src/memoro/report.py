@@ -101,6 +101,57 @@ def engine_table(title: str, rows: Sequence[EngineRow]) -> Table:
     return table
 
 
+def metrics_table(results: dict[str, dict[str, Any]]) -> Table:
+    """Figures of several tasks, a row each."""
+    table = Table()
+    columns = [name for name in COLUMNS if any(name in metrics for metrics in results.values())]
+    table.add_column("task")
+    for column in ["split", "images", *columns, "worst classes"]:
+        table.add_column(column.replace("_", " "), justify="left" if column in {"split", "worst classes"} else "right")
+    for name, metrics in results.items():
+        worst = metrics.get("worst_classes", {})
+        table.add_row(
+            name,
+            metrics["split"],
+            str(metrics["images"]),
+            *(f"{metrics[c]:.4f}" if metrics.get(c) is not None else "" for c in columns),
+            ", ".join(f"{label} {share:.2f}" for label, share in list(worst.items())[:3]),
+        )
+    return table
+
+
+COLUMNS = (
+    "accuracy",
+    "balanced_accuracy",
+    "calibration_error",
+    "exact_match",
+    "mean_average_precision",
+    "mean_absolute_error",
+    "r2",
+    "loss",
+)
+
+
+def fit_table(task: Task, metrics: dict[str, Any], path: Path) -> Table:
+    """What a training gave, for people."""
+    table = Table(title=f"{task.name}: {path}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    training = task.spec.training
+    for name in COLUMNS:
+        if metrics.get(name) is not None:
+            table.add_row(
+                f"{name.replace('_', ' ')} ({metrics['split']}, {metrics['images']} images)", f"{metrics[name]:.4f}"
+            )
+    for label, share in metrics.get("worst_classes", {}).items():
+        table.add_row(f"  worst: {label}", f"{share:.3f}")
+    table.add_row("file", f"{path.stat().st_size / 1000:,.1f} kB")
+    table.add_row("parameters trained", f"{training['trained_parameters']:,}")
+    table.add_row("best epoch", f"{training['best_epoch']} of {training['epochs']}")
+    table.add_row("time", f"{training['seconds']:.0f} s")
+    return table
+
+
 def _shorten(labels: Sequence[str], most: int = 6) -> str:
     shown = ", ".join(labels[:most])
     return shown if len(labels) <= most else f"{shown}, …"

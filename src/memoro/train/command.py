@@ -1,0 +1,110 @@
+"""What `memoro train` and `memoro eval` do with their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from memoro.backbones import Backbone
+from memoro.data import load_data
+from memoro.errors import TrainingError
+from memoro.regimes import TaskPlan, find_regime
+from memoro.report import fit_table
+from memoro.task import Task, check_name
+from memoro.taskfile import load_tasks, save_task
+from memoro.train.fit import fit
+from memoro.train.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class TrainOrder:
+    """What a user asked `memoro train` for, beside the recipe."""
+
+    data: str
+    task: str | None
+    regime: str
+    cells: int
+    from_layer: int
+    extends: Sequence[Path]
+    image_size: int | None
+    out: Path | None
+    folder: Path | None
+    resume: bool
+    workers: int | None
+    tensorboard: bool
+
+
+def run_train(
+    backbone: Backbone, order: TrainOrder, recipe: Recipe, *, quiet: bool, console: Console
+) -> tuple[dict[str, Any], Table]:
+    """Trains, writes the task file; returns a JSON-ready record and a table for people."""
+    regime = find_regime(order.regime)
+    splits = load_data(
+        order.data, val_fraction=recipe.val_fraction, seed=recipe.data_seed, workers=order.workers, quiet=quiet
+    )
+    name = check_name(order.task or splits.name.replace("/", "-").replace("\\", "-"))
+    for note in splits.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    plan = TaskPlan(
+        name=name,
+        labels=splits.labels,
+        head=splits.kind,
+        cells=order.cells,
+        from_layer=order.from_layer,
+        extends=_parents(order.extends),
+        seed=recipe.seed,
+    )
+    task = regime.build(backbone, plan)
+    out = order.out or Path(f"{name}.safetensors")
+    folder = order.folder or Path("runs") / name
+    result = fit(
+        backbone,
+        task,
+        splits,
+        recipe=recipe,
+        regime=regime.name,
+        image_size=order.image_size,
+        folder=folder,
+        resume=order.resume,
+        workers=order.workers,
+        quiet=quiet,
+        tensorboard=order.tensorboard,
+    )
+    save_task(task, out)
+    record = {
+        "task": name,
+        "file": str(out),
+        "bytes": out.stat().st_size,
+        "folder": str(folder),
+        "metrics": result.metrics,
+        "training": dict(task.spec.training),
+        "notes": list(result.notes),
+        "skipped": [list(entry) for entry in splits.skipped],
+    }
+    return record, fit_table(task, result.metrics, out)
+
+
+def _parents(files: Sequence[Path]) -> list[Task]:
+    """The tasks of the files as living objects, each with its own parents in place."""
+    tasks = {task.name: task for file in files for task in load_tasks(file)}
+    for task in tasks.values():
+        missing = [parent.name for parent in task.extends if parent.name not in tasks]
+        if missing:
+            raise TrainingError(f"{task.name!r} extends {missing[0]!r}: give its file too, with --extends.")
+        task.extends = tuple(tasks[parent.name] for parent in task.extends)
+    return list(tasks.values())
+
+
+def read_data_arguments(arguments: Sequence[str], names: Sequence[str]) -> str | dict[str, str]:
+    """One set for all tasks, or `NAME=DATA` for each."""
+    pairs = [argument.partition("=") for argument in arguments]
+    if all(equals and name in names for name, equals, _ in pairs):
+        return {name: data for name, _, data in pairs}
+    if len(arguments) == 1:
+        return arguments[0]
+    raise TrainingError(f"several sets: write NAME=DATA for each, with a name among {', '.join(names)}.")
