@@ -47,9 +47,6 @@ def main() -> None:
     except MemoroError as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/] {_plain(str(error))}", highlight=False)
         sys.exit(1)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("stopped. What was trained is saved: the same command with --resume goes on.")
-        sys.exit(130)
 
 
 @app.callback(invoke_without_command=True)
@@ -167,7 +164,7 @@ def train(
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 0.1,
     epochs: Annotated[int, typer.Option(help="Times that every image is seen.")] = 15,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps, instead of epochs.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Images to a batch.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images to a batch.")] = 32,
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "sgd",
     momentum: Annotated[float, typer.Option(help="Of sgd.")] = 0.9,
     weight_decay: Annotated[float, typer.Option(help="Decay of the weights.")] = 0.0,
@@ -180,7 +177,7 @@ def train(
     flip: Annotated[float, typer.Option(help="Probability of a mirror image.")] = 0.5,
     patience: Annotated[int, typer.Option(help="Stop after so many epochs without a better score; 0 for never.")] = 0,
     accumulate: Annotated[int, typer.Option(help="Batches to an optimiser step.")] = 1,
-    precision: Annotated[str, typer.Option(help="no, bf16 or fp16.")] = "no",
+    precision: Annotated[str, typer.Option(help="no or bf16 (mixed).")] = "no",
     seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
     data_seed: Annotated[int, typer.Option(help="Of order, augmentation and validation split.")] = 0,
     val_fraction: Annotated[float, typer.Option(help="Held out where the data has no validation split.")] = 0.15,
@@ -207,7 +204,13 @@ def train(
     order = TrainOrder(
         data, task, regime, cells, from_layer, extends or [], image_size, out, folder, resume, workers, tensorboard
     )
-    record, table = run_train(_load(backbone), order, recipe, quiet=as_json, console=Console(stderr=True))
+    errors = Console(stderr=True, soft_wrap=True)
+    try:
+        record, table = run_train(_load(backbone), order, recipe, quiet=as_json, console=errors)
+    except KeyboardInterrupt as stop:
+        if stop.args:  # else nothing was saved that was not saved before
+            errors.print(f"{stop}, and saved: the same command with --resume goes on.")
+        raise typer.Exit(130) from None
     if as_json:
         _print_json(record)
     else:
@@ -221,7 +224,7 @@ def evaluate_tasks(
     ],
     backbone: BackboneOption,
     tasks: Annotated[list[Path], typer.Option("--tasks", "-t", help="Task files or bundles; repeat for more.")],
-    batch_size: Annotated[int, typer.Option(help="Images to a batch.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images to a batch.")] = 32,
     workers: Annotated[
         int | None, typer.Option(help="Processes that decode images.", show_default="one a core")
     ] = None,
@@ -234,10 +237,11 @@ def evaluate_tasks(
     from memoro.train.evaluate import evaluate
 
     loaded = [task for file in tasks for task in load_tasks(file)]
-    say = Console(stderr=True).print
+    errors = Console(stderr=True, soft_wrap=True)
     results = evaluate(
         _load(backbone), loaded, read_data_arguments(data, [task.name for task in loaded]),
-        batch_size=batch_size, workers=workers, quiet=as_json, say=say,
+        batch_size=batch_size, workers=workers, quiet=as_json,
+        say=lambda text: errors.print(text, markup=False, highlight=False),
     )  # fmt: skip
     if as_json:
         _print_json(results)
@@ -252,7 +256,7 @@ def predict(
     tasks: Annotated[list[Path], typer.Option("--tasks", "-t", help="Task files or bundles; repeat for more.")],
     form: Annotated[str, typer.Option("--format", "-f", help="table, json, csv or parquet.")] = "table",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write to instead of stdout.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Images to a pass.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images to a pass.")] = 32,
     as_json: Json = False,
 ) -> None:
     """What all tasks say of images, in one pass."""
@@ -264,7 +268,7 @@ def predict(
     form = "json" if as_json else form
     if form not in {"table", "json", "csv", "parquet"}:
         raise typer.BadParameter(f"{form!r} is none of table, json, csv, parquet")
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, soft_wrap=True)
     model = compose(_load(backbone), [task for file in tasks for task in load_tasks(file)])
     paths = find_images(images)
     if len(model.passes()) > 1:
@@ -317,6 +321,38 @@ def bench_engine_command(
             Console().print(engine_table(f"ViT-B/{size} at 224, batch {batch}, {dtype}", rows))
     if as_json:
         _print_json(results)
+
+
+@bench.command("train")
+def bench_train_command(
+    patch: Annotated[int, typer.Option(help="Patch size of the ViT-B.")] = 32,
+    batch: Annotated[int, typer.Option(help="Images to a step.")] = 16,
+    cells: Annotated[int, typer.Option(help="Memory cells a layer.")] = 5,
+    runs: Annotated[str, typer.Option(help="Runs in one pass, separated by commas.")] = "1,8,32",
+    forks: Annotated[str, typer.Option(help="Layers at which the tasks start.")] = "0,8",
+    rounds: Annotated[int, typer.Option(help="Steps of each way; the fastest counts.")] = 5,
+    memory: Annotated[
+        bool, typer.Option(help="Also take the peak memory of each way, in a process of its own.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """One training step of memoro's ways, of LoRA and of full fine-tuning, in plain base passes; and the loader."""
+    from memoro.bench.train import bench_loader, bench_train, candidate_count
+    from memoro.progress import bar
+    from memoro.report import train_table
+
+    counts, starts = _numbers(runs), _numbers(forks)
+    with bar(f"ViT-B/{patch}", candidate_count(counts, starts, rounds, memory)) as tick:
+        rows = bench_train(
+            patch=patch, batch=batch, cells=cells, runs=counts, forks=starts, rounds=rounds, memory=memory, tick=tick
+        )
+    speeds = bench_loader()
+    if as_json:
+        _print_json({"steps": [row.to_json() for row in rows], "loader_images_per_second": speeds})
+    else:
+        Console().print(train_table(f"ViT-B/{patch} at 224, batch {batch}", rows))
+        said = ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
+        Console().print(f"loader, 500x375 JPEGs to 224 with augmentation, images per second: {said}")
 
 
 def _load(backbone: str) -> Any:

@@ -15,6 +15,7 @@ from rich.table import Table
 from memoro.composition import Composition
 from memoro.errors import DataError, ImageError
 from memoro.images import IMAGE_SUFFIXES, open_image
+from memoro.taskfile import write_whole
 
 Form = Literal["table", "json", "csv", "parquet"]
 
@@ -84,19 +85,21 @@ def write_predictions(answers: dict[str, dict[str, Any]], form: Form, out: Path 
             raise DataError(
                 "writing parquet needs pyarrow: pip install 'memoro[train]', or take --format csv."
             ) from None
-        parquet.write_table(pyarrow.Table.from_pylist(rows), out)
+        buffer = io.BytesIO()
+        parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
+        write_whole(out, buffer.getvalue())
         return None
     if form == "csv":
-        buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, ["image", "task", "answer", "probability"], lineterminator="\n")
+        lines = io.StringIO()
+        writer = csv.DictWriter(lines, ["image", "task", "answer", "probability"], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        text = buffer.getvalue()
+        text = lines.getvalue()
     else:
         text = json.dumps(answers, ensure_ascii=False, indent=2) + "\n"
     if out is None:
         return text
-    out.write_text(text, encoding="utf-8")
+    write_whole(out, text.encode())
     return None
 
 

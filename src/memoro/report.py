@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from memoro.backbones import Backbone
-from memoro.bench.engine import EngineRow
 from memoro.task import Task
+
+if TYPE_CHECKING:
+    from memoro.bench.engine import EngineRow
+    from memoro.bench.train import TrainRow
 
 
 def inspect_tasks(path: Path, tasks: Sequence[Task], backbone: Backbone | None = None) -> dict[str, Any]:
@@ -98,6 +101,18 @@ def engine_table(title: str, rows: Sequence[EngineRow]) -> Table:
             "" if row.dense is None else f"{row.dense:.2f}",
             f"{row.separate:.1f}",
         )
+    return table
+
+
+def train_table(title: str, rows: Sequence[TrainRow]) -> Table:
+    """Benchmark rows of training steps as a table."""
+    table = Table(title=f"{title}: one training step", title_justify="left")
+    table.add_column("way")
+    for column in ("base passes", "peak memory, MB", "parameters trained"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        peak = "" if row.megabytes is None else f"{row.megabytes:,.0f}"
+        table.add_row(row.name, f"{row.step:.2f}", peak, f"{row.trained:,}")
     return table
 
 

@@ -31,6 +31,8 @@ class Progress:
     """Batches of this epoch that are done."""
     sums: dict[str, list[float]] = field(default_factory=dict)
     """Of the epoch under way, per run: loss, right answers, images."""
+    seconds: float = 0.0
+    """Spent so far, over all sittings."""
 
 
 def save_checkpoint(path: Path, progress: Progress, runs: Sequence[Run], identity: dict[str, Any]) -> None:
@@ -52,6 +54,7 @@ def save_checkpoint(path: Path, progress: Progress, runs: Sequence[Run], identit
                 "best_score": run.best_score,
                 "best_epoch": run.best_epoch,
                 "stopped": run.stopped,
+                "diverged": run.diverged,
             }
         )
     record = {"progress": vars(progress), "runs": records, "identity": identity}
@@ -65,15 +68,16 @@ def load_checkpoint(path: Path, runs: Sequence[Run], identity: dict[str, Any]) -
         with safe_open(path, framework="pt") as file:
             record = json.loads((file.metadata() or {})[KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise TrainingError(f"cannot resume from {path} ({error}): start anew without --resume.") from None
-    changed = [key for key, value in identity.items() if record["identity"].get(key) != json.loads(json.dumps(value))]
+            saved = record["identity"]
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise TrainingError(f"{path} is no checkpoint, or damaged ({error}): start anew without --resume.") from None
+    changed = [key for key, value in identity.items() if saved.get(key) != json.loads(json.dumps(value))]
     if changed:
         raise TrainingError(
             f"cannot resume: {', '.join(changed)} differ from those of the checkpoint in {path.parent}. Use the same "
             "settings and data, or start anew without --resume."
         )
-    for number, (run, saved) in enumerate(zip(runs, record["runs"], strict=True)):
+    for number, (run, state_of) in enumerate(zip(runs, record["runs"], strict=True)):
         state: dict[int, dict[str, Any]] = {}
         with torch.no_grad():
             for index, (name, parameter) in enumerate(run.trained.items()):
@@ -86,7 +90,8 @@ def load_checkpoint(path: Path, runs: Sequence[Run], identity: dict[str, Any]) -
                     state[index] = entries
         whole = run.optimizer.state_dict()
         run.optimizer.load_state_dict({**whole, "state": state})
-        run.history = saved["history"]
-        run.best_score = None if saved["best_score"] is None else tuple(saved["best_score"])
-        run.best_epoch, run.stopped = saved["best_epoch"], saved["stopped"]
+        run.history = state_of["history"]
+        run.best_score = None if state_of["best_score"] is None else tuple(state_of["best_score"])
+        run.best_epoch = state_of["best_epoch"]
+        run.stopped, run.diverged = state_of["stopped"], state_of["diverged"]
     return Progress(**record["progress"])

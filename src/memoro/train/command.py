@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from memoro.backbones import Backbone
+from memoro.composition import check_together
 from memoro.data import load_data
 from memoro.errors import TrainingError
 from memoro.regimes import TaskPlan, find_regime
@@ -43,7 +44,9 @@ def run_train(
     backbone: Backbone, order: TrainOrder, recipe: Recipe, *, quiet: bool, console: Console
 ) -> tuple[dict[str, Any], Table]:
     """Trains, writes the task file; returns a JSON-ready record and a table for people."""
-    regime = find_regime(order.regime)
+    regime, parents = find_regime(order.regime), _parents(order.extends)
+    if order.task is not None:
+        check_name(order.task)  # before the images are read
     splits = load_data(
         order.data, val_fraction=recipe.val_fraction, seed=recipe.data_seed, workers=order.workers, quiet=quiet
     )
@@ -56,7 +59,7 @@ def run_train(
         head=splits.kind,
         cells=order.cells,
         from_layer=order.from_layer,
-        extends=_parents(order.extends),
+        extends=parents,
         seed=recipe.seed,
     )
     task = regime.build(backbone, plan)
@@ -91,20 +94,19 @@ def run_train(
 
 def _parents(files: Sequence[Path]) -> list[Task]:
     """The tasks of the files as living objects, each with its own parents in place."""
-    tasks = {task.name: task for file in files for task in load_tasks(file)}
-    for task in tasks.values():
-        missing = [parent.name for parent in task.extends if parent.name not in tasks]
-        if missing:
-            raise TrainingError(f"{task.name!r} extends {missing[0]!r}: give its file too, with --extends.")
+    loaded = [task for file in files for task in load_tasks(file)]
+    check_together(loaded)
+    tasks = {task.name: task for task in loaded}
+    for task in loaded:
         task.extends = tuple(tasks[parent.name] for parent in task.extends)
-    return list(tasks.values())
+    return loaded
 
 
 def read_data_arguments(arguments: Sequence[str], names: Sequence[str]) -> str | dict[str, str]:
     """One set for all tasks, or `NAME=DATA` for each."""
     pairs = [argument.partition("=") for argument in arguments]
-    if all(equals and name in names for name, equals, _ in pairs):
+    if all(equals and name in names for name, equals, _ in pairs) and len({name for name, _, _ in pairs}) == len(pairs):
         return {name: data for name, _, data in pairs}
     if len(arguments) == 1:
         return arguments[0]
-    raise TrainingError(f"several sets: write NAME=DATA for each, with a name among {', '.join(names)}.")
+    raise TrainingError(f"several sets: write NAME=DATA once for each, with a name among {', '.join(names)}.")

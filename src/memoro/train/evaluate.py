@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from memoro.composition import Composition, compose
 from memoro.data import ImageSet, Loader, Splits, load_data
 from memoro.errors import DataError
 from memoro.task import HeadKind, Task
+from memoro.train.fit import check_labels
 from memoro.train.loop import collect_logits
 from memoro.train.metrics import measure
 
@@ -19,7 +21,7 @@ from memoro.train.metrics import measure
 def evaluate(
     backbone: Backbone,
     tasks: Sequence[Task],
-    data: Any | Mapping[str, Any],
+    data: Any | dict[str, Any],
     *,
     batch_size: int = 32,
     workers: int | None = None,
@@ -28,19 +30,20 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """Each task's figures on the test split of its data (or on the whole set where there is none), by name.
 
-    `data` is one set for all tasks, or a mapping from a task's name to its own. Tasks on the same images that share
+    `data` is one set for all tasks, or a dict from a task's name to its own. Tasks on the same images that share
     labels and preprocessing are answered in one pass; `say` is told of every pass.
     """
     model = compose(backbone, tasks)
-    wanted = dict(data) if isinstance(data, Mapping) else dict.fromkeys(model.names, data)
+    # A DatasetDict is a dict of splits: one set.
+    wanted = dict(data) if type(data) is dict else dict.fromkeys(model.names, data)
     for name in wanted:
         if name not in model.tasks:
             raise DataError(f"no task {name!r} among {', '.join(model.names)}: write NAME=DATA with one of these.")
-    sets: dict[tuple[int, tuple[str, ...], HeadKind], tuple[ImageSet, str]] = {}
-    groups: dict[tuple[int, tuple[str, ...], HeadKind], list[str]] = {}
+    sets: dict[tuple[Any, tuple[str, ...], HeadKind], tuple[ImageSet, str]] = {}
+    groups: dict[tuple[Any, tuple[str, ...], HeadKind], list[str]] = {}
     for name, source in wanted.items():
         task = model.tasks[name]
-        key = (id(source), task.spec.labels, task.kind)
+        key = (source if isinstance(source, (str, Path)) else id(source), task.spec.labels, task.kind)
         if key not in sets:
             sets[key] = _test_images(source, task, workers, quiet)
         groups.setdefault(key, []).append(name)
@@ -70,6 +73,7 @@ def _test_images(source: Any, task: Task, workers: int | None, quiet: bool) -> t
     if not isinstance(source, Splits):
         kind = None if task.kind == "softmax" else task.kind
         splits = load_data(source, kind=kind, labels=task.labels, val_fraction=0, workers=workers, quiet=quiet)
+    check_labels(task, splits)
     for name in ("test", "val", "train"):
         images: ImageSet | None = getattr(splits, name)
         if images is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,7 +19,10 @@ from memoro.train.loop import Training, Watcher, collect_logits, run_training
 from memoro.train.metrics import confusion, measure
 from memoro.train.objective import class_weights
 from memoro.train.recipe import Recipe
-from memoro.train.runs import Run, SharedPass
+from memoro.train.runs import Run, SharedPass, ancestors
+
+SHARED = ("epochs", "steps", "batch_size", "accumulate", "balance", "augment", "precision", "data_seed")
+"""What runs of one pass have in common."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class FitResult:
     history: list[dict[str, Any]]
     """One entry an epoch."""
     metrics: dict[str, Any]
-    """Figures on the test split, or on the validation split where there is none; `split` says which."""
+    """Figures on the test split, or on the validation split where there is none; `split` says which. Empty for a run
+    that left a shared pass because its loss went beyond all bounds; `notes` tell."""
     folder: Path | None
     notes: tuple[str, ...]
 
@@ -57,10 +60,8 @@ def fit(
     figures, settings, pictures and a checkpoint are kept there, and `resume` goes on from that checkpoint.
     """
     recipe = build_recipe(recipe, changes)
-    check_backbone(task, backbone)
     way = find_regime(regime or ("head" if task.from_layer == backbone.depth else "memory"))
     splits = data if isinstance(data, Splits) else _load(data, task, recipe, workers, quiet)
-    _check_labels(task, splits)
     preprocessing = backbone.preprocessing if image_size is None else backbone.preprocessing.at(image_size)
     results = fit_many(
         backbone,
@@ -94,9 +95,16 @@ def fit_many(
     from memoro.train.folder import RunFolder
     from memoro.train.watch import ProgressBar
 
-    if splits.train is None:
+    if not splits.train:
         raise TrainingError(f"{splits.name} has no training images.")
-    first = settings[0][1]
+    tasks, first = [task for task, _ in settings], settings[0][1]
+    for task in [*tasks, *ancestors(tasks)]:
+        check_backbone(task, backbone)
+    for task, recipe in settings:
+        check_labels(task, splits)
+        differ = [name for name in SHARED if getattr(recipe, name) != getattr(first, name)]
+        if differ:
+            raise TrainingError(f"runs in one pass share their {', '.join(differ)}: train {task.name!r} by itself.")
     regimes = [regime] * len(settings) if isinstance(regime, Regime) else list(regime)
     runs = [Run.start(task, recipe, way.trains(task)) for (task, recipe), way in zip(settings, regimes, strict=True)]
     common: dict[str, Any] = {"batch_size": first.batch_size, "workers": workers}
@@ -113,7 +121,7 @@ def fit_many(
     place: RunFolder | None = None
     if folder is not None:
         config = {**identity, "backbone": backbone.name, "fingerprint": backbone.fingerprint.digest, "set": splits.name}
-        place = RunFolder(folder, config, resume=resume, tensorboard=tensorboard)
+        place = RunFolder(folder, config, tensorboard=tensorboard)
         watchers.append(place)
     training = Training(
         backbone=backbone,
@@ -126,48 +134,49 @@ def fit_many(
         identity=identity,
         resume=resume,
     )
-    if place is not None and resume:
-        place.forget_after(_checkpoint_step(place.checkpoint))
-    started = time.monotonic()
     title = runs[0].task.name if len(runs) == 1 else f"{len(runs)} runs"
     with ProgressBar(title, training.total_steps, quiet) as bar:
         watchers.append(bar)
         progress = run_training(training)
-    seconds = time.monotonic() - started
-    failed = [run for run in runs if not run.best]
-    if failed and len(failed) == len(runs):
+    if all(run.diverged for run in runs):
         kept = "" if place is None else f" The last good checkpoint is in {place.checkpoint}."
         raise TrainingError(f"{runs[0].task.name!r}: {runs[0].stopped}.{kept}")
 
     final = splits.test or splits.val or splits.train
     split = next(name for name in ("test", "val", "train") if getattr(splits, name) is final)
-    shared = SharedPass(backbone, [run.task for run in runs])
+    sound = [run for run in runs if not run.diverged]
+    shared = SharedPass(backbone, [run.task for run in sound])
     logits, targets = collect_logits(shared, backbone, Loader(final, preprocessing, **common))
+    answers = dict(zip(map(id, sound), logits, strict=True))
     results = []
-    for run, out in zip(runs, logits, strict=True):
+    for run, way in zip(runs, regimes, strict=True):
+        notes = splits.notes if run.stopped is None else (*splits.notes, run.stopped)
+        if run.diverged:
+            results.append(FitResult(run.task, run.history, {}, folder, notes))
+            continue
+        out = answers[id(run)]
         metrics = {"split": split, **measure(run.task.kind, run.task.labels, out, targets)}
         run.task.describe(
             preprocessing=preprocessing,
             training={
                 "data": splits.name,
                 "images": len(splits.train),
-                "regime": regimes[runs.index(run)].name,
+                "regime": way.name,
                 "optimizer": run.recipe.optimizer,
                 "lr": run.recipe.lr,
                 "batch_size": run.recipe.batch_size,
                 "epochs": len(run.history),
-                "steps": progress.step,
+                "steps": run.history[-1]["step"],
                 "best_epoch": run.best_epoch,
                 "seed": run.recipe.seed,
                 "trained_parameters": sum(parameter.numel() for parameter in run.trained.values()),
-                "seconds": round(seconds, 1),
+                "seconds": round(progress.seconds, 1),
             },
             metrics={name: value for name, value in metrics.items() if value is not None},
         )
         if place is not None and len(runs) == 1:
             matrix = confusion(out, targets) if run.task.kind == "softmax" else None
             place.draw(run.task.name, run.history, matrix, run.task.labels)
-        notes = splits.notes if run.stopped is None else (*splits.notes, run.stopped)
         results.append(FitResult(run.task, run.history, metrics, folder, notes))
     return results
 
@@ -193,7 +202,7 @@ def _load(data: Any, task: Task, recipe: Recipe, workers: int | None, quiet: boo
     )
 
 
-def _check_labels(task: Task, splits: Splits) -> None:
+def check_labels(task: Task, splits: Splits) -> None:
     if splits.kind != task.kind:
         raise TrainingError(f"{task.name!r} has a {task.kind} head, but {splits.name} is a {splits.kind} set.")
     if tuple(task.labels) != splits.labels:
@@ -221,17 +230,3 @@ def _data_digest(images: ImageSet | None) -> str | None:
     for index in range(len(images)):
         whole.update((images.key(index) if images.digests is not None else images.where(index)).encode())
     return whole.hexdigest()
-
-
-def _checkpoint_step(path: Path) -> int:
-    import json
-
-    from safetensors import SafetensorError, safe_open
-
-    from memoro.train.checkpoint import KEY
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            return int(json.loads((file.metadata() or {})[KEY])["progress"]["step"])
-    except (OSError, SafetensorError, KeyError, ValueError):
-        return 0

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from memoro.errors import TrainingError
+from memoro.taskfile import write_whole
 from memoro.train.checkpoint import Progress
 
 
 class RunFolder:
     """Writes `metrics.jsonl` and `config.json` as a training goes; TensorBoard events on request."""
 
-    def __init__(self, path: Path, config: dict[str, Any], *, resume: bool = False, tensorboard: bool = False) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, config: dict[str, Any], *, tensorboard: bool = False) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
-        if not resume:
-            self.metrics.unlink(missing_ok=True)
-        (path / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        self._config = config
         self._board: Any = None
         if tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
-                from memoro.errors import TrainingError
-
                 raise TrainingError("TensorBoard is not installed: pip install tensorboard.") from None
             self._board = SummaryWriter(str(path / "tensorboard"))
 
@@ -35,18 +34,23 @@ class RunFolder:
     def checkpoint(self) -> Path:
         return self.path / "checkpoint.safetensors"
 
-    def forget_after(self, step: int) -> None:
-        """Drops lines beyond a step: what a killed run wrote after its last checkpoint is computed again."""
-        if not self.metrics.is_file():
-            return
+    def begin(self, progress: Progress) -> None:
+        """Drops lines beyond this point: what a killed run wrote after its last checkpoint is computed again."""
         kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-            except (ValueError, KeyError):
-                continue  # the line that the kill cut off
-        self.metrics.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        with _disk(self.path):
+            for rest in self.path.glob(".*.part"):  # files that a kill left half written
+                rest.unlink()
+            for line in self.metrics.read_bytes().splitlines() if self.metrics.is_file() else []:
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    continue  # the line that the kill cut off
+                done = entry["epoch"] <= progress.epoch if "train_loss" in entry else entry["step"] <= progress.step
+                if done:
+                    kept.append(line + b"\n")
+        write_whole(self.metrics, b"".join(kept))
+        text = json.dumps(self._config, indent=2, ensure_ascii=False) + "\n"
+        write_whole(self.path / "config.json", text.encode())
 
     def step(self, progress: Progress, entry: dict[str, Any]) -> None:
         self._write(entry)
@@ -56,7 +60,7 @@ class RunFolder:
             self._write(entry)
 
     def _write(self, entry: dict[str, Any]) -> None:
-        with self.metrics.open("a", encoding="utf-8") as file:
+        with _disk(self.path), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
         if self._board is not None:
             for name, value in entry.items():
@@ -68,7 +72,19 @@ class RunFolder:
         """The training curve, and the confusion matrix where there is one."""
         from memoro.train.plots import draw_confusion, draw_curve
 
-        pictures = [draw_curve(self.path / "curve.png", title, history)] if history else []
-        if matrix is not None:
-            pictures.append(draw_confusion(self.path / "confusion.png", title, matrix, labels))
+        with _disk(self.path):
+            pictures = [draw_curve(self.path / "curve.png", title, history)] if history else []
+            if matrix is not None:
+                pictures.append(draw_confusion(self.path / "confusion.png", title, matrix, labels))
         return pictures
+
+
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write to {path} ({error.strerror}); the last checkpoint is untouched. Once that is mended, the "
+            "same command with --resume goes on."
+        ) from None

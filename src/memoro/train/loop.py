@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -28,6 +29,8 @@ from memoro.train.runs import Run, SharedPass
 class Watcher(Protocol):
     """What wants to know how a training goes: a progress bar, a run folder."""
 
+    def begin(self, progress: Progress) -> None: ...
+
     def step(self, progress: Progress, entry: dict[str, Any]) -> None: ...
 
     def epoch(self, progress: Progress, entries: list[dict[str, Any]]) -> None: ...
@@ -49,6 +52,8 @@ class Training:
     """Seconds between checkpoints within an epoch; each epoch ends with one."""
     identity: dict[str, Any] = field(default_factory=dict)
     resume: bool = False
+    started: float = 0.0
+    """On the monotonic clock, as if it had never been interrupted."""
 
     @property
     def recipe(self) -> Recipe:
@@ -60,22 +65,35 @@ class Training:
             return self.recipe.steps
         return self.recipe.epochs * -(-len(self.train) // self.recipe.accumulate)
 
+    def autocast(self) -> torch.autocast:
+        # Not Accelerate's own: that is one setting for the whole life of a process.
+        return torch.autocast(self.backbone.device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16")
+
 
 def run_training(training: Training) -> Progress:
     """Trains all runs to their end and leaves each task with its best weights by validation score."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(mixed_precision=training.recipe.precision)
+    accelerator = Accelerator()
     progress = Progress()
     if training.resume and training.checkpoint is not None and training.checkpoint.is_file():
         progress = load_checkpoint(training.checkpoint, training.runs, training.identity)
+    training.started = time.monotonic() - progress.seconds
+    if not progress.step:
+        _save(training, progress)  # in place of what another training may have left in the folder
+    for watcher in training.watchers:
+        watcher.begin(progress)
     total = training.total_steps
     with _patient_interrupts() as interrupted:
-        while progress.step < total and _active(training.runs):
-            _train_epoch(training, progress, total, accelerator, interrupted)
+        # A checkpoint may lie between the last step of an epoch and its validation: then batches are counted as done.
+        while (progress.step < total or progress.batch) and _active(training.runs):
+            if progress.step < total:
+                _train_epoch(training, progress, total, accelerator, interrupted)
             if _active(training.runs):
-                _end_epoch(training, progress, accelerator)
+                _end_epoch(training, progress)
+            if not all(run.diverged for run in training.runs):  # else the last good one is kept
                 _save(training, progress)
+    progress.seconds = time.monotonic() - training.started
     for run in training.runs:
         run.restore_best()
         run.task.requires_grad_(False)
@@ -101,7 +119,7 @@ def _train_epoch(
             return
         if interrupted():
             _save(training, progress)
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(f"stopped after step {progress.step} of {total}")
         if len(active) < len(shared.rows):  # a run was dropped: compute it no longer
             shared = SharedPass(training.backbone, [run.task for run in active])
         if time.monotonic() - saved > training.every:
@@ -132,6 +150,7 @@ def _patient_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def _save(training: Training, progress: Progress) -> None:
+    progress.seconds = time.monotonic() - training.started
     if training.checkpoint is not None:
         save_checkpoint(training.checkpoint, progress, training.runs, training.identity)
 
@@ -160,7 +179,7 @@ def _step(
     right = torch.zeros(len(runs), dtype=torch.float64)
     for batch in group:
         pixels, targets = batch.pixels.to(device, training.backbone.dtype), batch.targets.to(device)
-        with accelerator.autocast():
+        with training.autocast():
             logits = shared(pixels)
         parts = [
             loss_sum(
@@ -169,7 +188,7 @@ def _step(
             for run, out in zip(runs, logits, strict=True)
         ]
         # Parameters of runs are disjoint, so one backward pass gives each run its own gradient.
-        accelerator.backward(torch.stack(parts).sum() / count)
+        torch.autograd.backward(torch.stack(parts).sum() / count)
         for number, (part, out) in enumerate(zip(parts, logits, strict=True)):
             losses[number] += float(part.detach())
             if runs[number].task.kind == "softmax":
@@ -180,9 +199,8 @@ def _step(
         value = float(losses[number]) / count
         gradients = [accelerator.reduce(parameter.grad) for parameter in run.trained.values()]
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
-        if not torch.isfinite(norm) or value != value:
-            run.stopped = f"the loss became {value} at step {progress.step + 1}: choose a smaller learning rate"
-            run.optimizer.zero_grad()
+        if not torch.isfinite(norm) or not math.isfinite(value):
+            run.diverge(f"loss {value:.3g}, gradient {float(norm):.3g}", progress.step + 1)
             continue
         scale = min(1.0, run.recipe.clip / (float(norm) + 1e-6)) if run.recipe.clip else 1.0
         for parameter, gradient in zip(run.trained.values(), gradients, strict=True):
@@ -206,16 +224,22 @@ def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.to(device)
 
 
-def _end_epoch(training: Training, progress: Progress, accelerator: Any) -> None:
+def _end_epoch(training: Training, progress: Progress) -> None:
     """Validates, keeps each run's best weights, stops those without patience left, and starts the next epoch."""
     entries = []
     runs = _active(training.runs)
     results: list[dict[str, Any] | None] = [None] * len(runs)
     if training.val is not None:
         shared = SharedPass(training.backbone, [run.task for run in runs])
-        logits, targets = collect_logits(shared, training.backbone, training.val, autocast=accelerator.autocast)
+        logits, targets = collect_logits(shared, training.backbone, training.val, autocast=training.autocast)
         results = [measure(run.task.kind, run.task.labels, out, targets) for run, out in zip(runs, logits, strict=True)]
     for run, found in zip(runs, results, strict=True):
+        if found is not None and not math.isfinite(found["loss"]):
+            run.diverge(f"validation loss {found['loss']:.3g}", progress.step)
+            continue
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in run.trained.values()):
+            run.diverge("weights without bounds", progress.step)
+            continue
         number = training.runs.index(run)
         loss, right, images = progress.sums.get(str(number), [0.0, 0.0, 0.0])
         entry: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tens
     count = len(targets)
     loss = float(loss_sum(kind, logits, targets)) / max(count, 1)
     found: dict[str, Any] = {"images": count, "loss": loss}
-    if not count:
+    if not count or not math.isfinite(loss):
         return found
     shares = probabilities(kind, logits)
     if kind == "softmax":
@@ -66,16 +67,19 @@ def _softmax(labels: Sequence[str], shares: Tensor, targets: Tensor) -> dict[str
 
 
 def _multilabel(shares: Tensor, targets: Tensor) -> dict[str, Any]:
-    from torchmetrics.functional.classification import multilabel_average_precision
+    from torchmetrics.functional.classification import binary_average_precision
 
-    right = (shares >= 0.5) == (targets >= 0.5)
-    present = (targets >= 0.5).any(dim=0)
-    each = multilabel_average_precision(shares, targets.long(), shares.shape[-1], average=None)
-    precision = each[present]
+    truth = targets >= 0.5
+    right = (shares >= 0.5) == truth
+    # Label by label: there may be a single one, and one without a positive image has no precision.
+    each = [
+        float(binary_average_precision(shares[:, label], truth[:, label].long()))
+        for label in truth.any(dim=0).nonzero().flatten().tolist()
+    ]
     return {
         "accuracy": float(right.float().mean()),
         "exact_match": float(right.all(dim=-1).float().mean()),
-        "mean_average_precision": float(precision.mean()) if len(precision) else None,
+        "mean_average_precision": sum(each) / len(each) if each else None,
     }
 
 

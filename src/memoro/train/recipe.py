@@ -14,7 +14,10 @@ from memoro.data import Augment
 from memoro.errors import TrainingError
 
 OptimizerName = Literal["sgd", "adamw"]
-Precision = Literal["no", "bf16", "fp16"]
+Precision = Literal["no", "bf16"]  # fp16 would need loss scaling; bf16 does not
+
+WHOLE = {"epochs": 1, "steps": 1, "batch_size": 1, "accumulate": 1, "warmup": 0, "patience": 0}
+"""The fields that are whole numbers, and the least that each may be."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +58,18 @@ class Recipe:
             raise TrainingError(f"optimizer {self.optimizer!r} is none of {', '.join(get_args(OptimizerName))}.")
         if self.precision not in get_args(Precision):
             raise TrainingError(f"precision {self.precision!r} is none of {', '.join(get_args(Precision))}.")
-        for name in ("epochs", "batch_size", "accumulate"):
-            if getattr(self, name) < 1:
-                raise TrainingError(f"{name} {getattr(self, name)}: choose 1 or more.")
-        if self.steps is not None and self.steps < 1:
-            raise TrainingError(f"steps {self.steps}: choose 1 or more.")
+        for name, least in WHOLE.items():
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= least) and (name, value) != ("steps", None):
+                raise TrainingError(f"{name} {value!r}: choose a whole number, {least} or more.")
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise TrainingError(f"lr {self.lr}: choose a number above 0, such as 0.1 for sgd or 0.001 for adamw.")
         if not 0 <= self.label_smoothing < 1 or not 0 <= self.momentum < 1:
             raise TrainingError("label smoothing and momentum are shares from 0 to below 1.")
-        if min(self.clip, self.warmup, self.patience, self.weight_decay) < 0:
-            raise TrainingError("clip, warmup, patience and weight decay are not negative.")
+        if not (self.clip >= 0 and self.weight_decay >= 0):
+            raise TrainingError(f"clip {self.clip} and weight decay {self.weight_decay} are numbers from 0 on.")
+        if not 0 <= self.val_fraction < 1:
+            raise TrainingError(f"val_fraction {self.val_fraction}: choose a share from 0 to below 1.")
 
     def rate(self, step: int, total: int) -> float:
         """The learning rate of optimiser step `step` (from 0) out of `total`."""

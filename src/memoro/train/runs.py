@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,8 @@ class Run:
     best_epoch: int = -1
     stopped: str | None = None
     """Why it no longer takes part, None while it does."""
+    diverged: bool = False
+    """Whether that is because its numbers went beyond all bounds."""
 
     @classmethod
     def start(cls, task: Task, recipe: Recipe, trained: dict[str, nn.Parameter]) -> Run:
@@ -41,6 +44,11 @@ class Run:
         for parameter in trained.values():
             parameter.requires_grad_(True)
         return cls(task, recipe, trained, recipe.build_optimizer(trained.values()))
+
+    def diverge(self, what: str, step: int) -> None:
+        self.diverged = True
+        self.stopped = f"{what} at step {step}: choose a smaller learning rate than {self.recipe.lr:g}"
+        self.optimizer.zero_grad()
 
     def keep_best(self, score: tuple[float, float], epoch: int) -> None:
         if self.best_score is None or score > self.best_score:
@@ -58,13 +66,15 @@ class SharedPass:
 
     def __init__(self, backbone: Backbone, tasks: Sequence[Task]) -> None:
         self.backbone = backbone
-        self.tasks = [*tasks, *_ancestors(tasks)]
-        place = {id(task): str(number) for number, task in enumerate(self.tasks)}
+        older = ancestors(tasks)
+        place = {id(task): str(number) for number, task in enumerate([*tasks, *older])}
         lineage = trace_lineage(
             list(place.values()),
-            [[place[id(parent)] for parent in task.extends] for task in self.tasks],
-            [task.from_layer for task in self.tasks],
+            [[place[id(parent)] for parent in task.extends] for task in [*tasks, *older]],
+            [task.from_layer for task in [*tasks, *older]],
         )
+        # Copies, so that what is extended gets no gradient and keeps its own flags.
+        self.tasks = [*tasks, *(deepcopy(task).requires_grad_(False) for task in older)]
         self.plan = build_plan(lineage, self.tasks, range(len(tasks)), backbone.depth, backbone.device)
         self.rows = [self.plan.order.index(number) for number in range(len(tasks))]
 
@@ -77,7 +87,8 @@ class SharedPass:
         return [heads[n](stream[:, row].to(heads[n].weight.dtype)) for n, row in enumerate(self.rows)]
 
 
-def _ancestors(tasks: Sequence[Task]) -> list[Task]:
+def ancestors(tasks: Sequence[Task]) -> list[Task]:
+    """All that the tasks extend, each once; an error where it is not at hand or is to be trained at the same time."""
     found: dict[int, Task] = {}
     waiting = [(task, parent) for task in tasks for parent in task.extends]
     while waiting:

@@ -36,6 +36,9 @@ class ProgressBar:
     ) -> None:
         self._bar.stop()
 
+    def begin(self, progress: checkpoint.Progress) -> None:
+        self._bar.update(self._job, completed=progress.step)
+
     def step(self, progress: checkpoint.Progress, entry: dict[str, Any]) -> None:
         figures = [f"epoch {entry['epoch']}"]
         for name, form in (("loss", "{:.3f}"), ("accuracy", "{:.3f}"), ("images_per_second", "{:.0f}")):

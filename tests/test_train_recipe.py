@@ -1,0 +1,231 @@
+"""The recipe, what training minimises and what it measures, each against a formula written out here."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from memoro.errors import TrainingError
+from memoro.train import Recipe
+from memoro.train.fit import build_recipe
+from memoro.train.metrics import confusion, measure, score
+from memoro.train.objective import class_weights, loss_sum
+
+COLOURS = {"red": (210, 40, 40), "green": (40, 200, 60), "blue": (50, 60, 210), "grey": (128, 128, 128)}
+
+
+def save_square(path: Path, colour: str, number: int) -> None:
+    """A noisy square of a colour, unlike that of any other number."""
+    noise = np.random.default_rng(number).integers(-30, 31, (24, 24, 3))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.clip(np.array(COLOURS[colour]) + noise, 0, 255).astype(np.uint8)).save(path)
+
+
+def save_squares(root: Path, counts: dict[str, int] | None = None, first: int = 0) -> Path:
+    """A folder of class folders of coloured squares."""
+    for colour, count in (counts or {"red": 8, "green": 8, "blue": 8}).items():
+        for _ in range(count):
+            save_square(root / colour / f"{first:03}.png", colour, first)
+            first += 1
+    return root
+
+
+def rates(recipe: Recipe, total: int) -> list[float]:
+    return [recipe.rate(step, total) for step in range(total)]
+
+
+def test_warm_up_is_linear_then_cosine() -> None:
+    found = rates(Recipe(lr=0.6), 25)
+    assert found[:6] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    assert found[15] == pytest.approx(0.3)  # half of the 20 steps after the warm-up
+    assert found[10] == pytest.approx(0.6 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert found[24] == pytest.approx(0.6 * 0.5 * (1 + math.cos(math.pi * 19 / 20)))
+    assert found[24] > 0
+    assert all(a > b for a, b in pairwise(found[5:]))
+
+
+def test_warm_up_can_be_left_out_or_be_longer_than_the_training() -> None:
+    assert rates(Recipe(lr=1.0, warmup=0), 2) == pytest.approx([1.0, 0.5])
+    assert rates(Recipe(lr=1.0, warmup=9), 3) == pytest.approx([0.1, 0.2, 0.3])
+    assert rates(Recipe(lr=1.0, warmup=1), 1) == [0.5]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer": "adam"}, "'adam' is none of sgd, adamw"),
+    ({"precision": "fp16"}, "'fp16' is none of no, bf16"),
+    ({"epochs": 0}, "epochs 0: choose a whole number, 1 or more"),
+    ({"epochs": 2.5}, "epochs 2.5: choose a whole number"),
+    ({"steps": 0}, "steps 0"),
+    ({"batch_size": -1}, "batch_size -1"),
+    ({"accumulate": 0}, "accumulate 0"),
+    ({"lr": 0.0}, "lr 0.0: choose a number above 0"),
+    ({"lr": math.nan}, "lr nan"),
+    ({"lr": math.inf}, "lr inf"),
+    ({"label_smoothing": 1.0}, "shares from 0 to below 1"),
+    ({"momentum": -0.1}, "shares from 0 to below 1"),
+    ({"clip": -1.0}, "clip -1.0"),
+    ({"clip": math.nan}, "clip nan"),
+    ({"weight_decay": -0.1}, "weight decay -0.1"),
+    ({"warmup": -1}, "warmup -1: choose a whole number, 0 or more"),
+    ({"patience": -1}, "patience -1"),
+    ({"val_fraction": 1.0}, "val_fraction 1.0"),
+    ({"speed": 3}, "a recipe has no 'speed'. There are: lr, epochs"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_a_bad_recipe_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        build_recipe(None, changes)
+
+
+def test_a_recipe_is_changed_field_by_field() -> None:
+    made = build_recipe(Recipe(lr=0.5, clip=2.0), {"lr": 0.25, "steps": 7})
+    assert (made.lr, made.clip, made.steps, made.epochs) == (0.25, 2.0, 7, Recipe().epochs)
+
+
+def test_optimisers_are_built_as_asked() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    sgd = Recipe(lr=0.3, momentum=0.8, weight_decay=0.01).build_optimizer([weight])
+    assert isinstance(sgd, torch.optim.SGD)
+    [group] = sgd.param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.3, 0.8, 0.01)
+    adamw = Recipe(optimizer="adamw", lr=0.002, weight_decay=0.1).build_optimizer([weight])
+    assert isinstance(adamw, torch.optim.AdamW)
+    [group] = adamw.param_groups
+    assert (group["lr"], group["weight_decay"], group["params"]) == (0.002, 0.1, [weight])
+
+
+# ------------------------------------------------------------------------------------------------------- losses
+
+
+@pytest.fixture
+def logits() -> Tensor:
+    return torch.randn(7, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def test_softmax_loss_with_smoothing_and_weights(logits: Tensor) -> None:
+    targets, weights = torch.tensor([0, 2, 1, 1, 0, 2, 2]), torch.tensor([0.5, 2.0, 1.5], dtype=torch.float64)
+    wanted = 0.0
+    for row, target in zip(logits, targets.tolist(), strict=True):
+        logs = row - row.exp().sum().log()
+        wanted -= float(weights[target] * (0.9 * logs[target] + 0.1 * logs.mean()))
+    found = loss_sum("softmax", logits, targets, smoothing=0.1, weights=weights)
+    assert float(found) == pytest.approx(wanted, abs=1e-12)
+    assert float(loss_sum("softmax", logits, targets)) != pytest.approx(wanted, abs=1e-2)
+
+
+def test_multilabel_loss(logits: Tensor) -> None:
+    targets = (logits.flip(0) > 0).float()
+    weights = torch.tensor([3.0, 0.5, 1.0])
+    wanted = 0.0
+    for row, target in zip(logits.sigmoid(), targets.double() * 0.8 + 0.1, strict=True):
+        each = -(weights.double() * target * row.log() + (1 - target) * (1 - row).log())
+        wanted += float(each.mean())
+    found = loss_sum("multilabel", logits, targets, smoothing=0.2, weights=weights)
+    assert float(found) == pytest.approx(wanted, abs=1e-10)
+    assert float(loss_sum("multilabel", logits, targets, smoothing=0.2)) != pytest.approx(wanted, abs=1e-2)
+
+
+def test_regression_loss(logits: Tensor) -> None:
+    targets = torch.arange(21.0).view(7, 3)
+    wanted = float(((logits - targets) ** 2).sum() / 3)
+    assert float(loss_sum("regression", logits, targets)) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "multilabel", "regression"])
+def test_losses_are_sums(kind: Any, logits: Tensor) -> None:
+    targets = torch.tensor([0, 2, 1, 1, 0, 2, 2]) if kind == "softmax" else (logits > 0.3).double()
+    parts = [loss_sum(kind, logits[a:b], targets[a:b]) for a, b in ((0, 2), (2, 7), (7, 7))]
+    assert float(sum(parts)) == pytest.approx(float(loss_sum(kind, logits, targets)), abs=1e-12)
+    assert float(parts[2]) == 0
+    assert loss_sum(kind, logits.bfloat16(), targets).dtype == torch.float32
+
+
+def test_class_weights() -> None:
+    targets = torch.tensor([0] * 6 + [1] * 3 + [3])
+    weights = class_weights("softmax", targets)
+    assert weights is not None
+    assert weights.tolist() == pytest.approx([10 / 18, 10 / 9, 0, 10 / 3])
+    assert float(weights[targets].mean()) == pytest.approx(1.0)
+    shown = torch.tensor([[1.0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
+    many = class_weights("multilabel", shown)
+    assert many is not None
+    assert many.tolist() == pytest.approx([1 / 3, 3.0, 3.0])
+    assert class_weights("regression", shown) is None
+
+
+# ------------------------------------------------------------------------------------------------------- metrics
+
+
+def sure_of(answers: list[int], classes: int, share: float) -> Tensor:
+    """Logits whose softmax gives `share` to each answer."""
+    rows = torch.full((len(answers), classes), (1 - share) / (classes - 1))
+    rows[torch.arange(len(answers)), torch.tensor(answers)] = share
+    return rows.log()
+
+
+def test_softmax_metrics_by_hand() -> None:
+    labels = ["a", "b", "c", "d", "e", "f", "g", "unseen"]
+    targets = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3, 4, 5, 6])
+    answers = [0, 0, 0, 1, 1, 0, 2, 3, 4, 5, 0]
+    found = measure("softmax", labels, sure_of(answers, 8, 0.9), targets)
+    assert found["images"] == 11
+    assert found["accuracy"] == pytest.approx(8 / 11)
+    assert found["balanced_accuracy"] == pytest.approx((0.75 + 0.5 + 1 + 1 + 1 + 1 + 0) / 7)  # of the seen ones
+    assert found["calibration_error"] == pytest.approx(0.9 - 8 / 11, abs=1e-5)
+    assert list(found["worst_classes"].items()) == [("g", 0.0), ("b", 0.5), ("a", 0.75), ("c", 1.0), ("d", 1.0)]
+    wrong = -math.log(0.1 / 7)
+    assert found["loss"] == pytest.approx((8 * -math.log(0.9) + 3 * wrong) / 11, abs=1e-5)
+    sure = measure("softmax", labels, sure_of(targets.tolist(), 8, 0.9999), targets)
+    assert sure["accuracy"] == sure["balanced_accuracy"] == 1
+    assert sure["calibration_error"] == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])
+def test_calibration_error_is_a_share(scale: float) -> None:
+    logits = scale * torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    found = measure("softmax", list("abcd"), logits, torch.arange(50) % 4)
+    assert 0 <= found["calibration_error"] <= 1
+
+
+def test_confusion_counts_true_by_predicted() -> None:
+    matrix = confusion(sure_of([0, 1, 1, 2], 4, 0.8), torch.tensor([0, 0, 1, 3]))
+    assert matrix.tolist() == [[1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]]
+
+
+def test_multilabel_metrics_by_hand() -> None:
+    targets = torch.tensor([[1.0, 0, 0], [0, 1, 0], [1, 1, 0], [0, 0, 0]])
+    logits = torch.tensor([[3.0, -2, -5], [2, 1, -4], [1, 2, -3], [-1, -1, -2]])
+    found = measure("multilabel", ["x", "y", "never"], logits, targets)
+    assert found["accuracy"] == pytest.approx(11 / 12)
+    assert found["exact_match"] == pytest.approx(3 / 4)
+    # x: right at ranks 1 and 3; y: at ranks 1 and 2; a label that no image has says nothing.
+    assert found["mean_average_precision"] == pytest.approx(((1 + 2 / 3) / 2 + 1) / 2)
+    one = measure("multilabel", ["x"], logits[:, :1], targets[:, :1])
+    assert one["mean_average_precision"] == pytest.approx((1 + 2 / 3) / 2)
+    assert measure("multilabel", ["never"], logits[:, 2:], targets[:, 2:])["mean_average_precision"] is None
+
+
+def test_regression_metrics_by_hand() -> None:
+    targets = torch.tensor([[1.0], [2.0], [6.0]])
+    found = measure("regression", ["size"], torch.tensor([[1.0], [4.0], [5.0]]), targets)
+    assert found["mean_absolute_error"] == pytest.approx(1.0)
+    assert found["r2"] == pytest.approx(1 - 5 / 14)
+    assert found["loss"] == pytest.approx(5 / 3)
+    assert measure("regression", ["size"], targets[:1], targets[:1])["r2"] is None
+
+
+def test_scores_rank_by_the_main_figure_then_by_loss() -> None:
+    assert score("softmax", {"accuracy": 0.8, "loss": 9.0}) > score("softmax", {"accuracy": 0.7, "loss": 0.1})
+    assert score("softmax", {"accuracy": 0.8, "loss": 0.1}) > score("softmax", {"accuracy": 0.8, "loss": 0.2})
+    assert score("regression", {"r2": -5.0, "loss": 1.0}) > score("regression", {"r2": None, "loss": 0.0})
+    assert score("multilabel", {"mean_average_precision": 0.1, "accuracy": 0.0, "loss": 1.0})[0] == 0.1
