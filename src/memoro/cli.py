@@ -208,8 +208,7 @@ def train(
     try:
         record, table = run_train(_load(backbone), order, recipe, quiet=as_json, console=errors)
     except KeyboardInterrupt as stop:
-        if stop.args:  # else nothing was saved that was not saved before
-            errors.print(f"{stop}, and saved: the same command with --resume goes on.")
+        errors.print(f"{stop or 'stopped'}: the same command with --resume goes on from the last checkpoint.")
         raise typer.Exit(130) from None
     if as_json:
         _print_json(record)

@@ -105,8 +105,9 @@ def _parents(files: Sequence[Path]) -> list[Task]:
 def read_data_arguments(arguments: Sequence[str], names: Sequence[str]) -> str | dict[str, str]:
     """One set for all tasks, or `NAME=DATA` for each."""
     pairs = [argument.partition("=") for argument in arguments]
-    if all(equals and name in names for name, equals, _ in pairs) and len({name for name, _, _ in pairs}) == len(pairs):
-        return {name: data for name, _, data in pairs}
-    if len(arguments) == 1:
+    sets = {name: data for name, equals, data in pairs if equals and name in names}
+    if len(sets) == len(arguments):
+        return sets
+    if len(arguments) == 1 and ("=" not in arguments[0] or Path(arguments[0]).exists()):
         return arguments[0]
-    raise TrainingError(f"several sets: write NAME=DATA once for each, with a name among {', '.join(names)}.")
+    raise TrainingError(f"give one set for all tasks, or NAME=DATA once for each, with names among {', '.join(names)}.")

@@ -8,9 +8,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from memoro.backbones import Backbone
 from memoro.composition import check_backbone
 from memoro.data import ImageSet, Loader, Splits, load_data
+from memoro.data.augment import output_size
 from memoro.errors import TrainingError
 from memoro.preprocessing import Preprocessing
 from memoro.regimes import Regime, find_regime
@@ -97,6 +100,7 @@ def fit_many(
 
     if not splits.train:
         raise TrainingError(f"{splits.name} has no training images.")
+    backbone.check_pixels(torch.empty(1, 3, *output_size(preprocessing)))
     tasks, first = [task for task, _ in settings], settings[0][1]
     for task in [*tasks, *ancestors(tasks)]:
         check_backbone(task, backbone)

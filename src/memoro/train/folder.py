@@ -38,8 +38,9 @@ class RunFolder:
         """Drops lines beyond this point: what a killed run wrote after its last checkpoint is computed again."""
         kept = []
         with _disk(self.path):
-            for rest in self.path.glob(".*.part"):  # files that a kill left half written
-                rest.unlink()
+            for file in (self.checkpoint, self.metrics):
+                for rest in self.path.glob(f".{file.name}.*.part"):  # left by a kill in the middle of writing
+                    rest.unlink()
             for line in self.metrics.read_bytes().splitlines() if self.metrics.is_file() else []:
                 try:
                     entry = json.loads(line)

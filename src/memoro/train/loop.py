@@ -119,7 +119,7 @@ def _train_epoch(
             return
         if interrupted():
             _save(training, progress)
-            raise KeyboardInterrupt(f"stopped after step {progress.step} of {total}")
+            raise KeyboardInterrupt(f"stopped and saved after step {progress.step} of {total}")
         if len(active) < len(shared.rows):  # a run was dropped: compute it no longer
             shared = SharedPass(training.backbone, [run.task for run in active])
         if time.monotonic() - saved > training.every:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,8 @@ def draw_curve(path: Path, title: str, history: list[dict[str, Any]]) -> Path:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    return path
+    figure.suptitle(title, parse_math=False)
+    return _write(figure, path)
 
 
 def draw_confusion(path: Path, title: str, matrix: Tensor, labels: list[str]) -> Path:
@@ -45,15 +45,24 @@ def draw_confusion(path: Path, title: str, matrix: Tensor, labels: list[str]) ->
     if count <= 60:
         size = 9 if count <= 25 else 6
         names = [label if len(label) <= 18 else f"{label[:17]}…" for label in labels]
-        axes.set_xticks(range(count), names, rotation=60, ha="right", fontsize=size)
-        axes.set_yticks(range(count), names, fontsize=size)
+        axes.set_xticks(range(count), names, fontsize=size, parse_math=False)
+        axes.set_yticks(range(count), names, fontsize=size, parse_math=False)
+        for name in axes.get_xticklabels():
+            name.set(rotation=60, ha="right", rotation_mode="anchor")
     if count <= 25:
         for row in range(count):
             for column in range(count):
                 if value := int(matrix[row, column]):
                     shade = "white" if shares[row, column] > 0.5 else "black"
                     axes.text(column, row, str(value), ha="center", va="center", fontsize=8, color=shade)
-    axes.set(xlabel="predicted", ylabel="true", title=title)
+    axes.set(xlabel="predicted", ylabel="true")
+    axes.set_title(title, parse_math=False)
     figure.colorbar(image, ax=axes, shrink=0.8, label="share of the true class")
-    figure.savefig(path, dpi=120)
+    return _write(figure, path)
+
+
+def _write(figure: Any, path: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # a script that the font lacks: boxes, but a picture
+        figure.savefig(path, dpi=120)
     return path
