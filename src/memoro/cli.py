@@ -185,6 +185,9 @@ def train(
         int | None, typer.Option(help="Processes that decode images.", show_default="one a core")
     ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")] = False,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Read a hub set as a stream, storing nothing; needs --steps.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a task on a folder of images and write its file.
@@ -202,7 +205,19 @@ def train(
         precision=precision, seed=seed, data_seed=data_seed, val_fraction=val_fraction,  # type: ignore[arg-type]
     )  # fmt: skip
     order = TrainOrder(
-        data, task, regime, cells, from_layer, extends or [], image_size, out, folder, resume, workers, tensorboard
+        data,
+        task,
+        regime,
+        cells,
+        from_layer,
+        extends or [],
+        image_size,
+        out,
+        folder,
+        resume,
+        workers,
+        tensorboard,
+        streaming,
     )
     errors = Console(stderr=True, soft_wrap=True)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class Loader:
             num_workers=count,
             collate_fn=_as_is,
             persistent_workers=count > 0,
+            worker_init_fn=_leave_interrupts_to_the_trainer,
             prefetch_factor=_PREFETCH if count else None,
             generator=torch.Generator(),  # its own: the global one would be moved on, and with it the run
         )
@@ -246,6 +248,11 @@ def _stirred(samples: Iterator[StreamSample], seed: int, epoch: int) -> Iterator
             yield from (block[at] for at in order(len(block), seed, Purpose.ORDER, epoch, number))
             block, number = [], number + 1
     yield from (block[at] for at in order(len(block), seed, Purpose.ORDER, epoch, number))
+
+
+def _leave_interrupts_to_the_trainer(worker: int) -> None:
+    """Ctrl-C reaches all processes of a terminal; the trainer finishes its step first and needs them for that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _as_is(result: Any) -> Any:

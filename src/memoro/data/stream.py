@@ -81,6 +81,11 @@ class Streams:
     test: ImageStream | None
     notes: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        first = self.train or self.val or self.test
+        return "stream" if first is None else first.name.rpartition(":")[0] or first.name
+
 
 def load_stream(
     source: Any,

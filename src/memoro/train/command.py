@@ -12,7 +12,7 @@ from rich.table import Table
 
 from memoro.backbones import Backbone
 from memoro.composition import check_together
-from memoro.data import load_data
+from memoro.data import Splits, Streams, load_data, load_stream
 from memoro.errors import TrainingError
 from memoro.regimes import TaskPlan, find_regime
 from memoro.report import fit_table
@@ -38,6 +38,7 @@ class TrainOrder:
     resume: bool
     workers: int | None
     tensorboard: bool
+    streaming: bool = False
 
 
 def run_train(
@@ -47,9 +48,12 @@ def run_train(
     regime, parents = find_regime(order.regime), _parents(order.extends)
     if order.task is not None:
         check_name(order.task)  # before the images are read
-    splits = load_data(
-        order.data, val_fraction=recipe.val_fraction, seed=recipe.data_seed, workers=order.workers, quiet=quiet
-    )
+    options: dict[str, Any] = {"val_fraction": recipe.val_fraction, "seed": recipe.data_seed}
+    splits: Splits | Streams
+    if order.streaming:
+        splits = load_stream(order.data, **options)
+    else:
+        splits = load_data(order.data, **options, workers=order.workers, quiet=quiet)
     name = check_name(order.task or splits.name.replace("/", "-").replace("\\", "-"))
     for note in splits.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
@@ -87,7 +91,7 @@ def run_train(
         "metrics": result.metrics,
         "training": dict(task.spec.training),
         "notes": list(result.notes),
-        "skipped": [list(entry) for entry in splits.skipped],
+        "skipped": [list(entry) for entry in getattr(splits, "skipped", ())],
     }
     return record, fit_table(task, result.metrics, out)
 

@@ -12,6 +12,7 @@ from memoro.backbones import Backbone
 from memoro.composition import Composition, compose
 from memoro.data import ImageSet, Loader, Splits, load_data
 from memoro.errors import DataError
+from memoro.extras import need
 from memoro.task import HeadKind, Task
 from memoro.train.fit import check_labels
 from memoro.train.loop import collect_logits
@@ -33,6 +34,7 @@ def evaluate(
     `data` is one set for all tasks, or a dict from a task's name to its own. Tasks on the same images that share
     labels and preprocessing are answered in one pass; `say` is told of every pass.
     """
+    need("torchmetrics")
     model = compose(backbone, tasks)
     # A DatasetDict is a dict of splits: one set.
     wanted = dict(data) if type(data) is dict else dict.fromkeys(model.names, data)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.composition import check_backbone
-from memoro.data import ImageSet, Loader, Splits, load_data
+from memoro.data import ImageSet, ImageStream, Loader, Splits, Streams, load_data
 from memoro.data.augment import output_size
 from memoro.errors import TrainingError
+from memoro.extras import need
 from memoro.preprocessing import Preprocessing
 from memoro.regimes import Regime, find_regime
 from memoro.task import Task
@@ -41,6 +43,10 @@ class FitResult:
     folder: Path | None
     notes: tuple[str, ...]
 
+    def __iter__(self) -> Iterator[Any]:
+        """`task, history, metrics = fit(…)`"""
+        return iter((self.task, self.history, self.metrics))
+
 
 def fit(
     backbone: Backbone,
@@ -64,7 +70,7 @@ def fit(
     """
     recipe = build_recipe(recipe, changes)
     way = find_regime(regime or ("head" if task.from_layer == backbone.depth else "memory"))
-    splits = data if isinstance(data, Splits) else _load(data, task, recipe, workers, quiet)
+    splits = data if isinstance(data, (Splits, Streams)) else _load(data, task, recipe, workers, quiet)
     preprocessing = backbone.preprocessing if image_size is None else backbone.preprocessing.at(image_size)
     results = fit_many(
         backbone,
@@ -85,7 +91,7 @@ def fit_many(
     backbone: Backbone,
     settings: Sequence[tuple[Task, Recipe]],
     regime: Regime | Sequence[Regime],
-    splits: Splits,
+    splits: Splits | Streams,
     preprocessing: Preprocessing,
     *,
     folder: Path | None = None,
@@ -98,6 +104,7 @@ def fit_many(
     from memoro.train.folder import RunFolder
     from memoro.train.watch import ProgressBar
 
+    need("accelerate", "torchmetrics", "matplotlib")
     if not splits.train:
         raise TrainingError(f"{splits.name} has no training images.")
     backbone.check_pixels(torch.empty(1, 3, *output_size(preprocessing)))
@@ -132,7 +139,7 @@ def fit_many(
         runs=runs,
         train=train,
         val=val,
-        weights=class_weights(splits.kind, splits.train.targets) if first.balance else None,
+        weights=class_weights(splits.kind, _targets(splits.train)) if first.balance else None,
         watchers=watchers,
         checkpoint=None if place is None else place.checkpoint,
         identity=identity,
@@ -164,7 +171,7 @@ def fit_many(
             preprocessing=preprocessing,
             training={
                 "data": splits.name,
-                "images": len(splits.train),
+                "images": len(splits.train) if isinstance(splits.train, ImageSet) else splits.train.length,
                 "regime": way.name,
                 "optimizer": run.recipe.optimizer,
                 "lr": run.recipe.lr,
@@ -206,7 +213,7 @@ def _load(data: Any, task: Task, recipe: Recipe, workers: int | None, quiet: boo
     )
 
 
-def check_labels(task: Task, splits: Splits) -> None:
+def check_labels(task: Task, splits: Splits | Streams) -> None:
     if splits.kind != task.kind:
         raise TrainingError(f"{task.name!r} has a {task.kind} head, but {splits.name} is a {splits.kind} set.")
     if tuple(task.labels) != splits.labels:
@@ -226,10 +233,16 @@ def _spec_facts(task: Task) -> dict[str, Any]:
     }
 
 
-def _data_digest(images: ImageSet | None) -> str | None:
+def _targets(images: ImageSet | ImageStream) -> Tensor:
+    if isinstance(images, ImageStream):
+        raise TrainingError(f"{images.name}: a stream does not tell how often each class occurs; leave out balance.")
+    return images.targets
+
+
+def _data_digest(images: ImageSet | ImageStream | None) -> str | None:
     """What a set holds, in its order: a resume on other images would not be the same training."""
-    if images is None:
-        return None
+    if not isinstance(images, ImageSet):
+        return None if images is None else images.name
     whole = hashlib.sha256(images.targets.numpy().tobytes())
     for index in range(len(images)):
         whole.update((images.key(index) if images.digests is not None else images.where(index)).encode())

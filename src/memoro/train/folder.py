@@ -27,7 +27,7 @@ class RunFolder:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
-                raise TrainingError("TensorBoard is not installed: pip install tensorboard.") from None
+                raise TrainingError("TensorBoard is not installed: pip install 'memoro[tensorboard]'.") from None
             self._board = SummaryWriter(str(path / "tensorboard"))
 
     @property

@@ -202,9 +202,8 @@ def _step(
         if not torch.isfinite(norm) or not math.isfinite(value):
             run.diverge(f"loss {value:.3g}, gradient {float(norm):.3g}", progress.step + 1)
             continue
-        scale = min(1.0, run.recipe.clip / (float(norm) + 1e-6)) if run.recipe.clip else 1.0
         for parameter, gradient in zip(run.trained.values(), gradients, strict=True):
-            parameter.grad = gradient * scale
+            parameter.grad = gradient * run.recipe.clip_scale(gradient)
         rate = run.recipe.rate(progress.step, total)
         for settings in run.optimizer.param_groups:
             settings["lr"] = rate

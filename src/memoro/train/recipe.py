@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memoro.data import Augment
 from memoro.errors import TrainingError
@@ -36,7 +36,8 @@ class Recipe:
     momentum: float = 0.9
     weight_decay: float = 0.0
     clip: float = 1.0
-    """Largest norm of a step's gradient; 0 for none."""
+    """Largest norm of each tensor's gradient; 0 for none. Memory starts small and stands before a LayerNorm, so its
+    gradient is many times that of the head: one norm over all would be the memory's alone, and hold the head back."""
     warmup: int = 5
     label_smoothing: float = 0.0
     balance: bool = False
@@ -77,6 +78,10 @@ class Recipe:
             return self.lr * (step + 1) / (self.warmup + 1)
         done = (step - self.warmup) / max(1, total - self.warmup)
         return self.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    def clip_scale(self, gradient: Tensor) -> float:
+        """What a tensor's gradient is multiplied by so that its norm stays within `clip`."""
+        return min(1.0, self.clip / (float(torch.linalg.vector_norm(gradient)) + 1e-6)) if self.clip else 1.0
 
     def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if self.optimizer == "adamw":

@@ -1,0 +1,70 @@
+"""Training from a stream, and TensorBoard on request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+import memoro
+from memoro.backbones import Backbone
+from memoro.data import Streams, load_stream
+from memoro.errors import MemoroError, TrainingError
+
+
+@pytest.fixture
+def streams() -> Streams:
+    generator = np.random.default_rng(0)
+
+    def rows() -> list[dict[str, object]]:
+        found = []
+        for number in range(48):
+            values = generator.integers(0, 60, (24, 24, 3), dtype=np.uint8)
+            values[..., number % 2] += 190
+            found.append({"image": Image.fromarray(values), "label": number % 2})
+        return found
+
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["red", "green"])})
+    table = datasets.Dataset.from_list(rows(), features=features).to_iterable_dataset()
+    return load_stream(datasets.IterableDatasetDict({"train": table, "test": table}))
+
+
+def test_a_stream_trains_a_task(backbone: Backbone, streams: Streams, tmp_path: Path) -> None:
+    task = memoro.new_task(backbone, "colours", list(streams.labels), from_layer=3, cells=1, seed=0)
+    fitted, history, metrics = memoro.fit(
+        backbone,
+        task,
+        streams,
+        steps=24,
+        batch_size=8,
+        lr=0.1,
+        folder=tmp_path,
+        quiet=True,
+        workers=0,
+        tensorboard=True,
+    )
+    assert fitted is task
+    assert history[-1]["step"] == 24
+    assert metrics["split"] == "test"
+    assert metrics["accuracy"] > 0.9
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_what_a_stream_cannot_tell(backbone: Backbone, streams: Streams) -> None:
+    task = memoro.new_task(backbone, "colours", list(streams.labels), from_layer=5, cells=0)
+    with pytest.raises(MemoroError, match="count in steps"):
+        memoro.fit(backbone, task, streams, epochs=1, quiet=True, workers=0)
+    with pytest.raises(TrainingError, match="leave out balance"):
+        memoro.fit(backbone, task, streams, steps=2, balance=True, quiet=True, workers=0)
+
+
+def test_a_missing_extra_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memoro import extras
+
+    extras.need("torch")
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with pytest.raises(TrainingError, match=r"pip install 'memoro\[train\]'"):
+        extras.need("accelerate")
