@@ -15,6 +15,7 @@ from memoro.task import Task
 if TYPE_CHECKING:
     from memoro.bench.engine import EngineRow
     from memoro.bench.train import TrainRow
+    from memoro.train.sweep import SweepResult
 
 
 def inspect_tasks(path: Path, tasks: Sequence[Task], backbone: Backbone | None = None) -> dict[str, Any]:
@@ -165,6 +166,31 @@ def fit_table(task: Task, metrics: dict[str, Any], path: Path) -> Table:
     table.add_row("best epoch", f"{training['best_epoch']} of {training['epochs']}")
     table.add_row("time", f"{training['seconds']:.0f} s")
     return table
+
+
+def sweep_table(name: str, result: SweepResult, path: Path) -> Table:
+    """Every combination of a sweep, best first by validation; the chosen one is the first."""
+    table = Table(title=f"{name}: {path} ({path.stat().st_size / 1000:,.1f} kB)", title_justify="left")
+    for column in ("cells", "from layer", "rate", "validation", "test", "diverged"):
+        table.add_column(column, justify="right")
+    for row in sorted(result.rows, key=lambda row: row.rank, reverse=True):
+        table.add_row(
+            str(row.cells),
+            str(row.from_layer),
+            f"{row.lr:g}",
+            _spread(row.val),
+            _spread(row.test),
+            str(row.diverged or ""),
+        )
+    return table
+
+
+def _spread(values: Sequence[float]) -> str:
+    """The mean, and the range where there are several."""
+    if not values:
+        return "-"
+    middle = f"{sum(values) / len(values):.3f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.3f} to {max(values):.3f})"
 
 
 def _shorten(labels: Sequence[str], most: int = 6) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from memoro.composition import check_together
 from memoro.data import Splits, Streams, load_data, load_stream
 from memoro.errors import TrainingError
 from memoro.regimes import TaskPlan, find_regime
-from memoro.report import fit_table
+from memoro.report import fit_table, sweep_table
 from memoro.task import Task, check_name
 from memoro.taskfile import load_tasks, save_task
 from memoro.train.fit import fit
+from memoro.train.metrics import MAIN_FIGURE
+from memoro.train.plots import draw_sweep
 from memoro.train.recipe import Recipe
+from memoro.train.sweep import Grid, run_sweep
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,45 @@ def run_train(
         "skipped": [list(entry) for entry in getattr(splits, "skipped", ())],
     }
     return record, fit_table(task, result.metrics, out)
+
+
+def run_sweep_order(
+    backbone: Backbone, order: TrainOrder, grid: Grid, recipe: Recipe, *, quiet: bool, console: Console
+) -> tuple[dict[str, Any], Table]:
+    """Sweeps, writes the chosen task's file and a picture; returns a JSON-ready record and a table for people."""
+    regime, parents = find_regime(order.regime), _parents(order.extends)
+    splits = load_data(
+        order.data, val_fraction=recipe.val_fraction, seed=recipe.data_seed, workers=order.workers, quiet=quiet
+    )
+    name = check_name(order.task or splits.name.replace("/", "-").replace("\\", "-"))
+    for note in splits.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    preprocessing = backbone.preprocessing if order.image_size is None else backbone.preprocessing.at(order.image_size)
+    folder = order.folder or Path("runs") / name
+    result = run_sweep(
+        backbone,
+        TaskPlan(name=name, labels=splits.labels, head=splits.kind, extends=parents),
+        regime,
+        grid,
+        recipe,
+        splits,
+        preprocessing,
+        folder=folder,
+        resume=order.resume,
+        workers=order.workers,
+        quiet=quiet,
+    )
+    out = save_task(result.task, order.out or Path(f"{name}.safetensors"))
+    picture = draw_sweep(folder / "sweep.png", name, result.rows, MAIN_FIGURE[splits.kind])
+    record = {
+        "task": name,
+        "file": str(out),
+        "picture": str(picture),
+        "chosen": {"cells": result.task.cells, "from_layer": result.task.from_layer, **result.task.spec.training},
+        "metrics": result.best.metrics,
+        "runs": [asdict(row) for row in result.rows],
+    }
+    return record, sweep_table(name, result, out)
 
 
 def _parents(files: Sequence[Path]) -> list[Task]:

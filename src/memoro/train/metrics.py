@@ -12,6 +12,13 @@ from memoro.answers import probabilities
 from memoro.task import HeadKind
 from memoro.train.objective import loss_sum
 
+MAIN_FIGURE: dict[HeadKind, str] = {
+    "softmax": "accuracy",
+    "multilabel": "mean_average_precision",
+    "regression": "r2",
+}
+"""What runs are compared by."""
+
 
 def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tensor) -> dict[str, Any]:
     """JSON-ready figures over a whole set. `score` says how to compare runs: higher is better.
@@ -38,7 +45,7 @@ def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tens
 
 def score(kind: HeadKind, metrics: dict[str, Any]) -> tuple[float, float]:
     """What runs are compared by, higher is better: the kind's main figure, then a lower loss."""
-    main = {"softmax": "accuracy", "multilabel": "mean_average_precision", "regression": "r2"}[kind]
+    main = MAIN_FIGURE[kind]
     value, loss = metrics.get(main), metrics["loss"]
     return (-float("inf") if value is None else value), -loss
 

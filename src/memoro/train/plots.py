@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from memoro.train.sweep import SweepRow
 
 
 def draw_curve(path: Path, title: str, history: list[dict[str, Any]]) -> Path:
@@ -30,6 +34,33 @@ def draw_curve(path: Path, title: str, history: list[dict[str, Any]]) -> Path:
         axes.legend(frameon=False)
     figure.suptitle(title, parse_math=False)
     return _write(figure, path)
+
+
+def draw_sweep(path: Path, title: str, rows: Sequence[SweepRow], figure_name: str) -> Path:
+    """Validation score over learning rate: a line for each cell count and fork, its seeds as a band."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    lines: dict[tuple[int, int], list[SweepRow]] = {}
+    for row in rows:
+        if row.val:
+            lines.setdefault((row.cells, row.from_layer), []).append(row)
+    for (cells, layer), some in lines.items():
+        some = sorted(some, key=lambda row: row.lr)
+        rates = [row.lr for row in some]
+        (line,) = axes.plot(
+            rates, [sum(row.val) / len(row.val) for row in some], "o-", label=f"{cells} cells, from layer {layer}"
+        )
+        axes.fill_between(
+            rates, [min(row.val) for row in some], [max(row.val) for row in some], alpha=0.15, color=line.get_color()
+        )
+    axes.set(xscale="log", xlabel="learning rate", ylabel=f"validation {figure_name.replace('_', ' ')}")
+    axes.set_title(title, parse_math=False)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    return path
 
 
 def draw_confusion(path: Path, title: str, matrix: Tensor, labels: list[str]) -> Path:

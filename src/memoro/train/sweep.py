@@ -15,6 +15,7 @@ from memoro.preprocessing import Preprocessing
 from memoro.regimes import Regime, TaskPlan
 from memoro.task import Task
 from memoro.train.fit import FitResult, fit_many
+from memoro.train.metrics import MAIN_FIGURE
 from memoro.train.recipe import Recipe
 
 RATES = (0.03, 0.1, 0.3)
@@ -99,7 +100,7 @@ def run_sweep(
     results = fit_many(
         backbone, settings, regime, splits, preprocessing, folder=folder, resume=resume, workers=workers, quiet=quiet
     )
-    figure = {"softmax": "accuracy", "multilabel": "mean_average_precision", "regression": "r2"}[splits.kind]
+    figure = MAIN_FIGURE[splits.kind]
     together: dict[tuple[int, int, float], list[FitResult]] = {}
     for (cells, layer, rate, _), result in zip(points, results, strict=True):
         together.setdefault((cells, layer, rate), []).append(result)

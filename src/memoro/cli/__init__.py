@@ -1,0 +1,70 @@
+"""The command line. It reads arguments, calls the library and prints; nothing else."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from memoro.cli import tasks, training
+from memoro.cli.benches import bench
+from memoro.cli.options import plain
+from memoro.errors import MemoroError
+
+TEACH = """\
+[bold]memoro[/] teaches one frozen Vision Transformer many tasks. A task is a small file; one pass answers them all,
+and the backbone's own answer does not change by a bit.
+
+  memoro demo                                            see it work, with what is installed
+  memoro train photos/ --backbone FOLDER --task pets     a folder of class folders becomes pets.safetensors
+  memoro sweep photos/ --backbone FOLDER --cells 0,5,10  many settings in one pass, the best by validation kept
+  memoro eval photos/ --backbone FOLDER --tasks pets.safetensors
+  memoro predict new/*.jpg --backbone FOLDER --tasks pets.safetensors --tasks flowers.safetensors
+  memoro inspect pets.safetensors                        what is in a task file
+  memoro compose pets.safetensors flowers.safetensors -o both.safetensors
+                                                         put tasks into one file
+  memoro verify --backbone FOLDER --tasks both.safetensors photo.jpg
+                                                         prove that the backbone is untouched
+  memoro import model.pt --backbone FOLDER -o tasks.safetensors
+                                                         tasks of the paper's public reproduction
+  memoro bench engine                                    what 1 to 100 tasks cost here
+
+BACKBONE is a hub id or a folder. [bold]memoro COMMAND --help[/] tells more; most commands take [bold]--json[/]."""
+
+app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app.add_typer(training.app)
+app.add_typer(tasks.app)
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """Runs the command line; an error of memoro's own becomes one line and exit code 1."""
+    try:
+        app()
+    except MemoroError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/] {plain(str(error))}", highlight=False)
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Teach one frozen Vision Transformer many tasks."""
+    if version:
+        from memoro import __version__
+
+        typer.echo(__version__)
+    elif context.invoked_subcommand is None:
+        Console(soft_wrap=True).print(TEACH, highlight=False)
+
+
+@app.command()
+def demo() -> None:
+    """Attach 1, 10 and 100 tasks to a ViT, prove its answer unchanged, and show what they cost."""
+    from memoro.demo import run_demo
+
+    run_demo(Console())

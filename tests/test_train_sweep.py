@@ -1,0 +1,107 @@
+"""Sweeps: every combination is a run of one pass, and the best by validation is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import memoro
+from memoro.backbones import Backbone
+from memoro.data import Augment
+from memoro.errors import TrainingError
+from memoro.regimes import REGIMES, TaskPlan
+from memoro.train import Recipe
+from memoro.train.sweep import Grid, run_sweep
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    for number in range(40):
+        values = generator.integers(0, 90, (24, 24, 3), dtype=np.uint8)
+        values[..., number % 2] += 120
+        path = tmp_path / "photos" / ("red", "green")[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(values).save(path)
+    return tmp_path / "photos"
+
+
+def test_a_grid_is_every_combination() -> None:
+    points = Grid((0, 5), (0, 3), (0.1, 0.3), 2).points()
+    assert len(points) == len(set(points)) == 16
+    assert Grid((5, 5), (0,), (0.1,), 1).points() == [(5, 0, 0.1, 0)]
+    with pytest.raises(TrainingError):
+        Grid(cells=())
+
+
+def test_the_best_by_validation_is_chosen(backbone: Backbone, photos: Path) -> None:
+    splits = memoro.load_data(photos, val_fraction=0.3, quiet=True)
+    recipe = Recipe(epochs=3, batch_size=8, augment=Augment(crop="none"))
+    plan = TaskPlan("colours", splits.labels)
+    grid = Grid((0, 2), (0, 3), (1e-6, 0.1), 2)
+    result = run_sweep(backbone, plan, REGIMES["memory"], grid, recipe, splits, backbone.preprocessing, workers=0)
+    assert len(result.rows) == 8
+    assert all(len(row.val) == 2 and row.diverged == 0 for row in result.rows)
+    best = max(result.rows, key=lambda row: row.rank)
+    assert best.lr == 0.1, "a rate of nearly nothing cannot win"
+    assert (result.task.cells, result.task.from_layer) == (best.cells, best.from_layer)
+    assert result.task.spec.training["lr"] == 0.1
+    # The chosen task is what the same run gives alone.
+    seed = result.task.spec.training["seed"]
+    alone = run_sweep(
+        backbone,
+        plan,
+        REGIMES["memory"],
+        Grid((best.cells,), (best.from_layer,), (0.1,), seed + 1),
+        recipe,
+        splits,
+        backbone.preprocessing,
+        workers=0,
+    )
+    twin = next(row for row in alone.rows if row.lr == 0.1)
+    assert twin.val[seed] == pytest.approx(best.val[seed])
+
+
+def test_a_sweep_needs_something_to_choose_by(backbone: Backbone, photos: Path) -> None:
+    splits = memoro.load_data(photos, val_fraction=0, quiet=True)
+    with pytest.raises(TrainingError, match="no validation images"):
+        run_sweep(
+            backbone, TaskPlan("c", splits.labels), REGIMES["memory"], Grid(), Recipe(), splits, backbone.preprocessing
+        )
+
+
+def test_sweep_from_the_shell(vit: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from memoro.cli import app
+
+    vit.save_pretrained(tmp_path / "vit")
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        "sweep",
+        str(photos),
+        "-b",
+        str(tmp_path / "vit"),
+        "--cells",
+        "0,1",
+        "--lr",
+        "0.03,0.1",
+        "--seeds",
+        "2",
+    ]
+    done = CliRunner().invoke(app, [*arguments, "--epochs", "2", "--batch-size", "8", "--workers", "0", "--json"])
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert len(record["runs"]) == 4
+    task = memoro.load_task(record["file"])
+    assert task.name == "photos"
+    assert Path(record["picture"]).read_bytes().startswith(b"\x89PNG")
+    with torch.no_grad():
+        answers = memoro.compose(memoro.load_backbone(tmp_path / "vit"), [task]).predict(photos / "red" / "0.png")
+    assert set(answers[0]["photos"]["probabilities"]) == {"red", "green"}
