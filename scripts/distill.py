@@ -264,18 +264,24 @@ def shrink(teacher: Teacher, student: Any, small: np.ndarray, large: np.ndarray)
     def norm(x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:])
 
+    def set_norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
+        """Give every channel mean 0 and spread 1: directions differ a hundredfold in size, and gradient steps
+        that suit the quiet ones would tear the loud ones apart."""
+        normed = norm(x).flatten(0, 1)
+        layer.weight.copy_(1 / (normed.std(0) + 1e-3))
+        layer.bias.copy_(-normed.mean(0) * layer.weight)
+        return layer(x)
+
     # directions: principal components of the normed stream over all layers, the last class token above all
     moment = torch.zeros(teacher.dim, teacher.dim)
-    for batch in views.split(64):
+    for batch in views[:256].split(64):
         states = [norm(h[:, keep]) for h in big(pixel_values=batch, output_hidden_states=True).hidden_states]
         for state in states:
             weighted = state * weights[: len(state), :, None] / weights[0].sum()
             moment += state.flatten(0, 1).T @ weighted.flatten(0, 1)
         moment += len(states) * states[-1][:, 0].T @ states[-1][:, 0]
-    down = torch.linalg.eigh(moment).eigenvectors[:, 1 - config.hidden_size :].T.flip(0)
-    # the student's norms subtract the mean over its width: use only vectors whose mean is zero anyway
-    zero_mean = torch.linalg.svd(torch.eye(config.hidden_size) - 1 / config.hidden_size)[0][:, :-1]
-    down = zero_mean @ down @ (torch.eye(teacher.dim) - 1 / teacher.dim)
+    down = torch.linalg.eigh(moment).eigenvectors[:, -config.hidden_size :].T.flip(0)
+    down = down @ (torch.eye(teacher.dim) - 1 / teacher.dim)
 
     x = torch.cat([big.embeddings(batch) for batch in views.split(64)])
     position = big.embeddings.interpolate_pos_encoding(x[:1, keep], teacher.side, teacher.side)
@@ -294,10 +300,11 @@ def shrink(teacher: Teacher, student: Any, small: np.ndarray, large: np.ndarray)
         context = attend(*parts, heads)
         update = theirs.layer_scale1(of.o_proj(context))
         chosen = best_heads(context[:, keep], update[:, keep] @ down.T, weights, heads, kept_heads)
+        own = set_norm(ours.layernorm_before, z)
         for part, layer in zip(parts, (to.q_proj, to.k_proj, to.v_proj), strict=True):
             target = part[:, keep].unflatten(-1, (heads, -1))[:, :, chosen].flatten(2)
-            set_linear(layer, *least_squares(norm(z), target, weights))
-        context = attend(to.q_proj(norm(z)), to.k_proj(norm(z)), to.v_proj(norm(z)), kept_heads)
+            set_linear(layer, *least_squares(own, target, weights))
+        context = attend(to.q_proj(own), to.k_proj(own), to.v_proj(own), kept_heads)
         x = x + update
         set_linear(to.o_proj, *least_squares(context, x[:, keep] @ down.T - z, weights))
         z = z + to.o_proj(context)
@@ -307,12 +314,14 @@ def shrink(teacher: Teacher, student: Any, small: np.ndarray, large: np.ndarray)
         effect = (down @ (theirs.layer_scale2.lambda1[:, None] * theirs.mlp.fc2.weight)).norm(dim=0)
         neurons = (active[:, keep].flatten(0, 1).std(0) * effect).topk(config.intermediate_size).indices
         x = x + theirs.layer_scale2(theirs.mlp.fc2(active))
-        set_linear(ours.mlp.fc1, *least_squares(norm(z), inner[:, keep][..., neurons], weights))
-        active = ours.mlp.activation_fn(ours.mlp.fc1(norm(z)))
+        own = set_norm(ours.layernorm_after, z)
+        set_linear(ours.mlp.fc1, *least_squares(own, inner[:, keep][..., neurons], weights))
+        active = ours.mlp.activation_fn(ours.mlp.fc1(own))
         set_linear(ours.mlp.fc2, *least_squares(active, x[:, keep] @ down.T - z, weights))
         z = z + ours.mlp.fc2(active)
         error = (z - x[:, keep] @ down.T).square().sum() / (x[:, keep] @ down.T).square().sum()
         print(f"shrink: layer {number}, heads {chosen}, relative error {error:.3f}", flush=True)
+    set_norm(student.vit.layernorm, z[:, :1])
 
 
 class Matcher(nn.Module):
@@ -351,15 +360,30 @@ class Matcher(nn.Module):
         return F.mse_loss(self.class_map(states[:, 0]), first), F.mse_loss(self.patch_map(states[:, 1:]), rest)
 
 
+def new_optimizer(matcher: Matcher) -> torch.optim.Optimizer:
+    """AdamW with steps relative to the size of a layer's weights: after `shrink` they differ a hundredfold.
+
+    One rate for all is too much for small ones (the copy breaks) or too little for large ones. Norms stay as
+    they are: the layers that follow them can do whatever they could.
+    """
+    parameters, groups = dict(matcher.named_parameters()), []
+    for name, parameter in parameters.items():
+        if "layernorm" in name:
+            parameter.requires_grad_(False)
+            continue
+        weight = parameters[name.removesuffix("bias") + "weight"] if name.endswith("bias") else parameter
+        scale = float(weight.detach().square().mean().sqrt())
+        decay = 0.01 if parameter.ndim > 1 else 0.0
+        groups.append({"params": [parameter], "scale": scale, "weight_decay": decay})
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98))
+
+
 def train(matcher: Matcher, cache: Cache, args: argparse.Namespace) -> None:
     """AdamW, warm-up, cosine decay. Checkpoints hold all state: a stopped run goes on as if it had not.
 
     The rate depends on the step alone: to end sooner or later, resume with another `--steps`.
     """
-    decayed = [p for p in matcher.parameters() if p.ndim >= 2]
-    plain = [p for p in matcher.parameters() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98))
+    optimizer = new_optimizer(matcher)
     generator = torch.Generator().manual_seed(args.seed)
     path, first, every = args.work / "checkpoint.pt", 0, 50
     if args.resume and path.exists():
@@ -375,7 +399,7 @@ def train(matcher: Matcher, cache: Cache, args: argparse.Namespace) -> None:
     for done in range(first + 1, args.steps + 1):
         rate = args.lr * min(1.0, done / 100) * (0.5 + 0.5 * math.cos(math.pi * (done - 1) / args.steps))
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["scale"]
         losses = torch.stack(run(*cache.draw(args.batch, generator)))
         losses.sum().backward()
         nn.utils.clip_grad_norm_(matcher.parameters(), 1.0)
@@ -445,6 +469,7 @@ def export(student: Any, folder: Path) -> None:
     tensors = {name: tensor.half().contiguous() for name, tensor in student.state_dict().items()}
     save_file(tensors, folder / "model.tmp", metadata={"format": "pt"})
     os.replace(folder / "model.tmp", folder / "model.safetensors")
+    (folder / "model.safetensors").chmod(0o644)
     architecture = {"architectures": ["ViTForImageClassification"], "dtype": "float32"}
     write_json(folder / "config.json", {**student.config.to_diff_dict(), **architecture})
     side = student.config.image_size
@@ -465,12 +490,12 @@ def parse() -> argparse.Namespace:
     add("--classes", type=Path, help="source whose folders the classifier learns (default: first of --data)")
     add("--resume", action="store_true", help="go on from the checkpoint in --work")
     add("--start", choices=("shrink", "random"), default="shrink", help="narrow copy of teacher, or noise")
-    add("--shrink-images", type=int, default=1280, help="images that the narrow copy is fitted on")
+    add("--shrink-images", type=int, default=1024, help="images that the narrow copy is fitted on")
     add("--views-per-source", type=int, default=6000, help="views of one source, about (2 to 10 per image)")
     add("--limit-views", type=int, help="let the teacher see only the first so many views of the plan")
     add("--steps", type=int, default=8000)
     add("--batch", type=int, default=32)
-    add("--lr", type=float, default=5e-4)
+    add("--lr", type=float, default=2e-3, help="largest step, relative to the size of the weights")
     add("--compile", action="store_true", help="compile models: a quarter faster, needs a C++ compiler")
     add("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
     add("--seed", type=int, default=0)

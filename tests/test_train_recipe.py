@@ -95,14 +95,17 @@ def test_a_recipe_is_changed_field_by_field() -> None:
 
 def test_optimisers_are_built_as_asked() -> None:
     weight = nn.Parameter(torch.ones(2))
-    sgd = Recipe(lr=0.3, momentum=0.8, weight_decay=0.01).build_optimizer([weight])
+    sgd = Recipe(lr=0.3, momentum=0.8, weight_decay=0.01).build_optimizer({"head.weight": weight})
     assert isinstance(sgd, torch.optim.SGD)
     [group] = sgd.param_groups
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.3, 0.8, 0.01)
-    adamw = Recipe(optimizer="adamw", lr=0.002, weight_decay=0.1).build_optimizer([weight])
+    adamw = Recipe(optimizer="adamw", lr=0.002, weight_decay=0.1).build_optimizer({"memory": weight})
     assert isinstance(adamw, torch.optim.AdamW)
     [group] = adamw.param_groups
     assert (group["lr"], group["weight_decay"], group["params"]) == (0.002, 0.1, [weight])
+    parts = {"class_token": nn.Parameter(torch.ones(2)), "memory": weight}
+    assert [g["share"] for g in Recipe().build_optimizer(parts).param_groups] == [1.0, 0.03]
+    assert [g["lr"] for g in Recipe(lr=0.5, memory_rate=0.2).build_optimizer(parts).param_groups] == [0.5, 0.1]
 
 
 # ------------------------------------------------------------------------------------------------------- losses

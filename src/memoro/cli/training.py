@@ -40,6 +40,9 @@ def train(
     momentum: Annotated[float, typer.Option(help="Of sgd.")] = 0.9,
     weight_decay: Annotated[float, typer.Option(help="Decay of the weights.")] = 0.0,
     clip: Annotated[float, typer.Option(help="Largest norm of a gradient; 0 for none.")] = 1.0,
+    memory_rate: Annotated[
+        float | None, typer.Option(help="Memory's share of the rate.", show_default="0.03 with sgd, 1 with adamw")
+    ] = None,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up before the cosine.")] = 5,
     label_smoothing: Annotated[float, typer.Option(help="Share of the target spread over all classes.")] = 0.0,
     balance: Annotated[bool, typer.Option("--balance", help="Weight rare classes up.")] = False,
@@ -71,7 +74,8 @@ def train(
 
     recipe = Recipe(
         lr=lr, epochs=epochs, steps=steps, batch_size=batch_size, optimizer=optimizer, momentum=momentum,  # type: ignore[arg-type]
-        weight_decay=weight_decay, clip=clip, warmup=warmup, label_smoothing=label_smoothing, balance=balance,
+        weight_decay=weight_decay, clip=clip, memory_rate=memory_rate, warmup=warmup,
+        label_smoothing=label_smoothing, balance=balance,
         augment=Augment(crop=crop, scale=(crop_scale, 1.0), flip=flip), patience=patience, accumulate=accumulate,  # type: ignore[arg-type]
         precision=precision, seed=seed, data_seed=data_seed, val_fraction=val_fraction,  # type: ignore[arg-type]
     )  # fmt: skip

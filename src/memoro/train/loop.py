@@ -206,7 +206,7 @@ def _step(
             parameter.grad = gradient * run.recipe.clip_scale(gradient)
         rate = run.recipe.rate(progress.step, total)
         for settings in run.optimizer.param_groups:
-            settings["lr"] = rate
+            settings["lr"] = rate * settings["share"]
         run.optimizer.step()
         run.optimizer.zero_grad()
         sums = progress.sums.setdefault(str(training.runs.index(run)), [0.0, 0.0, 0.0])

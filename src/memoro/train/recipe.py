@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -38,6 +38,9 @@ class Recipe:
     clip: float = 1.0
     """Largest norm of each tensor's gradient; 0 for none. Memory starts small and stands before a LayerNorm, so its
     gradient is many times that of the head: one norm over all would be the memory's alone, and hold the head back."""
+    memory_rate: float | None = None
+    """The memory's learning rate as a share of `lr`; None: 0.03 with sgd, 1 with adamw, whose steps do not grow with
+    the gradient. At the head's own rate, memory can draw all attention to itself within a few steps."""
     warmup: int = 5
     label_smoothing: float = 0.0
     balance: bool = False
@@ -83,12 +86,17 @@ class Recipe:
         """What a tensor's gradient is multiplied by so that its norm stays within `clip`."""
         return min(1.0, self.clip / (float(torch.linalg.vector_norm(gradient)) + 1e-6)) if self.clip else 1.0
 
-    def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def build_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """One group a tensor, in their order; a group's `share` of the learning rate is less for memory."""
+        memory = self.memory_rate if self.memory_rate is not None else 0.03 if self.optimizer == "sgd" else 1.0
+        shares = {name: memory if name == "memory" else 1.0 for name in parameters}
+        groups = [
+            {"params": [parameter], "share": shares[name], "lr": self.lr * shares[name]}
+            for name, parameter in parameters.items()
+        ]
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay, foreach=False)
-        return torch.optim.SGD(
-            parameters, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, foreach=False
-        )
+            return torch.optim.AdamW(groups, weight_decay=self.weight_decay, foreach=False)
+        return torch.optim.SGD(groups, momentum=self.momentum, weight_decay=self.weight_decay, foreach=False)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

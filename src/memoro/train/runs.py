@@ -43,7 +43,7 @@ class Run:
             parameter.requires_grad_(False)
         for parameter in trained.values():
             parameter.requires_grad_(True)
-        return cls(task, recipe, trained, recipe.build_optimizer(trained.values()))
+        return cls(task, recipe, trained, recipe.build_optimizer(trained))
 
     def diverge(self, what: str, step: int) -> None:
         self.diverged = True
