@@ -208,7 +208,8 @@ def test_the_best_epoch_is_kept_and_patience_ends_it(backbone: Backbone, squares
     splits = load_data(squares, labels=LABELS, workers=0, quiet=True, val_fraction=0.3)
     task = new_task(backbone, "t", LABELS, cells=2, seed=1)
     # So hot that it does not stay where it was best.
-    result = fit(backbone, task, splits, epochs=40, lr=3.0, clip=0.0, patience=3, augment=PLAIN, **QUICK)
+    hot = {"lr": 3.0, "clip": 0.0, "memory_rate": 1.0}
+    result = fit(backbone, task, splits, epochs=40, patience=3, augment=PLAIN, **hot, **QUICK)
     scores = [(entry["val_accuracy"], -entry["val_loss"]) for entry in result.history]
     best = scores.index(max(scores)) + 1
     assert task.spec.training["best_epoch"] == best == len(scores) - 3 < 37
