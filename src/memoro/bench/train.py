@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import multiprocessing
-import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -145,16 +143,22 @@ def candidate_count(runs: Sequence[int], forks: Sequence[int], rounds: int, memo
     return (rounds + memory) * len(candidates(32, 1, 5, runs, forks))
 
 
-def _peak(way: tuple[Any, ...], patch: int, batch: int) -> float:
-    """Megabytes by which two steps raise the highest memory use of a fresh process over that of the built model."""
-    torch.set_num_threads(max(1, torch.get_num_threads()))
+def _peak(way: tuple[Any, ...], patch: int, batch: int) -> float | None:
+    """Megabytes by which two steps raise the memory use of a fresh process over that of the built model (Linux)."""
     step, _ = build_step(way, patch, batch)
-    with open("/proc/self/statm") as file:
-        before = int(file.read().split()[1]) * resource.getpagesize()
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not (status.exists() and reset.exists()):
+        return None
+    # Resets the high-water mark, which a new process inherits from its parent.
+    reset.write_text("5")
+    before = _kilobytes(status, "VmRSS")
     for _ in range(2):
         step()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return max(0.0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before) / 1e6
+    return (_kilobytes(status, "VmHWM") - before) / 1000
+
+
+def _kilobytes(status: Path, field: str) -> int:
+    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(f"{field}:"))
 
 
 def bench_loader(workers: Sequence[int] = (0, 1, 2), count: int = 384, side: int = 224) -> dict[str, float]:
