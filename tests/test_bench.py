@@ -45,7 +45,7 @@ def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyP
         return transformers.ViTForImageClassification(config).eval()
 
     monkeypatch.setattr("memoro.bench.train._classifier", small)
-    ways = candidates(32, 2, 1, (1, 2), (0, 3))
+    ways = candidates(1, (1, 2), (0, 3))
     assert len(ways) == 8
     trained = {}
     for name, way in ways.items():

@@ -144,6 +144,12 @@ def test_a_new_task_starts_as_a_copy_of_the_class_token(backbone: Backbone, vit:
     fork = memoro.new_task(backbone, "a", ["x", "y"], from_layer=2)
     assert torch.equal(fork.class_token, torch.zeros(24))
     assert fork.memory.shape == (3, 5, 24)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        drawn += [memoro.new_task(backbone, "a", ["x", "y"]).memory for _ in range(2)]
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
     first, second = (memoro.new_task(backbone, "a", ["x", "y"], seed=seed) for seed in (1, 1))
     assert torch.equal(first.memory, second.memory)
     assert float(first.memory.detach().std()) == pytest.approx(0.02, rel=0.1)

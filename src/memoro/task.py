@@ -187,7 +187,8 @@ def new_task(
             raise TaskError(f"{name!r} cannot extend a task of its own name.")
 
     generator = torch.Generator()
-    generator.manual_seed(torch.seed() if seed is None else seed)
+    # Without a seed it is drawn, so that torch.manual_seed decides; torch.seed() would reseed the caller's generator.
+    generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
     dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
 
     def normal(*shape: int) -> Tensor:

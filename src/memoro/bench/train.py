@@ -41,7 +41,7 @@ class TrainRow:
         return asdict(self)
 
 
-def candidates(patch: int, batch: int, cells: int, runs: Sequence[int], forks: Sequence[int]) -> dict[str, Any]:
+def candidates(cells: int, runs: Sequence[int], forks: Sequence[int]) -> dict[str, Any]:
     """Names of what is measured, with what `build_step` needs to build it."""
     ways: dict[str, Any] = {"base": ("base",), "head": ("memory", "head", 1, 0, 0)}
     for fork in forks:
@@ -125,7 +125,7 @@ def bench_train(
     tick: Callable[[], None] = lambda: None,
 ) -> list[TrainRow]:
     """Times all ways side by side in this process; their peak memory is taken in a process of its own each."""
-    ways = candidates(patch, batch, cells, runs, forks)
+    ways = candidates(cells, runs, forks)
     steps = {name: build_step(way, patch, batch) for name, way in ways.items()}
     best = best_times({name: step for name, (step, _) in steps.items()}, rounds, tick)
     peaks: dict[str, float | None] = dict.fromkeys(ways)
@@ -140,7 +140,7 @@ def bench_train(
 
 def candidate_count(runs: Sequence[int], forks: Sequence[int], rounds: int, memory: bool) -> int:
     """How often `bench_train` ticks."""
-    return (rounds + memory) * len(candidates(32, 1, 5, runs, forks))
+    return (rounds + memory) * len(candidates(5, runs, forks))
 
 
 def _peak(way: tuple[Any, ...], patch: int, batch: int) -> float | None:
