@@ -57,9 +57,7 @@ def run_train(
         splits = load_stream(order.data, **options)
     else:
         splits = load_data(order.data, **options, workers=order.workers, quiet=quiet)
-    name = check_name(order.task or splits.name.replace("/", "-").replace("\\", "-"))
-    for note in splits.notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
+    name = _announce(order, splits, console)
     plan = TaskPlan(
         name=name,
         labels=splits.labels,
@@ -107,9 +105,7 @@ def run_sweep_order(
     splits = load_data(
         order.data, val_fraction=recipe.val_fraction, seed=recipe.data_seed, workers=order.workers, quiet=quiet
     )
-    name = check_name(order.task or splits.name.replace("/", "-").replace("\\", "-"))
-    for note in splits.notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
+    name = _announce(order, splits, console)
     preprocessing = backbone.preprocessing if order.image_size is None else backbone.preprocessing.at(order.image_size)
     folder = order.folder or Path("runs") / name
     result = run_sweep(
@@ -136,6 +132,13 @@ def run_sweep_order(
         "runs": [asdict(row) for row in result.rows],
     }
     return record, sweep_table(name, result, out)
+
+
+def _announce(order: TrainOrder, splits: Splits | Streams, console: Console) -> str:
+    """The task's name; what there is to know about the data is told before the work begins."""
+    for note in splits.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    return check_name(order.task or splits.name.replace("/", "-").replace("\\", "-"))
 
 
 def _parents(files: Sequence[Path]) -> list[Task]:
