@@ -19,7 +19,7 @@ import torch
 import memoro
 from memoro.data import Augment
 from memoro.regimes import REGIMES, TaskPlan
-from memoro.train import Recipe, fit_many
+from memoro.train import Lesson, Recipe, teach
 
 WAYS = {"head": ("head", 0), "memory, 0 cells": ("memory", 0), "5 cells": ("memory", 5), "10 cells": ("memory", 10)}
 
@@ -28,7 +28,8 @@ def compare(backbone: memoro.Backbone, source: str, options: argparse.Namespace)
     """Each way's test accuracy at the rate that was best on validation data, over seeds."""
     splits = memoro.load_data(source, quiet=True)
     assert splits.test is not None, f"{source} has no test split"
-    settings, regimes, tags = [], [], []
+    lessons, tags = [], []
+    size = backbone.preprocessing.at(options.image_size)
     for way, (regime, cells) in WAYS.items():
         for lr in options.head_lr if regime == "head" else options.lr:
             for seed in range(options.seeds):
@@ -36,11 +37,11 @@ def compare(backbone: memoro.Backbone, source: str, options: argparse.Namespace)
                 recipe = Recipe(
                     lr=lr, epochs=options.epochs, seed=seed, augment=Augment(scale=(options.crop_scale, 1.0))
                 )
-                settings.append((REGIMES[regime].build(backbone, plan), recipe))
-                regimes.append(REGIMES[regime])
+                task = REGIMES[regime].build(backbone, plan)
+                lessons.append(Lesson(task, recipe, REGIMES[regime], splits, size))
                 tags.append((way, lr))
     started = time.monotonic()
-    results = fit_many(backbone, settings, regimes, splits, backbone.preprocessing.at(options.image_size), quiet=False)
+    results = teach(backbone, lessons, quiet=False)
     found: dict[str, Any] = {"train": len(splits.train or ()), "test": len(splits.test), "runs": len(results)}
     found["seconds"] = round(time.monotonic() - started)
     for way in WAYS:

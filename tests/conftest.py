@@ -29,6 +29,14 @@ def shared() -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Kept features stay out of the user's own folder."""
+    path = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    return path / "memoro" / "features"
+
+
 def random_task(backbone: Backbone, name: str, *, seed: int = 0, **options: Any) -> Task:
     """A task far from its neutral start, as training would leave it."""
     options.setdefault("labels", ["a", "b", "c"])

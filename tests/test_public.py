@@ -47,6 +47,7 @@ LEVELS = [
     {"errors", "images", "preprocessing"},
     {"backbones"},
     {"lineage", "task"},
+    {"record"},
     {"taskfile", "engine", "reproduction", "answers"},
     {"explain", "receipt", "composition"},
 ]

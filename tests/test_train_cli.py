@@ -136,7 +136,10 @@ def test_train_prints_one_json_document(tmp_path: Path) -> None:
     folder = tmp_path / record["folder"]
     assert folder == tmp_path / "runs" / "colour"
     config = json.loads((folder / "config.json").read_text())
-    assert (config["recipe"][0]["epochs"], config["recipe"][0]["lr"], config["set"]) == (2, 0.1, "set")
+    assert (config["recipe"][0]["epochs"], config["set"]) == (2, "set")
+    assert {recipe["lr"] for recipe in config["recipe"]} == {0.03, 0.1, 0.3}, "nobody named a rate: some are tried"
+    assert record["chosen"]["lr"] == record["training"]["lr"]
+    assert max(record["runs"], key=lambda row: (row["val"], -row["val_loss"]))["lr"] == record["training"]["lr"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines if "val_accuracy" in line] == [1, 2]
     assert is_png(folder / "curve.png")

@@ -20,7 +20,7 @@ from memoro.data import Augment, Splits, load_data
 from memoro.errors import CompositionError, DataError, TrainingError
 from memoro.regimes import REGIMES, TaskPlan, find_regime
 from memoro.task import Task, new_task
-from memoro.train import FitResult, Recipe, fit, fit_many
+from memoro.train import FitResult, Lesson, Recipe, fit, teach
 from memoro.train.runs import Run, SharedPass
 
 PLAIN = Augment(crop="none", flip=0.0)
@@ -89,7 +89,7 @@ def test_head_overfits_where_a_line_separates(backbone: Backbone, squares: Path)
     assert not task.class_token.any()  # it stays on the base's own token
 
 
-@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize("name", [name for name, regime in REGIMES.items() if regime.composes])
 def test_only_what_a_regime_trains_gets_a_gradient(name: str, backbone: Backbone, vit: Any, pixels: Tensor) -> None:
     parent = random_task(backbone, "parent", cells=2)
     task = find_regime(name).build(backbone, TaskPlan("t", LABELS, cells=2, extends=[parent]))
@@ -129,16 +129,17 @@ def train_many(
 ) -> list[FitResult]:
     """Some of the variants in one pass; a bad one has a huge rate, or a weight without bounds."""
     base = Recipe(epochs=3, batch_size=9, augment=Augment(), warmup=2)
-    settings, regimes = [], []
+    lessons = []
     for number in numbers:
         shape, changes = VARIANTS[number]
         task = new_task(backbone, f"run {number}", LABELS, seed=number, **shape)
         if number == bad:
             changes = {} if weight else {"lr": 1e300}
             task.class_token.data[0] += weight
-        settings.append((task, replace(base, seed=number, **changes)))
-        regimes.append(find_regime("head" if task.from_layer == backbone.depth else "memory"))
-    return fit_many(backbone, settings, regimes, splits, backbone.preprocessing.at(20), workers=0)
+        regime = find_regime("head" if task.from_layer == backbone.depth else "memory")
+        recipe = replace(base, seed=number, **changes)
+        lessons.append(Lesson(task, recipe, regime, splits, backbone.preprocessing.at(20)))
+    return teach(backbone, lessons, workers=0)
 
 
 def test_runs_together_equal_each_alone(double: Backbone, squares: Path) -> None:
@@ -168,15 +169,18 @@ def test_a_run_that_diverges_leaves_its_neighbours_alone(double: Backbone, squar
     assert f"choose a smaller learning rate than {0.1 if weight else 1e300:g}" in results[1].notes[-1]
 
 
-def test_runs_in_one_pass_share_images_and_length(double: Backbone, squares: Path) -> None:
+def test_a_pass_has_one_precision_and_no_ancestor_of_its_tasks(double: Backbone, squares: Path) -> None:
     splits = load_data(squares, labels=LABELS, workers=0, quiet=True)
     tasks = [new_task(double, name, LABELS) for name in "ab"]
-    settings = [(tasks[0], Recipe()), (tasks[1], Recipe(batch_size=5, data_seed=1, lr=3.0))]
-    with pytest.raises(TrainingError, match="share their batch_size, data_seed: train 'b' by itself"):
-        fit_many(double, settings, find_regime("memory"), splits, double.preprocessing)
     child = new_task(double, "child", LABELS, extends=[tasks[0]])
+
+    def lesson(task: Task, **changes: Any) -> Lesson:
+        return Lesson(task, Recipe(**changes), find_regime("memory"), splits, double.preprocessing)
+
+    with pytest.raises(TrainingError, match="one pass has one precision, not bf16 and no"):
+        teach(double, [lesson(tasks[0]), lesson(tasks[1], precision="bf16")])
     with pytest.raises(TrainingError, match="'child' extends 'a': train that first"):
-        fit_many(double, [(tasks[0], Recipe()), (child, Recipe())], find_regime("memory"), splits, double.preprocessing)
+        teach(double, [lesson(tasks[0]), lesson(child)])
 
 
 def test_accumulated_halves_equal_one_batch(double: Backbone, squares: Path) -> None:

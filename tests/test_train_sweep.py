@@ -13,11 +13,11 @@ from PIL import Image
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.data import Augment
+from memoro.data import Augment, Splits
 from memoro.errors import TrainingError
 from memoro.regimes import REGIMES, TaskPlan
 from memoro.train import Recipe
-from memoro.train.sweep import Grid, run_sweep
+from memoro.train.sweep import Grid, Subject, SweepResult, run_sweeps
 
 
 @pytest.fixture
@@ -40,12 +40,16 @@ def test_a_grid_is_every_combination() -> None:
         Grid(cells=())
 
 
+def sweep(backbone: Backbone, splits: Splits, grid: Grid, recipe: Recipe, folds: int = 0) -> SweepResult:
+    subject = Subject(TaskPlan("colours", splits.labels), splits, folds)
+    [result] = run_sweeps(backbone, [subject], REGIMES["memory"], grid, recipe, backbone.preprocessing, workers=0)
+    return result
+
+
 def test_the_best_by_validation_is_chosen(backbone: Backbone, photos: Path) -> None:
     splits = memoro.load_data(photos, val_fraction=0.3, quiet=True)
     recipe = Recipe(epochs=3, batch_size=8, augment=Augment(crop="none"))
-    plan = TaskPlan("colours", splits.labels)
-    grid = Grid((0, 2), (0, 3), (1e-6, 0.1), 2)
-    result = run_sweep(backbone, plan, REGIMES["memory"], grid, recipe, splits, backbone.preprocessing, workers=0)
+    result = sweep(backbone, splits, Grid((0, 2), (0, 3), (1e-6, 0.1), 2), recipe)
     assert len(result.rows) == 8
     assert all(len(row.val) == 2 and row.diverged == 0 for row in result.rows)
     best = max(result.rows, key=lambda row: row.rank)
@@ -54,16 +58,7 @@ def test_the_best_by_validation_is_chosen(backbone: Backbone, photos: Path) -> N
     assert result.task.spec.training["lr"] == 0.1
     # The chosen task is what the same run gives alone.
     seed = result.task.spec.training["seed"]
-    alone = run_sweep(
-        backbone,
-        plan,
-        REGIMES["memory"],
-        Grid((best.cells,), (best.from_layer,), (0.1,), seed + 1),
-        recipe,
-        splits,
-        backbone.preprocessing,
-        workers=0,
-    )
+    alone = sweep(backbone, splits, Grid((best.cells,), (best.from_layer,), (0.1,), seed + 1), recipe)
     twin = next(row for row in alone.rows if row.lr == 0.1)
     assert twin.val[seed] == pytest.approx(best.val[seed])
 
@@ -71,9 +66,7 @@ def test_the_best_by_validation_is_chosen(backbone: Backbone, photos: Path) -> N
 def test_a_sweep_needs_something_to_choose_by(backbone: Backbone, photos: Path) -> None:
     splits = memoro.load_data(photos, val_fraction=0, quiet=True)
     with pytest.raises(TrainingError, match="no validation images"):
-        run_sweep(
-            backbone, TaskPlan("c", splits.labels), REGIMES["memory"], Grid(), Recipe(), splits, backbone.preprocessing
-        )
+        sweep(backbone, splits, Grid(), Recipe())
 
 
 def test_sweep_from_the_shell(vit: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

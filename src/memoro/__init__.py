@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memoro.backbones import Backbone, load_backbone
     from memoro.composition import Composition, compose
-    from memoro.data import load_data
+    from memoro.data import load_columns, load_data
     from memoro.errors import (
         BackboneError,
+        CacheError,
         CompositionError,
         DataError,
         ImageError,
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
     from memoro.reproduction import import_tasks
     from memoro.task import Task, new_task
     from memoro.taskfile import load_task, load_tasks, save_task, save_tasks
-    from memoro.train import Recipe, evaluate, fit
+    from memoro.train import Cache, Recipe, evaluate, fit, fit_tasks
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Backbone": "backbones",
     "BackboneError": "errors",
+    "Cache": "train",
+    "CacheError": "errors",
     "Composition": "composition",
     "CompositionError": "errors",
     "DataError": "errors",
@@ -44,8 +47,10 @@ _HOME = {
     "compose": "composition",
     "evaluate": "train",
     "fit": "train",
+    "fit_tasks": "train",
     "import_tasks": "reproduction",
     "load_backbone": "backbones",
+    "load_columns": "data",
     "load_data": "data",
     "load_task": "taskfile",
     "load_tasks": "taskfile",
@@ -58,6 +63,8 @@ _HOME = {
 __all__ = [
     "Backbone",
     "BackboneError",
+    "Cache",
+    "CacheError",
     "Composition",
     "CompositionError",
     "DataError",
@@ -72,8 +79,10 @@ __all__ = [
     "compose",
     "evaluate",
     "fit",
+    "fit_tasks",
     "import_tasks",
     "load_backbone",
+    "load_columns",
     "load_data",
     "load_task",
     "load_tasks",

@@ -19,7 +19,7 @@ from memoro.images import open_image
 from memoro.lineage import trace_lineage
 from memoro.preprocessing import Preprocessing
 from memoro.receipt import Receipt, make_receipt
-from memoro.task import Parent, Task
+from memoro.task import BackboneRecord, Parent, Task
 
 Picture = str | Path | Image.Image
 
@@ -39,7 +39,10 @@ class Composition:
     def __init__(self, backbone: Backbone, tasks: Sequence[Task], *, live: bool = False) -> None:
         for task in tasks:
             if not isinstance(task, Task):
-                raise CompositionError(f"{task!r} is no task: load_task() or new_task() gives one.")
+                # A model of a baseline regime says itself why it stands apart.
+                raise CompositionError(
+                    getattr(task, "apart", f"{task!r} is no task: load_task() or new_task() gives one.")
+                )
             check_backbone(task, backbone)
         self.backbone = backbone
         self.live = live
@@ -195,7 +198,12 @@ class Composition:
 
 def check_backbone(task: Task, backbone: Backbone) -> None:
     """Raises if the task was made for another backbone."""
-    made, here = task.spec.backbone, backbone.fingerprint
+    check_made_for(task.name, task.spec.backbone, backbone)
+
+
+def check_made_for(name: str, made: BackboneRecord, backbone: Backbone) -> None:
+    """Raises if what has this name and record was made for another backbone."""
+    here = backbone.fingerprint
     if (made.dim, made.depth) != (backbone.dim, backbone.depth):
         why = f"{made.depth} layers of {made.dim}; this one has {backbone.depth} of {backbone.dim}"
     elif made.fingerprint.match(here) == "different":
@@ -203,8 +211,8 @@ def check_backbone(task: Task, backbone: Backbone) -> None:
     else:
         return
     raise CompositionError(
-        f"{task.name!r} was made for {made.name} ({made.family}, {why}). Load that backbone, or train the task anew: "
-        f"memoro train DATA --backbone {backbone.name} --task {task.name}"
+        f"{name!r} was made for {made.name} ({made.family}, {why}). Load that backbone, or train the task anew: "
+        f"memoro train DATA --backbone {backbone.name} --task {name}"
     )
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from memoro.backbones import Anatomy, Block
+from memoro.backbones import Anatomy, Block, Context
 from memoro.lineage import Lineage
 from memoro.task import Task
 
@@ -146,46 +147,110 @@ def _layer_bank(block: Block, tasks: Sequence[Task], layer: int, dtype: torch.dt
     return keys[0], values[0]
 
 
+class BaseLayer(NamedTuple):
+    """What tasks read of the base at one layer."""
+
+    token: Tensor
+    """(b, dim) where forks start from, as it enters the layer."""
+    keys: Tensor
+    """(b, h, n, d)"""
+    values: Tensor
+    bias: Tensor | None = None
+    """(h, n) the class token's row of score biases."""
+
+    def part(self, rows: slice) -> BaseLayer:
+        """The same for some images of the batch."""
+        return BaseLayer(self.token[rows], self.keys[rows], self.values[rows], self.bias)
+
+
+@dataclass(frozen=True)
+class Features:
+    """All that tasks read of a base pass, kept: layers from `first` on, and the final token (b, dim)."""
+
+    first: int
+    layers: Sequence[BaseLayer]
+    token: Tensor
+
+
+class BasePass:
+    """The backbone's plain pass. Iterate over its layers; the final token and its own answer are there afterwards.
+
+    It runs without gradients, unless the pixels ask for them: then they flow back to the pixels.
+    """
+
+    token: Tensor
+
+    def __init__(self, anatomy: Anatomy, pixels: Tensor) -> None:
+        self._anatomy = anatomy
+        self._grad = pixels.requires_grad
+        # Embedding and head run in the caller's grad mode, as in the original: some kernels are chosen by it.
+        self._tokens, self._context = anatomy.embed(pixels)
+
+    def __iter__(self) -> Iterator[BaseLayer]:
+        anatomy, context = self._anatomy, self._context
+        for layer, block in enumerate(anatomy.blocks):
+            token = anatomy.base_token(self._tokens)
+            with nullcontext() if self._grad else torch.no_grad():
+                self._tokens, keys, values = block.run(self._tokens, context, layer)
+            yield BaseLayer(token, keys, values, layer_bias(context, layer))
+        self.token = anatomy.base_token(self._tokens)
+
+    def answer(self) -> Tensor:
+        base = self._anatomy.finish(self._tokens)
+        return base if self._grad else base.detach()
+
+
+def layer_bias(context: Context, layer: int) -> Tensor | None:
+    return None if context.biases is None else context.biases[layer][0, :, 0].detach()
+
+
+class TaskStream:
+    """The thin stream of one plan over a base pass. It has gradients where the bank or the pixels do."""
+
+    def __init__(self, anatomy: Anatomy, plan: Plan, bank: Bank, watch: Watch | None = None) -> None:
+        self._anatomy, self._plan, self._bank, self._watch = anatomy, plan, bank, watch
+        self._rows: Tensor | None = None
+
+    def read(self, layer: int, base: BaseLayer) -> None:
+        """Takes the tasks through one layer."""
+        self._births(layer, base.token)
+        if self._rows is not None:
+            watch = self._watch
+            self._rows = step_stream(
+                self._anatomy.blocks[layer],
+                self._plan.layers[layer],
+                self._bank.memory[layer],
+                self._rows,
+                base.keys,
+                base.values,
+                base.bias,
+                watch and (lambda attention: watch(layer, attention)),
+            )
+
+    def finish(self, token: Tensor) -> Tensor | None:
+        """The tasks' final-normed tokens (b, t, dim) in plan order, None without tasks. `token` is the base's last."""
+        self._births(self._anatomy.depth, token)
+        return None if self._rows is None else self._anatomy.finish_token(self._rows)
+
+    def _births(self, layer: int, token: Tensor) -> None:
+        """Appends the tokens that start here: at layer 0 the tasks' own, later the base's plus theirs."""
+        born = self._plan.layers[layer].born
+        if not len(born):
+            return
+        own = self._bank.tokens[born]
+        new = token.unsqueeze(1) + own if layer else self._anatomy.start(own).expand(len(token), -1, -1)
+        self._rows = new if self._rows is None else torch.cat([self._rows, new], dim=1)
+
+
 def run_streams(
     anatomy: Anatomy, pixels: Tensor, plan: Plan, bank: Bank, *, watch: Watch | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The base's own answer, and the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks).
-
-    The base stream runs without gradients, unless the pixels ask for them: then they flow back to the pixels.
-    The task stream has gradients where the bank or the pixels do.
-    """
-    frozen = nullcontext if pixels.requires_grad else torch.no_grad
-    # Embedding and head run in the caller's grad mode, as in the original: some kernels are chosen by it.
-    tokens, context = anatomy.embed(pixels)
-    stream: Tensor | None = None
-    for layer, block in enumerate(anatomy.blocks):
-        here = plan.layers[layer]
-        stream = _births(anatomy, here, bank, stream, tokens, layer)
-        with frozen():
-            tokens, keys, values = block.run(tokens, context, layer)
-        if stream is not None:
-            bias = None if context.biases is None else context.biases[layer][0, :, 0].detach()
-            stream = step_stream(
-                block, here, bank.memory[layer], stream, keys, values, bias, watch and (lambda a, n=layer: watch(n, a))
-            )
-    stream = _births(anatomy, plan.layers[-1], bank, stream, tokens, anatomy.depth)
-    base = anatomy.finish(tokens)
-    base = base if pixels.requires_grad else base.detach()
-    return base, None if stream is None else anatomy.finish_token(stream)
-
-
-def _births(
-    anatomy: Anatomy, plan: LayerPlan, bank: Bank, stream: Tensor | None, tokens: Tensor, layer: int
-) -> Tensor | None:
-    """The stream with the tokens that start here appended: at layer 0 the tasks' own, later the base's plus theirs."""
-    if not len(plan.born):
-        return stream
-    own = bank.tokens[plan.born]
-    if layer == 0:
-        new = anatomy.start(own).expand(len(tokens), -1, -1)
-    else:
-        new = anatomy.base_token(tokens).unsqueeze(1) + own
-    return new if stream is None else torch.cat([stream, new], dim=1)
+    """The base's own answer, and the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks)."""
+    base, stream = BasePass(anatomy, pixels), TaskStream(anatomy, plan, bank, watch)
+    for layer, found in enumerate(base):
+        stream.read(layer, found)
+    rows = stream.finish(base.token)
+    return base.answer(), rows
 
 
 def step_stream(

@@ -31,3 +31,7 @@ class DataError(MemoroError):
 
 class TrainingError(MemoroError):
     """A training cannot start, or cannot go on."""
+
+
+class CacheError(MemoroError):
+    """Features cannot be kept, or not within the budget."""

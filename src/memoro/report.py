@@ -15,7 +15,7 @@ from memoro.task import Task
 if TYPE_CHECKING:
     from memoro.bench.engine import EngineRow
     from memoro.bench.train import TrainRow
-    from memoro.train.sweep import SweepResult
+    from memoro.train.sweep import SweepRow
 
 
 def inspect_tasks(path: Path, tasks: Sequence[Task], backbone: Backbone | None = None) -> dict[str, Any]:
@@ -168,12 +168,12 @@ def fit_table(task: Task, metrics: dict[str, Any], path: Path) -> Table:
     return table
 
 
-def sweep_table(name: str, result: SweepResult, path: Path) -> Table:
+def sweep_table(name: str, rows: Sequence[SweepRow]) -> Table:
     """Every combination of a sweep, best first by validation; the chosen one is the first."""
-    table = Table(title=f"{name}: {path} ({path.stat().st_size / 1000:,.1f} kB)", title_justify="left")
+    table = Table(title=f"{name}: what was tried, best first", title_justify="left")
     for column in ("cells", "from layer", "rate", "validation", "test", "diverged"):
         table.add_column(column, justify="right")
-    for row in sorted(result.rows, key=lambda row: row.rank, reverse=True):
+    for row in sorted(rows, key=lambda row: row.rank, reverse=True):
         table.add_row(
             str(row.cells),
             str(row.from_layer),

@@ -130,12 +130,7 @@ class Task(nn.Module):
             "backbone": spec.backbone.fingerprint.digest,
             "parents": [asdict(parent) for parent in self.parents],
         }
-        whole = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
-        for name, tensor in sorted(self.state_dict().items()):
-            data = tensor.detach().cpu().contiguous()
-            whole.update(f"{name} {tuple(data.shape)} {data.dtype}\n".encode())
-            whole.update(data.reshape(-1).view(torch.uint8).numpy().data)
-        return whole.hexdigest()
+        return hash_content(record, self.state_dict())
 
     def describe(self, **changes: Any) -> None:
         """Replaces fields of the spec that say how the task came about: preprocessing, training, metrics."""
@@ -208,6 +203,24 @@ def new_task(
             parameter.copy_(values)
     spec = TaskSpec(name, checked, head, from_layer, cells, memory_norm, BackboneRecord.of(backbone))
     return Task(spec, class_token, normal(depth - from_layer, cells, dim), linear, extends)
+
+
+def hash_content(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of facts and weights."""
+    whole = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        data = tensor.detach().cpu().contiguous()
+        whole.update(f"{name} {tuple(data.shape)} {data.dtype}\n".encode())
+        whole.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return whole.hexdigest()
+
+
+def say_apart(name: str, regime: str) -> str:
+    """Why what a baseline regime trained cannot be composed."""
+    return (
+        f"{name!r} was trained with regime {regime!r}, which changes the backbone's own tokens: it needs a pass of its "
+        "own and cannot be composed with tasks. To compose, train it with regime 'memory' or 'head'."
+    )
 
 
 def check_name(name: object) -> str:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memoro.backbones.anatomy import Anatomy
 from memoro.backbones.fingerprint import Fingerprint, take_fingerprint
@@ -22,6 +22,29 @@ class Original(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
+class Twin:
+    """A second, frozen model with weights of its own, for regimes that change weights."""
+
+    module: nn.Module
+    anatomy: Anatomy
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The encoder's parameters, each under the first of the anatomy's names that is a part of it."""
+        owners = {parameter.untyped_storage().data_ptr(): parameter for parameter in self.module.parameters()}
+        names: dict[int, str] = {}
+        for name, tensor in self.anatomy.tensors.items():
+            names.setdefault(tensor.untyped_storage().data_ptr(), name)
+        return {name: owners[place] for place, name in names.items()}
+
+
+class MakeTwin(Protocol):
+    """A new twin at each call, in the given dtype or the backbone's own."""
+
+    def __call__(self, dtype: torch.dtype | None = None) -> Twin: ...
+
+
+@dataclass(frozen=True, eq=False)
 class Backbone:
     """What `load_backbone` returns. It reads the model that it was built around and never changes it."""
 
@@ -31,6 +54,7 @@ class Backbone:
     anatomy: Anatomy = field(repr=False)
     preprocessing: Preprocessing
     original: Original = field(repr=False)
+    twin: MakeTwin = field(repr=False)
     labels: tuple[str, ...] = ()
     """Names of the classes of the base's own classifier, if it has one."""
     image_size: tuple[int, int] = (224, 224)

@@ -100,6 +100,8 @@ def _embed_beit(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
         table: Tensor = module(window, interpolate_pos_encoding=False, dim_size=tokens.shape[1])
         return table
 
+    # A copy that is trained passes gradients on to its tables, a frozen model does not.
+    trained = trunk.embeddings.patch_embeddings.projection.weight.requires_grad
     common = None if shared is None else bias(shared)
     biases = []
     for layer in trunk.layers:
@@ -107,7 +109,7 @@ def _embed_beit(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
         here = common if own is None else bias(own) if common is None else bias(own) + common
         if here is not None:
             # A leaf that keeps the flag: by it sdpa picks its kernel, and so the last bits.
-            biases.append(here.detach().requires_grad_(here.requires_grad))
+            biases.append(here if trained else here.detach().requires_grad_(here.requires_grad))
     return tokens, Context(window, biases=tuple(biases) or None)
 
 

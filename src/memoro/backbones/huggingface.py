@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones.anatomy import Anatomy, Block, Map, identity
-from memoro.backbones.backbone import Backbone
+from memoro.backbones.backbone import Backbone, Twin
 from memoro.backbones.families import LAYOUTS, Layout, Model, as_pair, is_a
 from memoro.backbones.processor import read_processor, read_processor_folder
 from memoro.backbones.shadow import shadow
@@ -242,6 +242,10 @@ def wrap_huggingface(
         masked = hasattr(trunk.embeddings, "random_masking")
         return run_original(frozen if converted or training or masked else model, pixel_values)
 
+    def twin(dtype: torch.dtype | None = None) -> Twin:
+        module = shadow(copy.deepcopy(frozen), dtype=dtype)
+        return Twin(module, take_apart(module))
+
     labels: tuple[str, ...] = ()
     if hasattr(model, "classifier") or hasattr(model, "cls_classifier"):
         labels = tuple(str(label) for _, label in sorted(model.config.id2label.items()))
@@ -251,6 +255,7 @@ def wrap_huggingface(
         anatomy=take_apart(frozen),
         preprocessing=preprocessing,
         original=original,
+        twin=twin,
         labels=labels,
         image_size=size,
         channels=trunk.config.num_channels,

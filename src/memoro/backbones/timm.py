@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memoro.backbones.anatomy import Anatomy, Block, Context
-from memoro.backbones.backbone import Backbone
+from memoro.backbones.backbone import Backbone, Twin
 from memoro.backbones.load import unsupported
 from memoro.backbones.processor import read_processor
 from memoro.backbones.shadow import shadow
@@ -41,6 +42,10 @@ def wrap_timm(
         _check_size(frozen, pixel_values)
         return _answer(frozen, (frozen if converted or training else model)(pixel_values.to(weight.dtype)))
 
+    def twin(dtype: torch.dtype | None = None) -> Twin:
+        module = shadow(copy.deepcopy(frozen), dtype=dtype)
+        return Twin(module, _take_apart(module, _follower(model, module)))
+
     config = getattr(model, "pretrained_cfg", None) or {}
     architecture, tag = config.get("architecture"), config.get("tag")
     labels = tuple(str(label) for label in config.get("label_names") or ())
@@ -50,6 +55,7 @@ def wrap_timm(
         anatomy=_take_apart(frozen, follow),
         preprocessing=_preprocessing(model, processor),
         original=original,
+        twin=twin,
         labels=labels if len(labels) == model.num_classes else (),
         image_size=_image_size(model),
         channels=model.patch_embed.proj.in_channels,

@@ -2,41 +2,91 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from memoro.cli.options import BackboneOption, Json, load, numbers, plain, print_json
 
+if TYPE_CHECKING:
+    from memoro.train.command import TrainOrder
+    from memoro.train.recipe import Recipe
+
 app = typer.Typer()
+
+
+Data = Annotated[
+    list[str],
+    typer.Argument(
+        help="Folder of class folders, zip, CSV/Parquet, hub id or known set; NAME=DATA for each of several tasks.",
+        show_default=False,
+    ),
+]
+TaskName = Annotated[str | None, typer.Option("--task", "-t", help="Name of the task.", show_default="the set's name")]
+Columns = Annotated[
+    list[str] | None, typer.Option("--label-column", help="Column of a table; repeat for a task of each, in one pass.")
+]
+Extends = Annotated[list[Path] | None, typer.Option(help="Files of tasks to build on; repeat for more.")]
+ImageSize = Annotated[
+    int | None, typer.Option(help="Pixels; resize and crop scale alike.", show_default="the backbone's")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="Task file; a folder for several tasks.", show_default="TASK.safetensors"),
+]
+Folder = Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/TASK")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run folder's checkpoint.")]
+Epochs = Annotated[int, typer.Option(help="Times that every image is seen.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Images to a batch.")]
+Optimizer = Annotated[str, typer.Option(help="sgd or adamw.")]
+CropKind = Annotated[str, typer.Option(help="inception (random part), pad (shifted) or none.")]
+CropScale = Annotated[float, typer.Option(help="Smallest share of the image that an inception crop takes.")]
+Flip = Annotated[float, typer.Option(help="Probability of a mirror image.")]
+Views = Annotated[
+    int,
+    typer.Option(min=0, help="Views of an image, in turn: the plain one, then random ones. 0: a new one every epoch."),
+]
+Patience = Annotated[int, typer.Option(help="Stop after so many epochs without a better score; 0 for never.")]
+DataSeed = Annotated[int, typer.Option(help="Of order, augmentation and validation split.")]
+ValFraction = Annotated[float, typer.Option(help="Held out where the data has no validation split.")]
+Folds = Annotated[
+    int | None,
+    typer.Option(help="Compare runs on so many folds; 0: on a validation split.", show_default="4 for small sets"),
+]
+Workers = Annotated[int | None, typer.Option(help="Processes that decode images.", show_default="one a core")]
+UseCache = Annotated[
+    bool | None,
+    typer.Option("--cache/--no-cache", help="Keep base passes on disk.", show_default="where they fit, on a CPU"),
+]
+CacheFolder = Annotated[Path | None, typer.Option(help="Where.", show_default="~/.cache/memoro/features")]
+CacheBudget = Annotated[float, typer.Option(help="Gigabytes that all kept passes may take.")]
+CacheDtype = Annotated[str, typer.Option(help="float16, bfloat16 or float32.")]
 
 
 @app.command()
 def train(
-    data: Annotated[
-        str, typer.Argument(help="Folder of class folders, zip, CSV/Parquet, hub id or known set.", show_default=False)
-    ],
+    data: Data,
     backbone: BackboneOption,
-    task: Annotated[
-        str | None, typer.Option("--task", "-t", help="Name of the task.", show_default="the set's name")
-    ] = None,
+    task: TaskName = None,
     regime: Annotated[str, typer.Option(help="memory (class token, memory and head) or head (linear).")] = "memory",
     cells: Annotated[int, typer.Option(help="Memory cells a layer.")] = 5,
     from_layer: Annotated[int, typer.Option(help="Layer at which the task forks off; later is cheaper.")] = 0,
-    extends: Annotated[list[Path] | None, typer.Option(help="Files of tasks to build on; repeat for more.")] = None,
-    image_size: Annotated[
-        int | None, typer.Option(help="Pixels; resize and crop scale alike.", show_default="the backbone's")
+    extends: Extends = None,
+    label_column: Columns = None,
+    image_size: ImageSize = None,
+    out: Out = None,
+    folder: Folder = None,
+    resume: Resume = False,
+    lr: Annotated[
+        float | None, typer.Option(help="Peak learning rate.", show_default="the best of three, in one pass")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Task file.", show_default="TASK.safetensors")] = None,
-    folder: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/TASK")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's checkpoint.")] = False,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 0.1,
-    epochs: Annotated[int, typer.Option(help="Times that every image is seen.")] = 15,
+    epochs: Epochs = 15,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps, instead of epochs.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images to a batch.")] = 32,
-    optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "sgd",
+    batch_size: BatchSize = 32,
+    optimizer: Optimizer = "sgd",
     momentum: Annotated[float, typer.Option(help="Of sgd.")] = 0.9,
     weight_decay: Annotated[float, typer.Option(help="Decay of the weights.")] = 0.0,
     clip: Annotated[float, typer.Option(help="Largest norm of a gradient; 0 for none.")] = 1.0,
@@ -46,109 +96,141 @@ def train(
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up before the cosine.")] = 5,
     label_smoothing: Annotated[float, typer.Option(help="Share of the target spread over all classes.")] = 0.0,
     balance: Annotated[bool, typer.Option("--balance", help="Weight rare classes up.")] = False,
-    crop: Annotated[str, typer.Option(help="inception (random part), pad (shifted) or none.")] = "inception",
-    crop_scale: Annotated[float, typer.Option(help="Smallest share of the image that an inception crop takes.")] = 0.08,
-    flip: Annotated[float, typer.Option(help="Probability of a mirror image.")] = 0.5,
-    patience: Annotated[int, typer.Option(help="Stop after so many epochs without a better score; 0 for never.")] = 0,
+    crop: CropKind = "inception",
+    crop_scale: CropScale = 0.08,
+    flip: Flip = 0.5,
+    views: Views = 4,
+    patience: Patience = 0,
     accumulate: Annotated[int, typer.Option(help="Batches to an optimiser step.")] = 1,
     precision: Annotated[str, typer.Option(help="no or bf16 (mixed).")] = "no",
     seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
-    data_seed: Annotated[int, typer.Option(help="Of order, augmentation and validation split.")] = 0,
-    val_fraction: Annotated[float, typer.Option(help="Held out where the data has no validation split.")] = 0.15,
-    workers: Annotated[
-        int | None, typer.Option(help="Processes that decode images.", show_default="one a core")
-    ] = None,
+    data_seed: DataSeed = 0,
+    val_fraction: ValFraction = 0.15,
+    folds: Folds = None,
+    cache: UseCache = None,
+    cache_folder: CacheFolder = None,
+    cache_budget: CacheBudget = 20.0,
+    cache_dtype: CacheDtype = "float16",
+    workers: Workers = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")] = False,
     streaming: Annotated[
         bool, typer.Option("--streaming", help="Read a hub set as a stream, storing nothing; needs --steps.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a task on a folder of images and write its file.
+    """Train a task on a folder of images and write its file; or several tasks in one pass.
 
-    Without a validation split one is held out; the best epoch by it is kept. Ctrl-C saves: --resume goes on.
+    Without --lr a few learning rates are tried, all in one pass, and the best by validation is kept. Without a
+    validation split one is held out. Ctrl-C saves: --resume goes on.
+
+    memoro train photos/pets -b facebook/dinov2-small
+
+    memoro train pets=photos/pets rooms=rooms.zip -b facebook/dinov2-small --out tasks/
     """
     from memoro.data import Augment
-    from memoro.train.command import TrainOrder, run_train
+    from memoro.train.command import TrainOrder, default_grid
     from memoro.train.recipe import Recipe
 
     recipe = Recipe(
-        lr=lr, epochs=epochs, steps=steps, batch_size=batch_size, optimizer=optimizer, momentum=momentum,  # type: ignore[arg-type]
+        epochs=epochs, steps=steps, batch_size=batch_size, optimizer=optimizer, momentum=momentum,  # type: ignore[arg-type]
         weight_decay=weight_decay, clip=clip, memory_rate=memory_rate, warmup=warmup,
         label_smoothing=label_smoothing, balance=balance,
-        augment=Augment(crop=crop, scale=(crop_scale, 1.0), flip=flip), patience=patience, accumulate=accumulate,  # type: ignore[arg-type]
-        precision=precision, seed=seed, data_seed=data_seed, val_fraction=val_fraction,  # type: ignore[arg-type]
+        augment=Augment(crop=crop, scale=(crop_scale, 1.0), flip=flip), views=views or None, patience=patience,  # type: ignore[arg-type]
+        accumulate=accumulate, precision=precision, seed=seed, data_seed=data_seed, val_fraction=val_fraction,  # type: ignore[arg-type]
     )  # fmt: skip
     order = TrainOrder(
-        data,
-        task,
-        regime,
-        cells,
-        from_layer,
-        extends or [],
-        image_size,
-        out,
-        folder,
-        resume,
-        workers,
-        tensorboard,
-        streaming,
-    )
+        data, task, regime, default_grid(cells, from_layer, lr, recipe, streaming), label_column or [], extends or [],
+        image_size, folds, out=out, folder=folder, resume=resume, workers=workers, tensorboard=tensorboard,
+        streaming=streaming,
+    )  # fmt: skip
+    _run(order, recipe, backbone, (cache, cache_folder, cache_budget, cache_dtype), as_json)
+
+
+@app.command()
+def sweep(
+    data: Data,
+    backbone: BackboneOption,
+    task: TaskName = None,
+    regime: Annotated[str, typer.Option(help="As for train.")] = "memory",
+    cells: Annotated[str, typer.Option(help="Cell counts to try, separated by commas.")] = "0,5",
+    from_layer: Annotated[str, typer.Option(help="Forks to try.")] = "0",
+    lr: Annotated[str, typer.Option(help="Learning rates to try.")] = "0.03,0.1,0.3",
+    seeds: Annotated[int, typer.Option(help="Initial weights to try of each.")] = 1,
+    extends: Extends = None,
+    label_column: Columns = None,
+    image_size: ImageSize = None,
+    out: Out = None,
+    folder: Folder = None,
+    resume: Resume = False,
+    epochs: Epochs = 15,
+    batch_size: BatchSize = 32,
+    optimizer: Optimizer = "sgd",
+    crop: CropKind = "inception",
+    crop_scale: CropScale = 0.08,
+    flip: Flip = 0.5,
+    views: Views = 4,
+    patience: Patience = 0,
+    data_seed: DataSeed = 0,
+    val_fraction: ValFraction = 0.15,
+    folds: Folds = None,
+    cache: UseCache = None,
+    cache_folder: CacheFolder = None,
+    cache_budget: CacheBudget = 20.0,
+    cache_dtype: CacheDtype = "float16",
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Train every combination in one pass of the backbone and keep the best by validation score.
+
+    memoro sweep photos/pets -b facebook/dinov2-small --cells 0,5,10 --from-layer 0,8 --lr 0.03,0.1,0.3 --seeds 3
+    """
+    from memoro.data import Augment
+    from memoro.train.command import TrainOrder
+    from memoro.train.recipe import Recipe
+    from memoro.train.sweep import Grid
+
+    grid = Grid(tuple(numbers(cells)), tuple(numbers(from_layer)), tuple(numbers(lr, float)), seeds)
+    recipe = Recipe(
+        epochs=epochs, batch_size=batch_size, optimizer=optimizer,  # type: ignore[arg-type]
+        augment=Augment(crop=crop, scale=(crop_scale, 1.0), flip=flip), views=views or None, patience=patience,  # type: ignore[arg-type]
+        data_seed=data_seed, val_fraction=val_fraction,
+    )  # fmt: skip
+    order = TrainOrder(
+        data, task, regime, grid, label_column or [], extends or [], image_size, folds, out=out, folder=folder,
+        resume=resume, workers=workers, must_sweep=True,
+    )  # fmt: skip
+    _run(order, recipe, backbone, (cache, cache_folder, cache_budget, cache_dtype), as_json)
+
+
+def _run(
+    order: TrainOrder,
+    recipe: Recipe,
+    name: str,
+    keep: tuple[bool | None, Path | None, float, str],
+    as_json: bool,
+) -> None:
+    from memoro.featurestore import default_folder
+    from memoro.train.cached import Cache
+    from memoro.train.command import run_order
+
     errors = Console(stderr=True, soft_wrap=True)
+    backbone = load(name)
+    wanted, folder, budget, dtype = keep
+    if wanted and recipe.views is None:
+        raise typer.BadParameter("--cache needs a number of --views: with 0, no view comes twice.")
+    if wanted or (wanted is None and recipe.views is not None and backbone.device.type == "cpu"):
+        cache = Cache(folder or default_folder(), budget, dtype, required=bool(wanted))  # type: ignore[arg-type]
+        order = replace(order, cache=cache)
     try:
-        record, table = run_train(load(backbone), order, recipe, quiet=as_json, console=errors)
+        record, tables = run_order(backbone, order, recipe, quiet=as_json, console=errors)
     except KeyboardInterrupt as stop:
         errors.print(f"{stop or 'stopped'}: the same command with --resume goes on from the last checkpoint.")
         raise typer.Exit(130) from None
     if as_json:
         print_json(record)
-    else:
+        return
+    for table in tables:
         Console().print(table)
-
-
-@app.command()
-def sweep(
-    data: Annotated[str, typer.Argument(help="As for train.", show_default=False)],
-    backbone: BackboneOption,
-    task: Annotated[
-        str | None, typer.Option("--task", "-t", help="Name of the task.", show_default="the set's name")
-    ] = None,
-    cells: Annotated[str, typer.Option(help="Cell counts to try, separated by commas.")] = "0,5",
-    from_layer: Annotated[str, typer.Option(help="Forks to try.")] = "0",
-    lr: Annotated[str, typer.Option(help="Learning rates to try.")] = "0.03,0.1,0.3",
-    seeds: Annotated[int, typer.Option(help="Initial weights to try of each.")] = 1,
-    epochs: Annotated[int, typer.Option(help="Times that every image is seen.")] = 15,
-    batch_size: Annotated[int, typer.Option(help="Images to a batch.")] = 32,
-    crop_scale: Annotated[float, typer.Option(help="Smallest share of the image that a crop takes.")] = 0.08,
-    image_size: Annotated[
-        int | None, typer.Option(help="Pixels; resize and crop scale alike.", show_default="the backbone's")
-    ] = None,
-    extends: Annotated[list[Path] | None, typer.Option(help="Files of tasks to build on.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Task file.", show_default="TASK.safetensors")] = None,
-    folder: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/TASK")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's checkpoint.")] = False,
-    data_seed: Annotated[int, typer.Option(help="Of order, augmentation and validation split.")] = 0,
-    workers: Annotated[int | None, typer.Option(help="Processes that decode.", show_default="one a core")] = None,
-    as_json: Json = False,
-) -> None:
-    """Train every combination in one pass of the backbone and keep the best by validation score."""
-    from memoro.data import Augment
-    from memoro.train.command import TrainOrder, run_sweep_order
-    from memoro.train.recipe import Recipe
-    from memoro.train.sweep import Grid
-
-    grid = Grid(tuple(numbers(cells)), tuple(numbers(from_layer)), tuple(numbers(lr, float)), seeds)
-    recipe = Recipe(epochs=epochs, batch_size=batch_size, augment=Augment(scale=(crop_scale, 1.0)), data_seed=data_seed)
-    order = TrainOrder(
-        data, task, "memory", 0, 0, extends or [], image_size, out, folder, resume, workers, tensorboard=False
-    )
-    errors = Console(stderr=True, soft_wrap=True)
-    record, table = run_sweep_order(load(backbone), order, grid, recipe, quiet=as_json, console=errors)
-    if as_json:
-        print_json(record)
-    else:
-        Console().print(table)
-        Console().print(f"picture: {record['picture']}")
 
 
 @app.command("eval")

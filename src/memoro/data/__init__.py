@@ -3,7 +3,7 @@
 from memoro.data.augment import Augment
 from memoro.data.imageset import ImageSet, Skipped
 from memoro.data.known import KNOWN, KnownSet
-from memoro.data.load import load_data
+from memoro.data.load import load_columns, load_data
 from memoro.data.loader import Batch, Loader
 from memoro.data.screen import check_images
 from memoro.data.split import stratified_folds, stratified_split
@@ -22,6 +22,7 @@ __all__ = [
     "Splits",
     "Streams",
     "check_images",
+    "load_columns",
     "load_data",
     "load_stream",
     "stratified_folds",

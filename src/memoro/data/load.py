@@ -16,7 +16,7 @@ from memoro.data.inaturalist import TRAIN
 from memoro.data.known import KNOWN, explain_known, find_known, with_rule
 from memoro.data.listing import Listing, role_of
 from memoro.data.manifest import MANIFEST_SUFFIXES, list_manifest
-from memoro.data.splits import Splits, build_splits
+from memoro.data.splits import Splits, build_splits, hold_out
 from memoro.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def load_data(
     config: str | None = None,
     allow_absolute: bool = False,
     screen: bool = True,
+    screened: Splits | None = None,
     workers: int | None = None,
     quiet: bool = False,
 ) -> Splits:
@@ -50,7 +51,8 @@ def load_data(
     `labels` are those of a task that the data must match; without them the training classes are taken, sorted. Where
     the data has no validation split, `val_fraction` of train becomes one (0: none, train stays whole), or with
     `fold=(k, n)` the k-th of n folds does. `split` uses one split of the data alone. `screen` decodes every image once:
-    unreadable ones are left out and listed, more than 5 % of them is an error; duplicates are found on the way.
+    unreadable ones are left out and listed, more than 5 % of them is an error; duplicates are found on the way. What
+    `screened` has seen of the same images is not decoded again.
     """
     columns: dict[str, Any] = {"kind": kind, "image_column": image_column, "label_column": label_column}
     path = Path(source).expanduser() if isinstance(source, (str, os.PathLike)) else None
@@ -82,9 +84,29 @@ def load_data(
         fold=fold,
         seed=seed,
         screen=screen,
+        screened=screened,
         workers=workers,
         quiet=quiet,
     )
+
+
+def load_columns(
+    source: Any, columns: Sequence[str], *, val_fraction: float = 0.15, seed: int = 0, **options: Any
+) -> dict[str, Splits]:
+    """For each label column of a table the splits of its images, so cut that all columns have the same ones.
+
+    Tasks that are trained on these share every base pass (`fit_tasks`). Options as for `load_data`.
+    """
+    if not columns or len(set(columns)) < len(columns):
+        raise DataError("name one label column or more, each of them once.")
+    found: dict[str, Splits] = {}
+    first: Splits | None = None
+    for column in columns:
+        splits = load_data(source, label_column=column, val_fraction=0, seed=seed, screened=first, **options)
+        splits = replace(splits, name=f"{splits.name}-{column}")
+        first = first or splits
+        found[column] = splits if splits.val is not None else hold_out(splits, val_fraction, seed, like=first)
+    return found
 
 
 def _list_path(path: Path, columns: dict[str, Any], allow_absolute: bool) -> Listing:

@@ -45,7 +45,7 @@ class Batch:
 class Job(NamedTuple):
     """What a worker is asked for: samples of a set, or encoded images of a stream."""
 
-    epoch: int
+    view: int
     samples: Sequence[int]
     data: Sequence[bytes] | None
     targets: Tensor
@@ -56,7 +56,8 @@ class Loader:
     """Batches of a set, epoch by epoch. The order and every view are pure functions of (seed, epoch).
 
     With `world` processes, each of them gets every `world`-th image of the same global batches, `batch_size` being
-    theirs together. A part may be smaller than its neighbours' by one image, or empty at an epoch's end.
+    theirs together. A part may be smaller than its neighbours' by one image, or empty at an epoch's end. With `views`,
+    there are only so many of each image, in turn: the first is the one of evaluation, the others are random.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Loader:
         seed: int = 0,
         workers: int | None = None,
         drop_last: bool = False,
+        views: int | None = None,
         rank: int = 0,
         world: int = 1,
     ) -> None:
@@ -80,14 +82,15 @@ class Loader:
         self.batch_size = batch_size
         self.skipped: list[Skipped] = []
         """Images of a stream that could not be read so far."""
-        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self._rank, self._world = rank, world
+        self._shuffle, self._drop_last = shuffle, drop_last
+        self.preprocessing, self.augment, self.seed, self.views = preprocessing, augment, seed, views
+        self.rank, self.world = rank, world
         self._seen = 0
         self._turn = 0
         self._jobs = _Jobs()
         count = worker_count(workers, len(images) if isinstance(images, ImageSet) else 1_000_000)
         self._workers: DataLoader[Any] = DataLoader(
-            _Decoder(images, preprocessing, augment, seed),
+            _Decoder(images, preprocessing, augment, seed, plain_first=views is not None),
             batch_size=None,
             sampler=self._jobs,
             num_workers=count,
@@ -107,11 +110,24 @@ class Loader:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, without the first `start`, which are not decoded."""
+        if isinstance(self.images, ImageSet):
+            parts = self.parts(number, start)
+            return self._work(self._job(samples, self.view(number), total) for samples, total in parts)
+        return self._work(self._stream_jobs(number, start))
+
+    def pick(self, samples: Sequence[int], view: int) -> Iterator[Batch]:
+        """Batches of these samples of a set in one view, in this order."""
+        parts = (np.asarray(samples[at : at + self.batch_size]) for at in range(0, len(samples), self.batch_size))
+        return self._work(self._job(part, view, len(part)) for part in parts)
+
+    def view(self, number: int) -> int:
+        """The number of the view that every image has in this epoch."""
+        return number if self.views is None else number % self.views
+
+    def _work(self, jobs: Iterator[Job]) -> Iterator[Batch]:
         self._turn += 1
         turn = self._turn
-        self._jobs.fill(
-            self._set_jobs(number, start) if isinstance(self.images, ImageSet) else self._stream_jobs(number, start)
-        )
+        self._jobs.fill(jobs)
         for pixels, failures in self._workers:
             job = self._jobs.issued.popleft()
             yield self._batch(job, pixels, failures)
@@ -126,24 +142,27 @@ class Loader:
         """The samples of an epoch in their order."""
         assert isinstance(self.images, ImageSet)
         if self._shuffle:
-            return order(len(self.images), self._seed, Purpose.ORDER, number)
+            return order(len(self.images), self.seed, Purpose.ORDER, number)
         return np.arange(len(self.images))
 
-    def _set_jobs(self, number: int, start: int) -> Iterator[Job]:
-        assert isinstance(self.images, ImageSet)
+    def parts(self, number: int, start: int = 0) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.int64]], int]]:
+        """This process's samples in each batch of an epoch, and how many all processes have of it together."""
         samples = self.order(number)
         for at in range(start * self.batch_size, len(samples), self.batch_size):
             batch = samples[at : at + self.batch_size]
             if len(batch) < self.batch_size and self._drop_last:
                 return
-            mine = batch[self._rank :: self._world]
-            yield Job(number, mine.tolist(), None, self.images.targets[torch.from_numpy(mine)], len(batch))
+            yield batch[self.rank :: self.world], len(batch)
+
+    def _job(self, samples: np.ndarray[Any, np.dtype[np.int64]], view: int, total: int) -> Job:
+        assert isinstance(self.images, ImageSet)
+        return Job(view, samples.tolist(), None, self.images.targets[torch.from_numpy(samples)], total)
 
     def _stream_jobs(self, number: int, start: int) -> Iterator[Job]:
         assert isinstance(self.images, ImageStream)
         samples = self.images.samples()
         if self._shuffle:
-            samples = _stirred(samples, self._seed, number)
+            samples = _stirred(samples, self.seed, number)
         batch: list[StreamSample] = []
         count = 0
         for sample in samples:
@@ -156,9 +175,10 @@ class Loader:
             yield self._stream_job(number, batch)
 
     def _stream_job(self, number: int, batch: list[StreamSample]) -> Job:
-        mine = batch[self._rank :: self._world]
-        shown = torch.stack([sample.target for sample in batch])[self._rank :: self._world]
-        return Job(number, [sample.number for sample in mine], [sample.data for sample in mine], shown, len(batch))
+        mine = batch[self.rank :: self.world]
+        shown = torch.stack([sample.target for sample in batch])[self.rank :: self.world]
+        data = [sample.data for sample in mine]
+        return Job(self.view(number), [sample.number for sample in mine], data, shown, len(batch))
 
     def _batch(self, job: Job, pixels: Tensor, failures: list[tuple[int, str]]) -> Batch:
         if failures and isinstance(self.images, ImageSet):
@@ -199,7 +219,13 @@ class _Decoder(Dataset[Any]):
     """Runs in a worker: the pixels of a job's images, and which of them could not be read."""
 
     def __init__(
-        self, images: ImageSet | ImageStream, preprocessing: Preprocessing, augment: Augment | None, seed: int
+        self,
+        images: ImageSet | ImageStream,
+        preprocessing: Preprocessing,
+        augment: Augment | None,
+        seed: int,
+        *,
+        plain_first: bool,
     ) -> None:
         self.source, self.rows, self.name = None, None, images.name
         if isinstance(images, ImageSet):
@@ -207,6 +233,7 @@ class _Decoder(Dataset[Any]):
         self.preprocessing = preprocessing
         self.augment = augment
         self.seed = seed
+        self.plain_first = plain_first
 
     def __getitem__(self, job: Job) -> tuple[Tensor, list[tuple[int, str]]]:
         pixels: list[Tensor] = []
@@ -219,17 +246,17 @@ class _Decoder(Dataset[Any]):
                 else:
                     assert job.data is not None
                     data, where = job.data[at], f"{self.name}, image {sample} of the stream"
-                pixels.append(self._view(data, where, job.epoch, sample))
+                pixels.append(self._view(data, where, job.view, sample))
             except ImageError as error:
                 failures.append((at, str(error)))
         if not pixels:
             return torch.empty(0, 3, *output_size(self.preprocessing)), failures
         return torch.stack(pixels), failures
 
-    def _view(self, data: bytes, where: str, epoch: int, sample: int) -> Tensor:
-        if self.augment is None:
+    def _view(self, data: bytes, where: str, view: int, sample: int) -> Tensor:
+        if self.augment is None or (self.plain_first and view == 0):
             return self.preprocessing.to_tensor(open_encoded(data, where, self.preprocessing.draft))
-        address = (self.preprocessing, self.seed, epoch, sample)
+        address = (self.preprocessing, self.seed, view, sample)
         image = open_encoded(data, where, partial(_edge, self.augment, address))
         return self.preprocessing.normalise(np.asarray(self.augment.apply(image, *address)))
 

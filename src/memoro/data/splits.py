@@ -47,6 +47,7 @@ def build_splits(
     fold: tuple[int, int] | None,
     seed: int,
     screen: bool,
+    screened: Splits | None,
     workers: int | None,
     quiet: bool,
 ) -> Splits:
@@ -69,6 +70,10 @@ def build_splits(
     total = len(skipped) + sum(map(len, sets.values()))
     if screen:
         for role, images in sets.items():
+            known = _known_digests(images, screened)
+            if known is not None:
+                sets[role] = replace(images, digests=known)
+                continue
             found = screen_images(images, workers, quiet=quiet)
             sets[role] = replace(images.subset(found.good), digests=found.digests, skipped=found.skipped)
             skipped += found.skipped
@@ -147,17 +152,63 @@ def _drop_unseen(parts: dict[Role, Part]) -> list[str]:
     return notes
 
 
+def _known_digests(images: ImageSet, screened: Splits | None) -> npt.NDArray[np.uint8] | None:
+    """The digests of images that somebody has screened already, None unless that was all of them."""
+    rows: dict[int, npt.NDArray[np.uint8]] = {}
+    for other in (screened.train, screened.val, screened.test) if screened is not None else ():
+        if other is not None and other.digests is not None and other.source == images.source:
+            rows |= dict(zip(other.rows.tolist(), other.digests, strict=True))
+    if not len(images) or not all(row in rows for row in images.rows.tolist()):
+        return None
+    return np.stack([rows[row] for row in images.rows.tolist()])
+
+
+def hold_out(splits: Splits, fraction: float, seed: int, like: Splits | None = None) -> Splits:
+    """The same with a validation split cut out of train, where there is none yet.
+
+    Classes are those of `like`, where that has the same images: then both lose the same ones.
+    """
+    if splits.train is None or splits.val is not None or not fraction:
+        return splits
+    sets: dict[Role, ImageSet] = {"train": splits.train}
+    if like is not None and like.train is not None and np.array_equal(like.train.rows, splits.train.rows):
+        other: dict[Role, ImageSet] = {"train": like.train}
+        notes = _hold_out(other, fraction, None, seed)
+        held = np.isin(splits.train.rows, other["val"].rows) if "val" in other else None
+        if held is not None:
+            sets = {
+                "train": splits.train.subset(np.flatnonzero(~held)),
+                "val": splits.train.subset(np.flatnonzero(held)),
+            }
+    else:
+        notes = _hold_out(sets, fraction, None, seed)
+    return replace(splits, train=sets["train"], val=sets.get("val"), notes=(*splits.notes, *notes))
+
+
+def fold_numbers(train: ImageSet, folds: int, seed: int) -> npt.NDArray[np.int64]:
+    """The fold in which each image is held out, -1 for never; copies of an image stay together."""
+    group, leaders = _leaders(train)
+    number = np.full(len(train), -1, dtype=np.int64)
+    number[leaders] = stratified_folds(strata(train.targets)[leaders], folds, seed)
+    return number[group]
+
+
+def _leaders(images: ImageSet) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The first copy of each image's content, for every image; and which images are first."""
+    group = np.arange(len(images))
+    if images.digests is not None:
+        _, first, inverse = np.unique(_keys(images), return_index=True, return_inverse=True)
+        group = first[inverse]
+    return group, np.flatnonzero(group == np.arange(len(images)))
+
+
 def _hold_out(sets: dict[Role, ImageSet], fraction: float, fold: tuple[int, int] | None, seed: int) -> list[str]:
     """Cuts a validation split out of train. Copies of an image stay together, or validation would ask what it told."""
     whole = sets["train"]
     notes = []
     if fold is not None and "val" in sets:
         notes.append("the set's own validation split was left out: a fold was asked for.")
-    group = np.arange(len(whole))
-    if whole.digests is not None:
-        _, first, inverse = np.unique(_keys(whole), return_index=True, return_inverse=True)
-        group = first[inverse]
-    leaders = np.flatnonzero(group == np.arange(len(whole)))
+    group, leaders = _leaders(whole)
     classes = strata(whole.targets)[leaders]
     if fold is None:
         held = stratified_split(classes, fraction, seed)[1]

@@ -1,11 +1,26 @@
 """The ways to train a task. All of them have the contract of `Regime`."""
 
 from memoro.errors import TrainingError
+from memoro.regimes.adapter import ADAPTER, ADAPTER_MEMORY
+from memoro.regimes.baseline import Baseline, Method
+from memoro.regimes.class_full import CLASS_FULL, VPT
+from memoro.regimes.full import FULL
 from memoro.regimes.head import HEAD
+from memoro.regimes.lora import LORA
 from memoro.regimes.memory import MEMORY
+from memoro.regimes.memory_full import MEMORY_FULL
+from memoro.regimes.propagated import PROPAGATED, PROPAGATED_ADDITIVE
 from memoro.regimes.regime import Regime, TaskPlan
 
-REGIMES: dict[str, Regime] = {regime.name: regime for regime in (HEAD, MEMORY)}
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        MEMORY_FULL, CLASS_FULL, VPT, ADAPTER, ADAPTER_MEMORY, PROPAGATED, PROPAGATED_ADDITIVE, FULL, LORA,
+    )
+}  # fmt: skip
+REGIMES: dict[str, Regime] = {
+    regime.name: regime for regime in (HEAD, MEMORY, *(method.regime for method in METHODS.values()))
+}
 
 
 def find_regime(name: str) -> Regime:
@@ -15,4 +30,4 @@ def find_regime(name: str) -> Regime:
     return REGIMES[name]
 
 
-__all__ = ["REGIMES", "Regime", "TaskPlan", "find_regime"]
+__all__ = ["METHODS", "REGIMES", "Baseline", "Method", "Regime", "TaskPlan", "find_regime"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -22,6 +23,10 @@ class TaskPlan:
     from_layer: int = 0
     extends: Sequence[Task] = ()
     seed: int = 0
+    width: int = 5
+    """Bottleneck of adapters."""
+    rank: int = 8
+    """Of LoRA's matrices."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,9 @@ class Regime:
 
     name: str
     summary: str
-    build: Callable[[Backbone, TaskPlan], Task]
-    """The untrained task."""
-    trains: Callable[[Task], dict[str, nn.Parameter]]
+    build: Callable[[Backbone, TaskPlan], Any]
+    """The untrained Task, or Baseline where the regime does not compose."""
+    trains: Callable[[Any], dict[str, nn.Parameter]]
     """The parameters that learn, by name. Nothing else may move."""
+    composes: bool = True
+    """Whether base tokens stay as they are, so that what it trains can stand beside other tasks."""

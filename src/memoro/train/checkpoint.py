@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +15,16 @@ from torch import Tensor
 
 from memoro.errors import TrainingError
 from memoro.taskfile import write_whole
-from memoro.train.runs import Run
+from memoro.train.course import Course, Progress
 
 KEY = "memoro-checkpoint"
 
 
-@dataclass
-class Progress:
-    """Where a training stands. Everything else follows from it: data order and augmentation are pure functions."""
-
-    step: int = 0
-    """Optimiser steps taken."""
-    epoch: int = 0
-    batch: int = 0
-    """Batches of this epoch that are done."""
-    sums: dict[str, list[float]] = field(default_factory=dict)
-    """Of the epoch under way, per run: loss, right answers, images."""
-    seconds: float = 0.0
-    """Spent so far, over all sittings."""
-
-
-def save_checkpoint(path: Path, progress: Progress, runs: Sequence[Run], identity: dict[str, Any]) -> None:
+def save_checkpoint(path: Path, courses: Sequence[Course], identity: dict[str, Any], seconds: float) -> None:
     """Writes the state of all runs. `identity` is what must be the same for a resume."""
     tensors: dict[str, Tensor] = {}
     records = []
-    for number, run in enumerate(runs):
+    for number, run in enumerate(run for course in courses for run in course.runs):
         state = run.optimizer.state_dict()["state"]
         for index, (name, parameter) in enumerate(run.trained.items()):
             tensors[f"{number}.now.{name}"] = parameter.detach()
@@ -57,13 +42,14 @@ def save_checkpoint(path: Path, progress: Progress, runs: Sequence[Run], identit
                 "diverged": run.diverged,
             }
         )
-    record = {"progress": vars(progress), "runs": records, "identity": identity}
+    progress = [asdict(course.progress) for course in courses]
+    record = {"progress": progress, "seconds": seconds, "runs": records, "identity": identity}
     data = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     write_whole(path, save(data, metadata={KEY: json.dumps(record)}))
 
 
-def load_checkpoint(path: Path, runs: Sequence[Run], identity: dict[str, Any]) -> Progress:
-    """Puts the runs back into the state of a checkpoint; returns where the training stood."""
+def load_checkpoint(path: Path, courses: Sequence[Course], identity: dict[str, Any]) -> float:
+    """Puts all runs back into the state of a checkpoint; returns the seconds that had been spent."""
     try:
         with safe_open(path, framework="pt") as file:
             record = json.loads((file.metadata() or {})[KEY])
@@ -77,6 +63,7 @@ def load_checkpoint(path: Path, runs: Sequence[Run], identity: dict[str, Any]) -
             f"cannot resume: {', '.join(changed)} differ from those of the checkpoint in {path.parent}. Use the same "
             "settings and data, or start anew without --resume."
         )
+    runs = [run for course in courses for run in course.runs]
     for number, (run, state_of) in enumerate(zip(runs, record["runs"], strict=True)):
         state: dict[int, dict[str, Any]] = {}
         with torch.no_grad():
@@ -94,4 +81,6 @@ def load_checkpoint(path: Path, runs: Sequence[Run], identity: dict[str, Any]) -
         run.best_score = None if state_of["best_score"] is None else tuple(state_of["best_score"])
         run.best_epoch = state_of["best_epoch"]
         run.stopped, run.diverged = state_of["stopped"], state_of["diverged"]
-    return Progress(**record["progress"])
+    for course, progress in zip(courses, record["progress"], strict=True):
+        course.progress = Progress(**progress)
+    return float(record["seconds"])

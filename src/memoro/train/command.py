@@ -1,144 +1,205 @@
-"""What `memoro train` and `memoro eval` do with their arguments."""
+"""What `memoro train`, `memoro sweep` and `memoro eval` do with their arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 from memoro.backbones import Backbone
 from memoro.composition import check_together
-from memoro.data import Splits, Streams, load_data, load_stream
+from memoro.data import Splits, Streams, load_columns, load_data, load_stream
+from memoro.data.splits import hold_out
 from memoro.errors import TrainingError
 from memoro.regimes import TaskPlan, find_regime
 from memoro.report import fit_table, sweep_table
 from memoro.task import Task, check_name
 from memoro.taskfile import load_tasks, save_task
-from memoro.train.fit import fit
+from memoro.train.cached import Cache
+from memoro.train.fit import teach
+from memoro.train.lessons import Lesson
 from memoro.train.metrics import MAIN_FIGURE
 from memoro.train.plots import draw_sweep
 from memoro.train.recipe import Recipe
-from memoro.train.sweep import Grid, run_sweep
+from memoro.train.results import FitResult
+from memoro.train.sweep import FOLDS, RATES, SMALL, Grid, Subject, SweepRow, run_sweeps
 
 
 @dataclass(frozen=True)
 class TrainOrder:
-    """What a user asked `memoro train` for, beside the recipe."""
+    """What a user asked `memoro train` or `memoro sweep` for, beside the recipe."""
 
-    data: str
-    task: str | None
-    regime: str
-    cells: int
-    from_layer: int
-    extends: Sequence[Path]
-    image_size: int | None
-    out: Path | None
-    folder: Path | None
-    resume: bool
-    workers: int | None
-    tensorboard: bool
+    data: Sequence[str]
+    task: str | None = None
+    regime: str = "memory"
+    grid: Grid = field(default_factory=Grid)
+    """Several combinations are swept; a single one is trained as it is."""
+    columns: Sequence[str] = ()
+    extends: Sequence[Path] = ()
+    image_size: int | None = None
+    folds: int | None = None
+    """0: a validation split; None: folds for small sets that are swept."""
+    cache: Cache | None = None
+    out: Path | None = None
+    folder: Path | None = None
+    resume: bool = False
+    workers: int | None = None
+    tensorboard: bool = False
     streaming: bool = False
+    must_sweep: bool = False
+    """Whether nothing to choose by is an error; else the middle combination is trained."""
 
 
-def run_train(
+@dataclass(frozen=True)
+class Trained:
+    """One task that came out."""
+
+    result: FitResult
+    rows: list[SweepRow]
+    """What was tried, if anything was."""
+
+
+def default_grid(cells: int, from_layer: int, lr: float | None, recipe: Recipe, streaming: bool) -> Grid:
+    """One combination; without a rate, a few of them."""
+    rates = (lr,) if lr is not None else (RATES[recipe.optimizer][1],) if streaming else RATES[recipe.optimizer]
+    return Grid((cells,), (from_layer,), rates, first_seed=recipe.seed)
+
+
+def run_order(
     backbone: Backbone, order: TrainOrder, recipe: Recipe, *, quiet: bool, console: Console
-) -> tuple[dict[str, Any], Table]:
-    """Trains, writes the task file; returns a JSON-ready record and a table for people."""
+) -> tuple[dict[str, Any], list[RenderableType]]:
+    """Trains, writes the task files; returns a JSON-ready record and tables for people."""
     regime, parents = find_regime(order.regime), _parents(order.extends)
     if order.task is not None:
         check_name(order.task)  # before the images are read
-    options: dict[str, Any] = {"val_fraction": recipe.val_fraction, "seed": recipe.data_seed}
-    splits: Splits | Streams
-    if order.streaming:
-        splits = load_stream(order.data, **options)
+    sets = _load(order, recipe, quiet)
+    plans = [TaskPlan(name=name, labels=s.labels, head=s.kind, extends=parents) for name, s in sets.items()]
+    subjects = [_subject(plan, splits, order, recipe) for plan, splits in zip(plans, sets.values(), strict=True)]
+    for subject in subjects:
+        for note in subject.splits.notes:
+            console.print(f"note: {note}", markup=False, highlight=False)
+    folder = order.folder or Path("runs") / "+".join(sets)
+    common: dict[str, Any] = {"folder": folder, "resume": order.resume, "workers": order.workers, "quiet": quiet}
+    preprocessing = backbone.preprocessing if order.image_size is None else backbone.preprocessing.at(order.image_size)
+    points = order.grid.points()
+    if len(points) > 1 and not order.must_sweep and not all(_can_choose(subject) for subject in subjects):
+        points = points[len(points) // 2 :][:1]
+        console.print(f"note: nothing to choose a learning rate by: {points[0][2]:g} is taken.", highlight=False)
+    if len(points) > 1:
+        swept = run_sweeps(backbone, subjects, regime, order.grid, recipe, preprocessing, cache=order.cache, **common)
+        trained = [Trained(result.best, result.rows) for result in swept]
     else:
-        splits = load_data(order.data, **options, workers=order.workers, quiet=quiet)
-    name = _announce(order, splits, console)
-    plan = TaskPlan(
-        name=name,
-        labels=splits.labels,
-        head=splits.kind,
-        cells=order.cells,
-        from_layer=order.from_layer,
-        extends=parents,
-        seed=recipe.seed,
-    )
-    task = regime.build(backbone, plan)
-    out = order.out or Path(f"{name}.safetensors")
-    folder = order.folder or Path("runs") / name
-    result = fit(
-        backbone,
-        task,
-        splits,
-        recipe=recipe,
-        regime=regime.name,
-        image_size=order.image_size,
-        folder=folder,
-        resume=order.resume,
-        workers=order.workers,
-        quiet=quiet,
-        tensorboard=order.tensorboard,
-    )
+        [(cells, layer, rate, seed)] = points
+        recipe = replace(recipe, lr=rate, seed=seed)
+        lessons = [
+            Lesson(
+                regime.build(backbone, replace(subject.plan, cells=cells, from_layer=layer, seed=seed)),
+                recipe,
+                regime,
+                subject.splits,
+                preprocessing,
+            )
+            for subject in subjects
+        ]
+        results = teach(backbone, lessons, cache=order.cache, tensorboard=order.tensorboard, **common)
+        trained = [Trained(result, []) for result in results]
+    records, shown = [], []
+    for subject, found in zip(subjects, trained, strict=True):
+        record, tables = _deliver(subject, found, order, folder)
+        records.append(record)
+        shown += tables
+    return records[0] if len(records) == 1 else {"tasks": records, "folder": str(folder)}, shown
+
+
+def _can_choose(subject: Subject) -> bool:
+    return subject.folds > 0 or subject.splits.val is not None
+
+
+def _subject(plan: TaskPlan, splits: Splits | Streams, order: TrainOrder, recipe: Recipe) -> Subject:
+    """How runs are compared: on the validation split, or on folds where that would be small."""
+    if not isinstance(splits, Splits) or splits.train is None:
+        return Subject(plan, splits)
+    folds = 0 if len(order.grid.points()) == 1 or splits.val is not None else order.folds
+    if folds is None:
+        rarest = int(splits.train.targets.bincount().min()) if splits.kind == "softmax" else len(splits.train)
+        folds = FOLDS if len(splits.train) < SMALL and rarest >= FOLDS else 0
+    if folds:
+        note = f"{len(splits.train)} training images: runs are compared on {folds} folds of them, in the same pass."
+        return Subject(plan, replace(splits, notes=(*splits.notes, note)), folds)
+    return Subject(plan, hold_out(splits, recipe.val_fraction, recipe.data_seed))
+
+
+def _deliver(
+    subject: Subject, found: Trained, order: TrainOrder, folder: Path
+) -> tuple[dict[str, Any], list[RenderableType]]:
+    """Writes the task's file, and a picture of what was tried."""
+    name, splits = subject.plan.name, subject.splits
+    out, task = _target(name, order), found.result.task
     save_task(task, out)
     record = {
         "task": name,
         "file": str(out),
         "bytes": out.stat().st_size,
         "folder": str(folder),
-        "metrics": result.metrics,
+        "metrics": found.result.metrics,
         "training": dict(task.spec.training),
-        "notes": list(result.notes),
+        "notes": list(found.result.notes),
         "skipped": [list(entry) for entry in getattr(splits, "skipped", ())],
     }
-    return record, fit_table(task, result.metrics, out)
+    tables: list[RenderableType] = [fit_table(task, found.result.metrics, out)]
+    if found.rows:
+        file = "sweep.png" if len(order.data) == 1 and not order.columns else f"sweep-{name}.png"
+        picture = draw_sweep(folder / file, name, found.rows, MAIN_FIGURE[splits.kind])
+        chosen = {"cells": task.cells, "from_layer": task.from_layer, "lr": task.spec.training["lr"]}
+        record |= {"picture": str(picture), "chosen": chosen, "runs": [asdict(row) for row in found.rows]}
+        tables = [sweep_table(name, found.rows), *tables, f"picture: {picture}"]
+    return record, tables
 
 
-def run_sweep_order(
-    backbone: Backbone, order: TrainOrder, grid: Grid, recipe: Recipe, *, quiet: bool, console: Console
-) -> tuple[dict[str, Any], Table]:
-    """Sweeps, writes the chosen task's file and a picture; returns a JSON-ready record and a table for people."""
-    regime, parents = find_regime(order.regime), _parents(order.extends)
-    splits = load_data(
-        order.data, val_fraction=recipe.val_fraction, seed=recipe.data_seed, workers=order.workers, quiet=quiet
-    )
-    name = _announce(order, splits, console)
-    preprocessing = backbone.preprocessing if order.image_size is None else backbone.preprocessing.at(order.image_size)
-    folder = order.folder or Path("runs") / name
-    result = run_sweep(
-        backbone,
-        TaskPlan(name=name, labels=splits.labels, head=splits.kind, extends=parents),
-        regime,
-        grid,
-        recipe,
-        splits,
-        preprocessing,
-        folder=folder,
-        resume=order.resume,
-        workers=order.workers,
-        quiet=quiet,
-    )
-    out = save_task(result.task, order.out or Path(f"{name}.safetensors"))
-    picture = draw_sweep(folder / "sweep.png", name, result.rows, MAIN_FIGURE[splits.kind])
-    record = {
-        "task": name,
-        "file": str(out),
-        "picture": str(picture),
-        "chosen": {"cells": result.task.cells, "from_layer": result.task.from_layer, **result.task.spec.training},
-        "metrics": result.best.metrics,
-        "runs": [asdict(row) for row in result.rows],
-    }
-    return record, sweep_table(name, result, out)
+def _target(name: str, order: TrainOrder) -> Path:
+    several = len(order.data) > 1 or len(order.columns) > 1
+    if order.out is None or not several:
+        return order.out or Path(f"{name}.safetensors")
+    order.out.mkdir(parents=True, exist_ok=True)
+    return order.out / f"{name}.safetensors"
 
 
-def _announce(order: TrainOrder, splits: Splits | Streams, console: Console) -> str:
-    """The task's name; what there is to know about the data is told before the work begins."""
-    for note in splits.notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
-    return check_name(order.task or splits.name.replace("/", "-").replace("\\", "-"))
+def _load(order: TrainOrder, recipe: Recipe, quiet: bool) -> dict[str, Splits | Streams]:
+    """The sets by task name. Validation splits are cut later: a sweep may want folds instead."""
+    options: dict[str, Any] = {"seed": recipe.data_seed}
+    if not order.streaming:
+        options |= {"workers": order.workers, "quiet": quiet}
+    if order.columns:
+        if len(order.data) > 1 or order.task is not None or order.streaming:
+            raise TrainingError("--label-column makes a task of each column of one table: give one DATA and no --task.")
+        return {
+            check_name(name): splits
+            for name, splits in load_columns(
+                order.data[0], order.columns, val_fraction=recipe.val_fraction, **options
+            ).items()
+        }
+    if len(order.data) == 1:
+        named, data = order.task, order.data[0]
+        if "=" in data and not Path(data).exists():
+            named, _, data = data.partition("=")
+        if order.streaming:
+            splits: Splits | Streams = load_stream(data, val_fraction=recipe.val_fraction, **options)
+        else:
+            splits = load_data(data, val_fraction=0, **options)
+        return {check_name(named or splits.name.replace("/", "-").replace("\\", "-")): splits}
+    pairs = [entry.partition("=") for entry in order.data]
+    names = [name for name, _, _ in pairs]
+    if (
+        order.task is not None
+        or order.streaming
+        or not all(data for _, _, data in pairs)
+        or len(set(names)) < len(names)
+    ):
+        raise TrainingError("to train several tasks, give NAME=DATA for each, with names of their own.")
+    return {check_name(name): load_data(data, val_fraction=0, **options) for name, _, data in pairs}
 
 
 def _parents(files: Sequence[Path]) -> list[Task]:

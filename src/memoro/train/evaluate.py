@@ -14,8 +14,8 @@ from memoro.data import ImageSet, Loader, Splits, load_data
 from memoro.errors import DataError
 from memoro.extras import need
 from memoro.task import HeadKind, Task
+from memoro.train.course import collect_logits
 from memoro.train.fit import check_labels
-from memoro.train.loop import collect_logits
 from memoro.train.metrics import measure
 
 

@@ -1,51 +1,36 @@
-"""`fit`: a task and images in, a trained task and the figures to trust it out."""
+"""`fit`: from a task and a set of images to a trained task and the figures to trust it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from rich.console import Console
 
 from memoro.backbones import Backbone
 from memoro.composition import check_backbone
-from memoro.data import ImageSet, ImageStream, Loader, Splits, Streams, load_data
+from memoro.data import ImageSet, ImageStream, Splits, Streams, load_data
 from memoro.data.augment import output_size
-from memoro.errors import TrainingError
+from memoro.errors import CacheError, TrainingError
 from memoro.extras import need
-from memoro.preprocessing import Preprocessing
-from memoro.regimes import Regime, find_regime
+from memoro.progress import bar
+from memoro.regimes import find_regime
 from memoro.task import Task
-from memoro.train.loop import Training, Watcher, collect_logits, run_training
-from memoro.train.metrics import confusion, measure
-from memoro.train.objective import class_weights
+from memoro.train.cached import Cache, estimate, fill_caches
+from memoro.train.lessons import Courses, Lesson
+from memoro.train.loop import Training, Watcher, run_training
+from memoro.train.metrics import confusion
 from memoro.train.recipe import Recipe
-from memoro.train.runs import Run, SharedPass, ancestors
+from memoro.train.results import FitResult, examine
+from memoro.train.runs import ancestors
 
-SHARED = ("epochs", "steps", "batch_size", "accumulate", "balance", "augment", "precision", "data_seed")
-"""What runs of one pass have in common."""
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """What a training gave."""
-
-    task: Task
-    history: list[dict[str, Any]]
-    """One entry an epoch."""
-    metrics: dict[str, Any]
-    """Figures on the test split, or on the validation split where there is none; `split` says which. Empty for a run
-    that left a shared pass because its loss went beyond all bounds; `notes` tell."""
-    folder: Path | None
-    notes: tuple[str, ...]
-
-    def __iter__(self) -> Iterator[Any]:
-        """`task, history, metrics = fit(…)`"""
-        return iter((self.task, self.history, self.metrics))
+VIEWS = 4
+"""Views of an image that a cache keeps unless the recipe says."""
 
 
 def fit(
@@ -56,6 +41,7 @@ def fit(
     recipe: Recipe | None = None,
     regime: str | None = None,
     image_size: int | None = None,
+    cache: Cache | bool = False,
     folder: str | Path | None = None,
     resume: bool = False,
     workers: int | None = None,
@@ -65,131 +51,160 @@ def fit(
 ) -> FitResult:
     """Trains `task` in place on `data` (anything that load_data takes, or Splits) and measures it.
 
-    The recipe's fields can be given by name: `fit(backbone, task, "photos", epochs=5, lr=0.03)`. With `folder`,
-    figures, settings, pictures and a checkpoint are kept there, and `resume` goes on from that checkpoint.
+    The recipe's fields can be given by name: `fit(backbone, task, "photos", epochs=5, lr=0.03)`. With `cache`, base
+    passes are kept on disk and read back in later epochs. With `folder`, figures, settings, pictures and a checkpoint
+    are kept there, and `resume` goes on from that checkpoint.
     """
-    recipe = build_recipe(recipe, changes)
-    way = find_regime(regime or ("head" if task.from_layer == backbone.depth else "memory"))
-    splits = data if isinstance(data, (Splits, Streams)) else _load(data, task, recipe, workers, quiet)
-    preprocessing = backbone.preprocessing if image_size is None else backbone.preprocessing.at(image_size)
-    results = fit_many(
+    return fit_tasks(
         backbone,
-        [(task, recipe)],
-        way,
-        splits,
-        preprocessing,
-        folder=None if folder is None else Path(folder),
+        [(task, data)],
+        recipe=recipe,
+        regime=regime,
+        image_size=image_size,
+        cache=cache,
+        folder=folder,
         resume=resume,
         workers=workers,
         quiet=quiet,
         tensorboard=tensorboard,
-    )
-    return results[0]
+        **changes,
+    )[0]
 
 
-def fit_many(
+def fit_tasks(
     backbone: Backbone,
-    settings: Sequence[tuple[Task, Recipe]],
-    regime: Regime | Sequence[Regime],
-    splits: Splits | Streams,
-    preprocessing: Preprocessing,
+    tasks: Sequence[tuple[Task, Any]],
     *,
+    recipe: Recipe | None = None,
+    regime: str | None = None,
+    image_size: int | None = None,
+    cache: Cache | bool = False,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    workers: int | None = None,
+    quiet: bool = False,
+    tensorboard: bool = False,
+    **changes: Any,
+) -> list[FitResult]:
+    """Trains several tasks, each on its own data, in one pass of the backbone a step; otherwise as `fit`.
+
+    Each comes out as if trained alone. Tasks over the same images (`load_columns`) share every image's base pass. A
+    task that extends another one of the list waits until that is done.
+    """
+    recipe = build_recipe(recipe, changes)
+    kept = (Cache() if cache else None) if isinstance(cache, bool) else cache
+    if kept is not None and recipe.views is None:
+        recipe = replace(recipe, views=VIEWS)
+    preprocessing = backbone.preprocessing if image_size is None else backbone.preprocessing.at(image_size)
+    lessons = []
+    for task, data in tasks:
+        way = find_regime(regime or ("head" if task.from_layer == backbone.depth else "memory"))
+        splits = data if isinstance(data, (Splits, Streams)) else _load(data, task, recipe, workers, quiet)
+        lessons.append(Lesson(task, recipe, way, splits, preprocessing))
+    waves = _waves(lessons)
+    done: dict[int, FitResult] = {}
+    for number, wave in enumerate(waves, start=1):
+        place = None if folder is None else Path(folder) / str(number) if len(waves) > 1 else Path(folder)
+        results = teach(
+            backbone,
+            wave,
+            cache=kept,
+            folder=place,
+            resume=resume,
+            workers=workers,
+            quiet=quiet,
+            tensorboard=tensorboard,
+        )
+        done |= {id(result.task): result for result in results}
+    return [done[id(task)] for task, _ in tasks]
+
+
+def _waves(lessons: Sequence[Lesson]) -> list[list[Lesson]]:
+    """The lessons in an order in which everything that a task extends is trained before it."""
+    waves: list[list[Lesson]] = []
+    waiting = list(lessons)
+    while waiting:
+        open_ones = {id(lesson.task) for lesson in waiting}
+        wave = [lesson for lesson in waiting if not open_ones & {id(older) for older in ancestors([lesson.task])}]
+        if not wave:
+            raise TrainingError("these tasks extend each other in a circle.")
+        waves.append(wave)
+        waiting = [lesson for lesson in waiting if lesson not in wave]
+    return waves
+
+
+def teach(
+    backbone: Backbone,
+    lessons: Sequence[Lesson],
+    *,
+    cache: Cache | None = None,
     folder: Path | None = None,
     resume: bool = False,
     workers: int | None = None,
     quiet: bool = True,
     tensorboard: bool = False,
 ) -> list[FitResult]:
-    """Trains several tasks on the same images, one pass of the backbone for all of them at each step."""
+    """Trains all lessons at once, one pass of the backbone for all of them at each step, and measures them."""
     from memoro.train.folder import RunFolder
     from memoro.train.watch import ProgressBar
 
     need("accelerate", "torchmetrics", "matplotlib")
-    if not splits.train:
-        raise TrainingError(f"{splits.name} has no training images.")
-    backbone.check_pixels(torch.empty(1, 3, *output_size(preprocessing)))
-    tasks, first = [task for task, _ in settings], settings[0][1]
+    tasks = [lesson.task for lesson in lessons]
     for task in [*tasks, *ancestors(tasks)]:
         check_backbone(task, backbone)
-    for task, recipe in settings:
-        check_labels(task, splits)
-        differ = [name for name in SHARED if getattr(recipe, name) != getattr(first, name)]
-        if differ:
-            raise TrainingError(f"runs in one pass share their {', '.join(differ)}: train {task.name!r} by itself.")
-    regimes = [regime] * len(settings) if isinstance(regime, Regime) else list(regime)
-    runs = [Run.start(task, recipe, way.trains(task)) for (task, recipe), way in zip(settings, regimes, strict=True)]
-    common: dict[str, Any] = {"batch_size": first.batch_size, "workers": workers}
-    train = Loader(splits.train, preprocessing, augment=first.augment, shuffle=True, seed=first.data_seed, **common)
-    val = None if splits.val is None else Loader(splits.val, preprocessing, **common)
-    identity = {
-        "recipe": [recipe.to_json() for _, recipe in settings],
-        "task": [{**_spec_facts(task), "regime": way.name} for (task, _), way in zip(settings, regimes, strict=True)],
-        "backbone": backbone.fingerprint.digest,
-        "data": {name: _data_digest(part) for name, part in (("train", splits.train), ("val", splits.val))},
-        "preprocessing": preprocessing.to_json(),
-    }
-    watchers: list[Watcher] = []
+    for lesson in lessons:
+        assert lesson.train is not None
+        check_labels(lesson.task, lesson.splits)
+        backbone.check_pixels(torch.empty(1, 3, *output_size(lesson.preprocessing)))
+    courses = Courses(backbone, lessons, cache=cache, workers=workers)
+    if cache is not None:
+        try:
+            _fill(courses, cache, quiet)
+        except CacheError as error:
+            if cache.required:
+                raise
+            if not quiet:
+                Console(stderr=True).print(f"note: every pass is computed anew: {error}", markup=False, highlight=False)
+            cache = None
+            courses = Courses(backbone, lessons, cache=None, workers=workers)
+    identity = _identity(backbone, lessons, cache)
     place: RunFolder | None = None
+    watchers: list[Watcher] = []
     if folder is not None:
-        config = {**identity, "backbone": backbone.name, "fingerprint": backbone.fingerprint.digest, "set": splits.name}
+        names = list(dict.fromkeys(lesson.splits.name for lesson in lessons))
+        facts = {"backbone": backbone.name, "fingerprint": backbone.fingerprint.digest}
+        config = {**identity, **facts, "set": names[0] if len(names) == 1 else names}
         place = RunFolder(folder, config, tensorboard=tensorboard)
         watchers.append(place)
     training = Training(
         backbone=backbone,
-        runs=runs,
-        train=train,
-        val=val,
-        weights=class_weights(splits.kind, _targets(splits.train)) if first.balance else None,
+        courses=courses.list,
         watchers=watchers,
         checkpoint=None if place is None else place.checkpoint,
         identity=identity,
         resume=resume,
     )
-    title = runs[0].task.name if len(runs) == 1 else f"{len(runs)} runs"
-    with ProgressBar(title, training.total_steps, quiet) as bar:
-        watchers.append(bar)
-        progress = run_training(training)
-    if all(run.diverged for run in runs):
+    title = tasks[0].name if len(tasks) == 1 else f"{len(tasks)} runs"
+    with ProgressBar(title, sum(course.total_steps for course in courses.list), quiet) as shown:
+        watchers.append(shown)
+        seconds = run_training(training)
+    if all(run.diverged for run in courses.runs):
         kept = "" if place is None else f" The last good checkpoint is in {place.checkpoint}."
-        raise TrainingError(f"{runs[0].task.name!r}: {runs[0].stopped}.{kept}")
-
-    final = splits.test or splits.val or splits.train
-    split = next(name for name in ("test", "val", "train") if getattr(splits, name) is final)
-    sound = [run for run in runs if not run.diverged]
-    shared = SharedPass(backbone, [run.task for run in sound])
-    logits, targets = collect_logits(shared, backbone, Loader(final, preprocessing, **common))
-    answers = dict(zip(map(id, sound), logits, strict=True))
-    results = []
-    for run, way in zip(runs, regimes, strict=True):
-        notes = splits.notes if run.stopped is None else (*splits.notes, run.stopped)
-        if run.diverged:
-            results.append(FitResult(run.task, run.history, {}, folder, notes))
-            continue
-        out = answers[id(run)]
-        metrics = {"split": split, **measure(run.task.kind, run.task.labels, out, targets)}
-        run.task.describe(
-            preprocessing=preprocessing,
-            training={
-                "data": splits.name,
-                "images": len(splits.train) if isinstance(splits.train, ImageSet) else splits.train.length,
-                "regime": way.name,
-                "optimizer": run.recipe.optimizer,
-                "lr": run.recipe.lr,
-                "batch_size": run.recipe.batch_size,
-                "epochs": len(run.history),
-                "steps": run.history[-1]["step"],
-                "best_epoch": run.best_epoch,
-                "seed": run.recipe.seed,
-                "trained_parameters": sum(parameter.numel() for parameter in run.trained.values()),
-                "seconds": round(progress.seconds, 1),
-            },
-            metrics={name: value for name, value in metrics.items() if value is not None},
-        )
-        if place is not None and len(runs) == 1:
-            matrix = confusion(out, targets) if run.task.kind == "softmax" else None
-            place.draw(run.task.name, run.history, matrix, run.task.labels)
-        results.append(FitResult(run.task, run.history, metrics, folder, notes))
+        raise TrainingError(f"{tasks[0].name!r}: {courses.runs[0].stopped}.{kept}")
+    results = examine(backbone, lessons, courses, folder, seconds, workers)
+    if place is not None and len(results) == 1 and results[0].logits is not None:
+        [result] = results
+        matrix = confusion(result.logits, result.targets) if tasks[0].kind == "softmax" else None  # type: ignore[arg-type]
+        place.draw(tasks[0].name, result.history, matrix, tasks[0].labels)
     return results
+
+
+def _fill(courses: Courses, cache: Cache, quiet: bool) -> None:
+    views, size = estimate(courses.cached)
+    with ExitStack() as stack:
+        title = f"features ({size / 1e9:.1f} GB)"
+        tick = stack.enter_context(bar(title, views)) if views and not quiet else (lambda images: None)
+        fill_caches(courses.cached, cache, tick)
 
 
 def build_recipe(recipe: Recipe | None, changes: dict[str, Any]) -> Recipe:
@@ -233,10 +248,28 @@ def _spec_facts(task: Task) -> dict[str, Any]:
     }
 
 
-def _targets(images: ImageSet | ImageStream) -> Tensor:
-    if isinstance(images, ImageStream):
-        raise TrainingError(f"{images.name}: a stream does not tell how often each class occurs; leave out balance.")
-    return images.targets
+def _identity(backbone: Backbone, lessons: Sequence[Lesson], cache: Cache | None) -> dict[str, Any]:
+    """What must be the same for a resume to be the same training."""
+    digests: dict[int, str | None] = {}
+    for lesson in lessons:
+        for images in (lesson.splits.train, lesson.splits.val):
+            if id(images) not in digests:
+                digests[id(images)] = _data_digest(images)
+    return {
+        "recipe": [lesson.recipe.to_json() for lesson in lessons],
+        "task": [{**_spec_facts(lesson.task), "regime": lesson.regime.name} for lesson in lessons],
+        "backbone": backbone.fingerprint.digest,
+        "data": [
+            {
+                "train": digests[id(lesson.splits.train)],
+                "val": digests[id(lesson.splits.val)],
+                "held": None if lesson.held is None else hashlib.sha256(lesson.held.tobytes()).hexdigest(),
+            }
+            for lesson in lessons
+        ],
+        "preprocessing": [lesson.preprocessing.to_json() for lesson in lessons],
+        "features": None if cache is None else cache.dtype,
+    }
 
 
 def _data_digest(images: ImageSet | ImageStream | None) -> str | None:

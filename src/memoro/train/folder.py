@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memoro.errors import TrainingError
 from memoro.taskfile import write_whole
-from memoro.train.checkpoint import Progress
+from memoro.train.course import Course
 
 
 class RunFolder:
@@ -34,9 +34,9 @@ class RunFolder:
     def checkpoint(self) -> Path:
         return self.path / "checkpoint.safetensors"
 
-    def begin(self, progress: Progress) -> None:
+    def begin(self, courses: Sequence[Course]) -> None:
         """Drops lines beyond this point: what a killed run wrote after its last checkpoint is computed again."""
-        kept = []
+        kept, places = [], {course.name: course.progress for course in courses}
         with _disk(self.path):
             for file in (self.checkpoint, self.metrics):
                 for rest in self.path.glob(f".{file.name}.*.part"):  # left by a kill in the middle of writing
@@ -46,17 +46,19 @@ class RunFolder:
                     entry = json.loads(line)
                 except ValueError:
                     continue  # the line that the kill cut off
-                done = entry["epoch"] <= progress.epoch if "train_loss" in entry else entry["step"] <= progress.step
-                if done:
+                place = places.get(entry.get("course", courses[0].name))
+                if place is None:
+                    continue  # of another training in the same folder
+                if entry["epoch"] <= place.epoch if "train_loss" in entry else entry["step"] <= place.step:
                     kept.append(line + b"\n")
         write_whole(self.metrics, b"".join(kept))
         text = json.dumps(self._config, indent=2, ensure_ascii=False) + "\n"
         write_whole(self.path / "config.json", text.encode())
 
-    def step(self, progress: Progress, entry: dict[str, Any]) -> None:
+    def step(self, course: Course, entry: dict[str, Any]) -> None:
         self._write(entry)
 
-    def epoch(self, progress: Progress, entries: list[dict[str, Any]]) -> None:
+    def epoch(self, course: Course, entries: list[dict[str, Any]]) -> None:
         for entry in entries:
             self._write(entry)
 

@@ -1,4 +1,4 @@
-"""The one training loop, for any number of runs in one pass."""
+"""The one training loop, for any number of runs and sets of images in one pass."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,35 +17,29 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.data import Batch, Loader
-from memoro.errors import TrainingError
-from memoro.train.checkpoint import Progress, load_checkpoint, save_checkpoint
+from memoro.train.checkpoint import load_checkpoint, save_checkpoint
+from memoro.train.course import AnyBatch, Course, collect_logits, inputs_of
 from memoro.train.metrics import measure, score
 from memoro.train.objective import loss_sum
-from memoro.train.recipe import Recipe
-from memoro.train.runs import Run, SharedPass
+from memoro.train.runs import Run, SharedPass, answer_together
 
 
 class Watcher(Protocol):
     """What wants to know how a training goes: a progress bar, a run folder."""
 
-    def begin(self, progress: Progress) -> None: ...
+    def begin(self, courses: Sequence[Course]) -> None: ...
 
-    def step(self, progress: Progress, entry: dict[str, Any]) -> None: ...
+    def step(self, course: Course, entry: dict[str, Any]) -> None: ...
 
-    def epoch(self, progress: Progress, entries: list[dict[str, Any]]) -> None: ...
+    def epoch(self, course: Course, entries: list[dict[str, Any]]) -> None: ...
 
 
 @dataclass
 class Training:
-    """Runs over the same images. Data order and views come from the first run's recipe, which all share."""
+    """Courses that go side by side: each step takes a batch of every one, and one base pass for all of them."""
 
     backbone: Backbone
-    runs: Sequence[Run]
-    train: Loader
-    val: Loader | None
-    weights: Tensor | None = None
-    """Per class, see `objective.class_weights`."""
+    courses: Sequence[Course]
     watchers: Sequence[Watcher] = ()
     checkpoint: Path | None = None
     every: float = 60.0
@@ -56,77 +50,53 @@ class Training:
     """On the monotonic clock, as if it had never been interrupted."""
 
     @property
-    def recipe(self) -> Recipe:
-        return self.runs[0].recipe
-
-    @property
-    def total_steps(self) -> int:
-        if self.recipe.steps is not None:
-            return self.recipe.steps
-        return self.recipe.epochs * -(-len(self.train) // self.recipe.accumulate)
+    def runs(self) -> list[Run]:
+        return [run for course in self.courses for run in course.runs]
 
     def autocast(self) -> torch.autocast:
         # Not Accelerate's own: that is one setting for the whole life of a process.
-        return torch.autocast(self.backbone.device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16")
+        low = self.courses[0].recipe.precision == "bf16"
+        return torch.autocast(self.backbone.device.type, dtype=torch.bfloat16, enabled=low)
 
 
-def run_training(training: Training) -> Progress:
-    """Trains all runs to their end and leaves each task with its best weights by validation score."""
+def run_training(training: Training) -> float:
+    """Trains all runs to their end and leaves each task with its best weights by validation score.
+
+    Returns the seconds that took, over all sittings.
+    """
     from accelerate import Accelerator
 
     accelerator = Accelerator()
-    progress = Progress()
+    seconds, saved = 0.0, time.monotonic()
     if training.resume and training.checkpoint is not None and training.checkpoint.is_file():
-        progress = load_checkpoint(training.checkpoint, training.runs, training.identity)
-    training.started = time.monotonic() - progress.seconds
-    if not progress.step:
-        _save(training, progress)  # in place of what another training may have left in the folder
+        seconds = load_checkpoint(training.checkpoint, training.courses, training.identity)
+    training.started = time.monotonic() - seconds
+    if not any(course.progress.step for course in training.courses):
+        _save(training)  # in place of what another training may have left in the folder
     for watcher in training.watchers:
-        watcher.begin(progress)
-    total = training.total_steps
+        watcher.begin(training.courses)
     with _patient_interrupts() as interrupted:
-        # A checkpoint may lie between the last step of an epoch and its validation: then batches are counted as done.
-        while (progress.step < total or progress.batch) and _active(training.runs):
-            if progress.step < total:
-                _train_epoch(training, progress, total, accelerator, interrupted)
-            if _active(training.runs):
-                _end_epoch(training, progress)
-            if not all(run.diverged for run in training.runs):  # else the last good one is kept
-                _save(training, progress)
-    progress.seconds = time.monotonic() - training.started
+        while going := [course for course in training.courses if not course.finished]:
+            groups = [(course, course.take()) for course in going]
+            if stepping := [(course, group) for course, group in groups if group]:
+                _step(training, stepping, accelerator)
+            for course, group in groups:
+                if not group:
+                    _end_epoch(training, course)
+                    if not all(run.diverged for run in training.runs):  # else the last good one is kept
+                        _save(training)
+            if interrupted():
+                _save(training)
+                done = ", ".join(f"{course.progress.step} of {course.total_steps}" for course in training.courses)
+                raise KeyboardInterrupt(f"stopped and saved after step {done}")
+            if time.monotonic() - saved > training.every:
+                if not all(run.diverged for run in training.runs):
+                    _save(training)
+                saved = time.monotonic()
     for run in training.runs:
         run.restore_best()
         run.task.requires_grad_(False)
-    return progress
-
-
-def _train_epoch(
-    training: Training, progress: Progress, total: int, accelerator: Any, interrupted: Callable[[], bool]
-) -> None:
-    """The rest of the epoch under way, or as many steps of it as are left."""
-    shared = SharedPass(training.backbone, [run.task for run in _active(training.runs)])
-    started, images, saved = time.monotonic(), 0, time.monotonic()
-    for group in _groups(training.train.epoch(progress.epoch, start=progress.batch), training.recipe.accumulate):
-        entry = _step(training, shared, group, progress, total, accelerator)
-        progress.step += 1
-        progress.batch += len(group)
-        images += sum(batch.total for batch in group)
-        entry["images_per_second"] = images / (time.monotonic() - started)
-        for watcher in training.watchers:
-            watcher.step(progress, entry)
-        active = _active(training.runs)
-        if not active:
-            return
-        if interrupted():
-            _save(training, progress)
-            raise KeyboardInterrupt(f"stopped and saved after step {progress.step} of {total}")
-        if len(active) < len(shared.rows):  # a run was dropped: compute it no longer
-            shared = SharedPass(training.backbone, [run.task for run in active])
-        if time.monotonic() - saved > training.every:
-            _save(training, progress)
-            saved = time.monotonic()
-        if progress.step == total:
-            return
+    return time.monotonic() - training.started
 
 
 @contextmanager
@@ -149,140 +119,152 @@ def _patient_interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _save(training: Training, progress: Progress) -> None:
-    progress.seconds = time.monotonic() - training.started
+def _save(training: Training) -> None:
     if training.checkpoint is not None:
-        save_checkpoint(training.checkpoint, progress, training.runs, training.identity)
+        seconds = time.monotonic() - training.started
+        save_checkpoint(training.checkpoint, training.courses, training.identity, seconds)
 
 
-def _active(runs: Sequence[Run]) -> list[Run]:
-    return [run for run in runs if run.stopped is None]
+@dataclass
+class _Sums:
+    """What the batches of one step add up to, for each active run of a course."""
+
+    runs: list[Run]
+    losses: Tensor
+    right: Tensor
+    images: Tensor
+    """How many count; a run may have images held out."""
 
 
-def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
-    while group := list(islice(batches, size)):
-        yield group
-
-
-def _step(
-    training: Training,
-    shared: SharedPass,
-    group: Sequence[Batch],
-    progress: Progress,
-    total: int,
-    accelerator: Any,
-) -> dict[str, Any]:
-    """One optimiser step of every active run over a group of batches; each run clips and steps for itself."""
-    runs, device = _active(training.runs), training.backbone.device
-    count = sum(batch.total for batch in group)
-    losses = torch.zeros(len(runs), dtype=torch.float64)
-    right = torch.zeros(len(runs), dtype=torch.float64)
-    for batch in group:
-        pixels, targets = batch.pixels.to(device, training.backbone.dtype), batch.targets.to(device)
-        with training.autocast():
-            logits = shared(pixels)
-        parts = [
-            loss_sum(
-                run.task.kind, out, targets, smoothing=run.recipe.label_smoothing, weights=_to(training.weights, device)
-            )
-            for run, out in zip(runs, logits, strict=True)
+def _step(training: Training, groups: Sequence[tuple[Course, Sequence[AnyBatch]]], accelerator: Any) -> None:
+    """One optimiser step of every active run over its course's batches; each run clips and steps for itself."""
+    sums = [_count(course, group, accelerator) for course, group in groups]
+    for batches in zip_longest(*(group for _, group in groups)):
+        here = [
+            (course, batch, found)
+            for (course, _), batch, found in zip(groups, batches, sums, strict=True)
+            if batch is not None
         ]
+        passes = [course.shared(training.backbone) for course, _, _ in here]
+        with training.autocast():
+            answers = answer_together(passes, [inputs_of(batch, training.backbone) for _, batch, _ in here])
         # Parameters of runs are disjoint, so one backward pass gives each run its own gradient.
-        torch.autograd.backward(torch.stack(parts).sum() / count)
-        for number, (part, out) in enumerate(zip(parts, logits, strict=True)):
-            losses[number] += float(part.detach())
-            if runs[number].task.kind == "softmax":
-                right[number] += float((out.detach().argmax(-1) == targets).sum())
-    losses, right = accelerator.reduce(losses.to(device)).cpu(), accelerator.reduce(right.to(device)).cpu()
+        parts = [
+            part for (_, batch, found), out in zip(here, answers, strict=True) for part in _losses(found, batch, out)
+        ]
+        torch.autograd.backward(torch.stack(parts).sum())
+    for (course, group), found in zip(groups, sums, strict=True):
+        _apply(training, course, group, found, accelerator)
+
+
+def _count(course: Course, group: Sequence[AnyBatch], accelerator: Any) -> _Sums:
+    runs, total = course.active, sum(batch.total for batch in group)
+    zeros = torch.zeros(len(runs), dtype=torch.float64)
+    images = torch.full_like(zeros, total)
+    held = [at for at, run in enumerate(runs) if run.goal.shares is not None]
+    if held:
+        own = torch.stack([sum(runs[at].goal.shares[batch.index].sum() for batch in group) for at in held])  # type: ignore[index, misc]
+        images[held] = accelerator.reduce(own.double())
+    return _Sums(runs, zeros, zeros.clone(), images)
+
+
+def _losses(found: _Sums, batch: AnyBatch, answers: Sequence[Tensor]) -> list[Tensor]:
+    """Each run's part of its mean loss, for backward; what it sums up to is added to `found`."""
+    parts = []
+    for number, (run, out) in enumerate(zip(found.runs, answers, strict=True)):
+        goal, device = run.goal, out.device
+        targets = (batch.targets if goal.targets is None else goal.targets[batch.index]).to(device)
+        shares = None if goal.shares is None else goal.shares[batch.index].to(device)
+        weights = None if goal.class_weights is None else goal.class_weights.to(device)
+        smoothing = run.recipe.label_smoothing
+        part = loss_sum(run.task.kind, out, targets, smoothing=smoothing, weights=weights, shares=shares)
+        found.losses[number] += float(part.detach())
+        if run.task.kind == "softmax":
+            right = (out.detach().argmax(-1) == targets).double()
+            found.right[number] += float((right if shares is None else right * shares).sum())
+        parts.append(part / max(float(found.images[number]), 1.0))
+    return parts
+
+
+def _apply(training: Training, course: Course, group: Sequence[AnyBatch], found: _Sums, accelerator: Any) -> None:
+    """Each run's step with its own clipping and rate; one without finite numbers leaves the course."""
+    progress, total, device = course.progress, course.total_steps, training.backbone.device
+    losses = accelerator.reduce(found.losses.to(device)).cpu()
+    right = accelerator.reduce(found.right.to(device)).cpu()
     entry: dict[str, Any] = {"step": progress.step + 1, "epoch": progress.epoch + 1, "steps": total}
-    for number, run in enumerate(runs):
-        value = float(losses[number]) / count
+    for number, run in enumerate(found.runs):
+        images = float(found.images[number])
+        value = float(losses[number]) / max(images, 1.0)
         gradients = [accelerator.reduce(parameter.grad) for parameter in run.trained.values()]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
-        if not torch.isfinite(norm) or not math.isfinite(value):
-            run.diverge(f"loss {value:.3g}, gradient {float(norm):.3g}", progress.step + 1)
+        norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).tolist()
+        if not math.isfinite(sum(norms)) or not math.isfinite(value):
+            run.diverge(f"loss {value:.3g}, gradient {math.hypot(*norms):.3g}", progress.step + 1)
             continue
-        for parameter, gradient in zip(run.trained.values(), gradients, strict=True):
-            parameter.grad = gradient * run.recipe.clip_scale(gradient)
+        for parameter, gradient, norm in zip(run.trained.values(), gradients, norms, strict=True):
+            parameter.grad = gradient * run.recipe.clip_scale(norm)
         rate = run.recipe.rate(progress.step, total)
         for settings in run.optimizer.param_groups:
             settings["lr"] = rate * settings["share"]
         run.optimizer.step()
         run.optimizer.zero_grad()
-        sums = progress.sums.setdefault(str(training.runs.index(run)), [0.0, 0.0, 0.0])
-        for at, amount in enumerate((float(losses[number]), float(right[number]), float(count))):
+        sums = progress.sums.setdefault(str(course.runs.index(run)), [0.0, 0.0, 0.0])
+        for at, amount in enumerate((float(losses[number]), float(right[number]), images)):
             sums[at] += amount
-        if "loss" not in entry or value < entry["loss"]:
+        if images and ("loss" not in entry or value < entry["loss"]):
             entry |= {"loss": value, "lr": rate}
             if run.task.kind == "softmax":
-                entry["accuracy"] = float(right[number]) / count
-    return entry
+                entry["accuracy"] = float(right[number]) / images
+    entry["images_per_second"] = course.count(group)
+    if len(training.courses) > 1:
+        entry["course"] = course.name
+    for watcher in training.watchers:
+        watcher.step(course, entry)
 
 
-def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
-
-
-def _end_epoch(training: Training, progress: Progress) -> None:
-    """Validates, keeps each run's best weights, stops those without patience left, and starts the next epoch."""
-    entries = []
-    runs = _active(training.runs)
-    results: list[dict[str, Any] | None] = [None] * len(runs)
-    if training.val is not None:
+def _end_epoch(training: Training, course: Course) -> None:
+    """Examines, keeps each run's best weights, stops those without patience left, and starts the next epoch."""
+    progress, results = course.progress, dict[int, dict[str, Any]]()
+    for exam in course.exams:
+        runs = [run for run in exam.runs if run.stopped is None]
+        if not runs:
+            continue
         shared = SharedPass(training.backbone, [run.task for run in runs])
-        logits, targets = collect_logits(shared, training.backbone, training.val, autocast=training.autocast)
-        results = [measure(run.task.kind, run.task.labels, out, targets) for run, out in zip(runs, logits, strict=True)]
-    for run, found in zip(runs, results, strict=True):
+        logits, targets = collect_logits(shared, training.backbone, exam.loader, autocast=training.autocast)
+        for run, out in zip(runs, logits, strict=True):
+            own = targets if run.goal.val_targets is None else run.goal.val_targets
+            results[id(run)] = measure(run.task.kind, run.task.labels, out, own)
+    entries = []
+    for run in course.active:
+        found = results.get(id(run))
         if found is not None and not math.isfinite(found["loss"]):
             run.diverge(f"validation loss {found['loss']:.3g}", progress.step)
             continue
         if not all(bool(torch.isfinite(parameter).all()) for parameter in run.trained.values()):
             run.diverge("weights without bounds", progress.step)
             continue
-        number = training.runs.index(run)
+        number = course.runs.index(run)
         loss, right, images = progress.sums.get(str(number), [0.0, 0.0, 0.0])
         entry: dict[str, Any] = {
-            "run": number,
+            "run": training.runs.index(run),
             "epoch": progress.epoch + 1,
             "step": progress.step,
             "train_loss": loss / max(images, 1),
         }
+        if len(training.courses) > 1:
+            entry["course"] = course.name
         if run.task.kind == "softmax":
             entry["train_accuracy"] = right / max(images, 1)
         if found is not None:
             entry |= {f"val_{name}": value for name, value in found.items() if isinstance(value, float)}
-            run.keep_best(score(run.task.kind, found), progress.epoch + 1)
+        if found is None or run.goal.shares is not None:
+            # Nothing to choose by, or a fold, which stands for a run that has nothing to choose by: the last.
+            run.keep_best((float(progress.epoch), 0.0), progress.epoch + 1)
         else:
-            run.keep_best((float(progress.epoch), 0.0), progress.epoch + 1)  # nothing to choose by: the last
+            run.keep_best(score(run.task.kind, found), progress.epoch + 1)
         run.history.append(entry)
         entries.append(entry)
         if run.recipe.patience and progress.epoch + 1 - run.best_epoch >= run.recipe.patience:
             run.stopped = f"no better validation score for {run.recipe.patience} epochs"
-    progress.epoch += 1
-    progress.batch = 0
-    progress.sums = {}
+    course.next_epoch()
     for watcher in training.watchers:
-        watcher.epoch(progress, entries)
-
-
-def collect_logits(
-    answer: Callable[[Tensor], Sequence[Tensor]],
-    backbone: Backbone,
-    loader: Loader,
-    *,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    tick: Callable[[int], None] = lambda images: None,
-) -> tuple[list[Tensor], Tensor]:
-    """The logits that `answer` gives for each of its tasks over all images of a loader, and the targets, on the CPU."""
-    parts: list[Sequence[Tensor]] = []
-    targets: list[Tensor] = []
-    with torch.no_grad():
-        for batch in loader.epoch(0):
-            with autocast():
-                out = answer(batch.pixels.to(backbone.device, backbone.dtype))
-            parts.append([logits.float().cpu() for logits in out])
-            targets.append(batch.targets)
-            tick(len(batch.targets))
-    if not targets:
-        raise TrainingError(f"{loader.images.name}: there are no images to evaluate on.")
-    return [torch.cat(part) for part in zip(*parts, strict=True)], torch.cat(targets)
+        watcher.epoch(course, entries)

@@ -10,23 +10,35 @@ from memoro.task import HeadKind
 
 
 def loss_sum(
-    kind: HeadKind, logits: Tensor, targets: Tensor, *, smoothing: float = 0.0, weights: Tensor | None = None
+    kind: HeadKind,
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    smoothing: float = 0.0,
+    weights: Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """The summed loss of a batch, in float32 at least: cross-entropy, binary cross-entropy or squared error.
 
     `weights` are per class and have mean 1 over the training images, so that the sum is divided by the number of
-    images all the same.
+    images all the same. `shares` (b) say how much each image counts.
     """
+    each = _losses(kind, logits, targets, smoothing, weights)
+    return (each if shares is None else each * shares).sum()
+
+
+def _losses(kind: HeadKind, logits: Tensor, targets: Tensor, smoothing: float, weights: Tensor | None) -> Tensor:
+    """The loss of each image."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if kind == "softmax":
         each = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
-        return (each if weights is None else each * weights[targets]).sum()
+        return each if weights is None else each * weights[targets]
     targets = targets.to(logits.dtype)
     if kind == "multilabel":
         targets = targets * (1 - smoothing) + 0.5 * smoothing
         each = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none", pos_weight=weights)
-        return each.mean(dim=-1).sum()
-    return (logits - targets).square().mean(dim=-1).sum()
+        return each.mean(dim=-1)
+    return (logits - targets).square().mean(dim=-1)
 
 
 def class_weights(kind: HeadKind, targets: Tensor) -> Tensor | None:

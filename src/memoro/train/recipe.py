@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memoro.data import Augment
 from memoro.errors import TrainingError
@@ -16,8 +16,9 @@ from memoro.errors import TrainingError
 OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["no", "bf16"]  # fp16 would need loss scaling; bf16 does not
 
-WHOLE = {"epochs": 1, "steps": 1, "batch_size": 1, "accumulate": 1, "warmup": 0, "patience": 0}
+WHOLE = {"epochs": 1, "steps": 1, "batch_size": 1, "accumulate": 1, "warmup": 0, "patience": 0, "views": 1}
 """The fields that are whole numbers, and the least that each may be."""
+OPTIONAL = (("steps", None), ("views", None))
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Recipe:
     balance: bool = False
     """Weights classes by the inverse of how often they occur."""
     augment: Augment = field(default_factory=Augment)
+    views: int | None = None
+    """How many views of an image there are, in turn: the one of evaluation, then random ones. None: a new one every
+    epoch, as in the paper."""
     patience: int = 0
     """Epochs without a better validation score after which a run stops; 0 for never."""
     accumulate: int = 1
@@ -64,7 +68,7 @@ class Recipe:
             raise TrainingError(f"precision {self.precision!r} is none of {', '.join(get_args(Precision))}.")
         for name, least in WHOLE.items():
             value = getattr(self, name)
-            if not (isinstance(value, int) and value >= least) and (name, value) != ("steps", None):
+            if not (isinstance(value, int) and value >= least) and (name, value) not in OPTIONAL:
                 raise TrainingError(f"{name} {value!r}: choose a whole number, {least} or more.")
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise TrainingError(f"lr {self.lr}: choose a number above 0, such as 0.1 for sgd or 0.001 for adamw.")
@@ -82,9 +86,9 @@ class Recipe:
         done = (step - self.warmup) / max(1, total - self.warmup)
         return self.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
-    def clip_scale(self, gradient: Tensor) -> float:
-        """What a tensor's gradient is multiplied by so that its norm stays within `clip`."""
-        return min(1.0, self.clip / (float(torch.linalg.vector_norm(gradient)) + 1e-6)) if self.clip else 1.0
+    def clip_scale(self, norm: float) -> float:
+        """What a tensor's gradient of this norm is multiplied by so that it stays within `clip`."""
+        return min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
 
     def build_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """One group a tensor, in their order; a group's `share` of the learning rate is less for memory."""

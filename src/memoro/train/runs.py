@@ -11,11 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Backbone
-from memoro.engine import build_bank, build_plan, run_streams
+from memoro.engine import BasePass, Features, TaskStream, build_bank, build_plan
 from memoro.errors import TrainingError
 from memoro.lineage import trace_lineage
 from memoro.task import Task
 from memoro.train.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a run is to learn of its images, where that is not simply what the set says of them."""
+
+    targets: Tensor | None = None
+    """Of the training images, in their order."""
+    val_targets: Tensor | None = None
+    shares: Tensor | None = None
+    """How much each training image counts (n,); those with 0 are held out."""
+    class_weights: Tensor | None = None
+    """See `objective.class_weights`."""
 
 
 @dataclass
@@ -26,6 +39,7 @@ class Run:
     recipe: Recipe
     trained: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
+    goal: Goal = Goal()
     history: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Tensor] = field(default_factory=dict)
     """The trained parameters at the best validation score so far."""
@@ -37,13 +51,13 @@ class Run:
     """Whether that is because its numbers went beyond all bounds."""
 
     @classmethod
-    def start(cls, task: Task, recipe: Recipe, trained: dict[str, nn.Parameter]) -> Run:
+    def start(cls, task: Task, recipe: Recipe, trained: dict[str, nn.Parameter], goal: Goal | None = None) -> Run:
         """A run at its beginning; what is not in `trained` is frozen."""
         for parameter in task.parameters():
             parameter.requires_grad_(False)
         for parameter in trained.values():
             parameter.requires_grad_(True)
-        return cls(task, recipe, trained, recipe.build_optimizer(trained))
+        return cls(task, recipe, trained, recipe.build_optimizer(trained), goal or Goal())
 
     def diverge(self, what: str, step: int) -> None:
         self.diverged = True
@@ -62,7 +76,7 @@ class Run:
 
 
 class SharedPass:
-    """One pass of the backbone for several live tasks; what they extend comes along, frozen."""
+    """Several live tasks over the same images; what they extend comes along, frozen."""
 
     def __init__(self, backbone: Backbone, tasks: Sequence[Task]) -> None:
         self.backbone = backbone
@@ -78,13 +92,46 @@ class SharedPass:
         self.plan = build_plan(lineage, self.tasks, range(len(tasks)), backbone.depth, backbone.device)
         self.rows = [self.plan.order.index(number) for number in range(len(tasks))]
 
-    def __call__(self, pixels: Tensor) -> list[Tensor]:
-        """Each task's logits, with gradients to its parameters."""
-        bank = build_bank(self.backbone.anatomy, self.tasks)
-        _, stream = run_streams(self.backbone.anatomy, pixels, self.plan, bank)
-        assert stream is not None
+    def __call__(self, inputs: Tensor | Features) -> list[Tensor]:
+        """Each task's logits on a batch of pixels, or of features, with gradients to its parameters."""
+        return answer_together([self], [inputs])[0]
+
+    def stream(self) -> TaskStream:
+        return TaskStream(self.backbone.anatomy, self.plan, build_bank(self.backbone.anatomy, self.tasks))
+
+    def heads(self, rows: Tensor) -> list[Tensor]:
+        """The logits of a finished stream."""
         heads = [task.head for task in self.tasks]
-        return [heads[n](stream[:, row].to(heads[n].weight.dtype)) for n, row in enumerate(self.rows)]
+        return [heads[n](rows[:, row].to(heads[n].weight.dtype)) for n, row in enumerate(self.rows)]
+
+
+def answer_together(passes: Sequence[SharedPass], inputs: Sequence[Tensor | Features]) -> list[list[Tensor]]:
+    """The logits of several sets of tasks, each on its own images: pixels of one size share one base pass."""
+    streams = [shared.stream() for shared in passes]
+    finals: dict[int, Tensor] = {}
+    sizes: dict[torch.Size, list[int]] = {}
+    for number, given in enumerate(inputs):
+        if isinstance(given, Tensor):
+            sizes.setdefault(given.shape[1:], []).append(number)
+            continue
+        for layer, found in enumerate(given.layers, start=given.first):
+            streams[number].read(layer, found)
+        finals[number] = given.token
+    for numbers in sizes.values():
+        pixels = [given for number in numbers if isinstance(given := inputs[number], Tensor)]
+        ends = torch.tensor([len(part) for part in pixels]).cumsum(0).tolist()
+        own = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        base = BasePass(passes[0].backbone.anatomy, pixels[0] if len(pixels) == 1 else torch.cat(pixels))
+        for layer, found in enumerate(base):
+            for number, rows in zip(numbers, own, strict=True):
+                streams[number].read(layer, found if len(own) == 1 else found.part(rows))
+        finals |= {number: base.token[rows] for number, rows in zip(numbers, own, strict=True)}
+    answers = []
+    for number, (shared, stream) in enumerate(zip(passes, streams, strict=True)):
+        tokens = stream.finish(finals[number])
+        assert tokens is not None
+        answers.append(shared.heads(tokens))
+    return answers
 
 
 def ancestors(tasks: Sequence[Task]) -> list[Task]:

@@ -6,20 +6,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+
+import numpy as np
+import torch
 
 from memoro.backbones import Backbone
-from memoro.data import Splits
+from memoro.data import ImageSet, Splits, Streams
+from memoro.data.split import Index
+from memoro.data.splits import fold_numbers
 from memoro.errors import TrainingError
 from memoro.preprocessing import Preprocessing
 from memoro.regimes import Regime, TaskPlan
 from memoro.task import Task
-from memoro.train.fit import FitResult, fit_many
-from memoro.train.metrics import MAIN_FIGURE
+from memoro.train.cached import Cache
+from memoro.train.fit import teach
+from memoro.train.lessons import Lesson
+from memoro.train.metrics import MAIN_FIGURE, measure
 from memoro.train.recipe import Recipe
+from memoro.train.results import FitResult
 
-RATES = (0.03, 0.1, 0.3)
-"""Tried where nobody names a rate: what users should not have to know."""
+RATES = {"sgd": (0.03, 0.1, 0.3), "adamw": (0.0003, 0.001, 0.003)}
+"""Tried where nobody names a rate, by optimiser: what users should not have to know."""
+SMALL = 500
+"""Training images below which a part of them held out is too small to choose by, and folds are used."""
+FOLDS = 4
+
+Point = tuple[int, int, float, int]
+"""(cells, from_layer, lr, seed)"""
 
 
 @dataclass(frozen=True)
@@ -28,21 +41,21 @@ class Grid:
 
     cells: tuple[int, ...] = (5,)
     from_layers: tuple[int, ...] = (0,)
-    rates: tuple[float, ...] = RATES
+    rates: tuple[float, ...] = RATES["sgd"]
     seeds: int = 1
+    first_seed: int = 0
 
     def __post_init__(self) -> None:
         if not (self.cells and self.from_layers and self.rates) or self.seeds < 1:
             raise TrainingError("a sweep needs one value or more of cells, layers, rates and seeds.")
 
-    def points(self) -> list[tuple[int, int, float, int]]:
-        """(cells, from_layer, lr, seed) of every run."""
+    def points(self) -> list[Point]:
         return [
             (cells, layer, rate, seed)
             for cells in dict.fromkeys(self.cells)
             for layer in dict.fromkeys(self.from_layers)
             for rate in dict.fromkeys(self.rates)
-            for seed in range(self.seeds)
+            for seed in range(self.first_seed, self.first_seed + self.seeds)
         ]
 
 
@@ -72,57 +85,119 @@ class SweepResult:
     rows: list[SweepRow]
 
 
-def run_sweep(
+@dataclass(frozen=True)
+class Subject:
+    """One task to be swept, and its images."""
+
+    plan: TaskPlan
+    splits: Splits | Streams
+    folds: int = 0
+    """Score every combination on so many stratified folds of train, each held out in a run of its own; a last run
+    learns from all images and becomes the task. 0: score on the validation split."""
+
+
+def run_sweeps(
     backbone: Backbone,
-    plan: TaskPlan,
+    subjects: Sequence[Subject],
     regime: Regime,
     grid: Grid,
     recipe: Recipe,
-    splits: Splits,
     preprocessing: Preprocessing,
     *,
+    cache: Cache | None = None,
     folder: Path | None = None,
     resume: bool = False,
     workers: int | None = None,
     quiet: bool = True,
-) -> SweepResult:
-    """Trains all combinations in one pass and chooses by validation score."""
-    if splits.val is None:
-        raise TrainingError(f"{splits.name} has no validation images to choose by: set val_fraction above 0.")
-    points = grid.points()
-    settings = [
-        (
-            regime.build(backbone, replace(plan, cells=cells, from_layer=layer, seed=seed)),
-            replace(recipe, lr=rate, seed=seed),
-        )
-        for cells, layer, rate, seed in points
-    ]
-    results = fit_many(
-        backbone, settings, regime, splits, preprocessing, folder=folder, resume=resume, workers=workers, quiet=quiet
-    )
-    figure = MAIN_FIGURE[splits.kind]
-    together: dict[tuple[int, int, float], list[FitResult]] = {}
-    for (cells, layer, rate, _), result in zip(points, results, strict=True):
-        together.setdefault((cells, layer, rate), []).append(result)
-    rows = [_row(key, some, figure) for key, some in together.items()]
+) -> list[SweepResult]:
+    """Trains all combinations of all subjects in one pass and chooses for each by validation score."""
+    places: list[tuple[int, Point]] = []
+    lessons: list[Lesson] = []
+    for number, subject in enumerate(subjects):
+        parts = _parts(subject, recipe)
+        for point in grid.points():
+            cells, layer, rate, seed = point
+            for held in parts:
+                task = regime.build(backbone, replace(subject.plan, cells=cells, from_layer=layer, seed=seed))
+                own = replace(recipe, lr=rate, seed=seed)
+                lessons.append(Lesson(task, own, regime, subject.splits, preprocessing, held))
+                places.append((number, point))
+    results = teach(backbone, lessons, cache=cache, folder=folder, resume=resume, workers=workers, quiet=quiet)
+    gathered: list[dict[Point, list[FitResult]]] = [{} for _ in subjects]
+    for (number, point), result in zip(places, results, strict=True):
+        gathered[number].setdefault(point, []).append(result)
+    return [_choose(subject, found) for subject, found in zip(subjects, gathered, strict=True)]
+
+
+def _parts(subject: Subject, recipe: Recipe) -> list[Index | None]:
+    """What each run of a combination holds out: every fold in turn, then nothing."""
+    splits = subject.splits
+    if not subject.folds:
+        if splits.val is None:
+            raise TrainingError(f"{splits.name} has no validation images to choose by: set val_fraction above 0.")
+        return [None]
+    assert isinstance(splits.train, ImageSet)
+    number = fold_numbers(splits.train, subject.folds, recipe.data_seed)
+    return [*(np.flatnonzero(number == fold) for fold in range(subject.folds)), None]
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """One combination with one seed."""
+
+    result: FitResult
+    score: float
+    loss: float
+
+
+def _choose(subject: Subject, gathered: dict[Point, list[FitResult]]) -> SweepResult:
+    splits, figure = subject.splits, MAIN_FIGURE[subject.splits.kind]
+    scored: dict[tuple[int, int, float], list[_Scored | None]] = {}
+    for (cells, layer, rate, _), results in gathered.items():
+        whole = _over_folds(results, splits, figure) if subject.folds else _by_history(results[0], figure)
+        scored.setdefault((cells, layer, rate), []).append(whole)
+    rows = [_row(key, some, figure) for key, some in scored.items()]
     best = max(rows, key=lambda row: row.rank)
-    winners = [result for result in together[best.cells, best.from_layer, best.lr] if result.metrics]
-    chosen = max(winners, key=lambda result: _best_val(result.history, figure))
+    winners = [one for one in scored[best.cells, best.from_layer, best.lr] if one is not None]
+    if not winners:
+        raise TrainingError(f"{splits.name}: every combination went beyond all bounds: choose smaller learning rates.")
+    chosen = max(winners, key=lambda one: (one.score, -one.loss)).result
     return SweepResult(chosen.task, chosen, rows)
 
 
-def _row(key: tuple[int, int, float], results: Sequence[FitResult], figure: str) -> SweepRow:
-    finished = [result for result in results if result.metrics and result.history]
-    best = [_best_val(result.history, figure) for result in finished]
+def _by_history(result: FitResult, figure: str) -> _Scored | None:
+    """By the validation score of the epoch whose weights were kept."""
+    if not result.metrics or not result.history:
+        return None
+    score, loss = max((entry.get(f"val_{figure}", float("-inf")), -entry["val_loss"]) for entry in result.history)
+    return _Scored(result, score, -loss)
+
+
+def _over_folds(results: Sequence[FitResult], splits: Splits | Streams, figure: str) -> _Scored | None:
+    """By the answers to all images, each from the run that had not seen it; the last run is what comes out."""
+    *folds, whole = results
+    if not all(result.metrics for result in results):
+        return None
+    logits = torch.cat([fold.logits for fold in folds if fold.logits is not None])
+    targets = torch.cat([fold.targets for fold in folds if fold.targets is not None])
+    found = measure(splits.kind, splits.labels, logits, targets)
+    value = found.get(figure)
+    if splits.test is None:
+        whole = replace(whole, metrics={"split": f"{len(folds)} folds", **found})
+        whole.task.describe(metrics={name: value for name, value in whole.metrics.items() if value is not None})
+    return _Scored(whole, float("-inf") if value is None else value, found["loss"])
+
+
+def _row(key: tuple[int, int, float], seeds: Sequence[_Scored | None], figure: str) -> SweepRow:
+    finished = [one for one in seeds if one is not None]
     return SweepRow(
         *key,
-        val=tuple(score for score, _ in best),
-        val_loss=mean(-loss for _, loss in best) if best else float("inf"),
-        test=tuple(result.metrics[figure] for result in finished if result.metrics.get(figure) is not None),
-        diverged=len(results) - len(finished),
+        val=tuple(one.score for one in finished),
+        val_loss=mean(one.loss for one in finished) if finished else float("inf"),
+        test=tuple(
+            one.result.metrics[figure]
+            for one in finished
+            if one.result.metrics["split"] == "test" and one.result.metrics.get(figure) is not None
+        ),
+        diverged=len(seeds) - len(finished),
     )
-
-
-def _best_val(history: Sequence[dict[str, Any]], figure: str) -> tuple[float, float]:
-    """The validation score and negative loss of the epoch whose weights were kept."""
-    return max((entry.get(f"val_{figure}", float("-inf")), -entry["val_loss"]) for entry in history)

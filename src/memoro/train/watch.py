@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from memoro.train import checkpoint
+from memoro.train.course import Course
 
 
 class ProgressBar:
@@ -36,18 +37,18 @@ class ProgressBar:
     ) -> None:
         self._bar.stop()
 
-    def begin(self, progress: checkpoint.Progress) -> None:
-        self._bar.update(self._job, completed=progress.step)
+    def begin(self, courses: Sequence[Course]) -> None:
+        self._bar.update(self._job, completed=sum(course.progress.step for course in courses))
 
-    def step(self, progress: checkpoint.Progress, entry: dict[str, Any]) -> None:
+    def step(self, course: Course, entry: dict[str, Any]) -> None:
         figures = [f"epoch {entry['epoch']}"]
         for name, form in (("loss", "{:.3f}"), ("accuracy", "{:.3f}"), ("images_per_second", "{:.0f}")):
             if name in entry:
                 label = {"accuracy": "acc", "images_per_second": "img/s"}.get(name, name)
                 figures.append(f"{label} {form.format(entry[name])}")
-        self._bar.update(self._job, completed=progress.step, figures=" ".join([*figures, self._val]))
+        self._bar.update(self._job, advance=1, figures=" ".join([*figures, self._val]))
 
-    def epoch(self, progress: checkpoint.Progress, entries: list[dict[str, Any]]) -> None:
+    def epoch(self, course: Course, entries: list[dict[str, Any]]) -> None:
         scores = [
             entry[name]
             for entry in entries

@@ -1,0 +1,291 @@
+"""Features on disk: what tasks read of a base pass, kept for later epochs, runs and tasks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memoro.engine import BaseLayer, Features
+from memoro.errors import CacheError
+from memoro.taskfile import write_whole
+
+StoreDtype = Literal["float16", "bfloat16", "float32"]
+
+VERSION = 1
+SHARD_BYTES = 256 * 2**20
+"""A file holds about so much: what a crash loses at most, and what making room frees at least."""
+ABANDONED = 3600.0
+"""Seconds after which an unfinished file that nobody wrote to belongs to a process that died."""
+
+
+def default_folder() -> Path:
+    """Where features are kept unless a user says otherwise."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "memoro" / "features"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One image's record: the token that enters each kept layer and the final one, then keys and values a layer."""
+
+    first: int
+    depth: int
+    dim: int
+    heads: int
+    tokens: int
+    dtype: StoreDtype
+
+    @property
+    def layers(self) -> int:
+        return self.depth - self.first
+
+    @property
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.layers + 1, self.dim), (self.layers, 2, self.heads, self.tokens, self.dim // self.heads)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        # The few class tokens stay exact: a head reads nothing else.
+        small, large = self._shapes
+        return int(np.prod(small)) * 4, int(np.prod(large)) * getattr(torch, self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        """Bytes of a record."""
+        return sum(self._sizes)
+
+    def pack(self, features: Features) -> bytes:
+        """The records of a batch, one after the other. Numbers too large for the dtype are an error."""
+        tokens = torch.stack([*(layer.token for layer in features.layers), features.token], dim=1)
+        pairs = [torch.stack([layer.keys, layer.values], dim=1) for layer in features.layers]
+        both = torch.stack(pairs, dim=1) if pairs else tokens.new_zeros(len(tokens), *self._shapes[1])
+        kept = both.to("cpu", getattr(torch, self.dtype))
+        if not bool(torch.isfinite(kept).all()):
+            raise CacheError(
+                f"the backbone's features do not fit into {self.dtype}: choose --cache-dtype bfloat16 or float32."
+            )
+        sides = [tokens.to("cpu", torch.float32), kept]
+        raw = [side.contiguous().view(torch.uint8).reshape(len(tokens), -1).numpy() for side in sides]
+        return np.concatenate(raw, axis=1).tobytes()
+
+    def views(self, data: Tensor) -> tuple[Tensor, Tensor]:
+        """Raw records (rows, bytes) as tokens (rows, layers + 1, dim) and pairs (rows, layers, 2, h, n, d)."""
+        small, _ = self._sizes
+        tokens, pairs = data[:, :small].view(torch.float32), data[:, small:].view(getattr(torch, self.dtype))
+        return tokens.view(len(data), *self._shapes[0]), pairs.view(len(data), *self._shapes[1])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One finished file of records."""
+
+    path: Path
+    layout: Layout
+    keys: tuple[bytes, ...]
+
+    def open(self) -> tuple[Tensor, Tensor]:
+        """Its records, mapped from disk: reading one costs nothing before it is used."""
+        data = np.memmap(self.path, np.uint8, "c", shape=(len(self.keys), self.layout.size))
+        return self.layout.views(torch.from_numpy(data))
+
+
+class FeatureStore:
+    """Records of one backbone with one preprocessing, by key. `about` is all that they depend on beside the image.
+
+    A file of records counts once its index stands beside it, and both are renamed into place: a crash leaves nothing
+    half done, and two processes at worst compute the same record twice. Nothing that is read can run code.
+    """
+
+    def __init__(self, folder: Path, layout: Layout, about: dict[str, Any]) -> None:
+        self.root = folder
+        self.layout = layout
+        facts = json.dumps({"version": VERSION, **about}, sort_keys=True)
+        self.folder = folder / hashlib.sha256(facts.encode()).hexdigest()[:32]
+        self._shards: list[Shard] = []
+        self._open: dict[Path, tuple[Tensor, Tensor]] = {}
+        self._places: dict[bytes, tuple[Shard, int]] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Looks for what other processes have written since."""
+        known = {shard.path for shard in self._shards}
+        for index in sorted(self.folder.glob("*.json")):
+            shard = None if index.with_suffix(".bin") in known else _read_index(index, self.layout)
+            if shard is not None:
+                self._add(shard)
+
+    def missing(self, keys: Sequence[bytes]) -> list[int]:
+        """The positions of keys that have no record yet."""
+        return [at for at, key in enumerate(keys) if key not in self._places]
+
+    def writer(self) -> Writer:
+        return Writer(self)
+
+    def read(
+        self, keys: Sequence[bytes], biases: Sequence[Tensor | None], device: torch.device, dtype: torch.dtype
+    ) -> Features:
+        """The features of a batch, as the backbone would have computed them but for the rounding of the store."""
+        layout = self.layout
+        tokens = torch.empty(layout.layers + 1, len(keys), layout.dim, dtype=dtype)
+        shape = (layout.layers, 2, len(keys), layout.heads, layout.tokens, layout.dim // layout.heads)
+        pairs = torch.empty(shape, dtype=dtype)
+        for at, key in enumerate(keys):
+            shard, row = self._places[key]
+            if shard.path not in self._open:
+                self._open[shard.path] = shard.open()
+            small, large = self._open[shard.path]
+            # A record from an earlier layer on serves a later fork as well.
+            skip = layout.first - shard.layout.first
+            tokens[:, at].copy_(small[row, skip:])
+            if layout.layers:
+                pairs[:, :, at].copy_(large[row, skip:])
+        tokens, pairs = tokens.to(device), pairs.to(device)
+        layers = [
+            BaseLayer(token, pair[0], pair[1], bias)
+            for token, pair, bias in zip(tokens[:-1], pairs, biases, strict=True)
+        ]
+        return Features(layout.first, layers, tokens[-1])
+
+    def make_room(self, needed: int, budget: int, keep: Sequence[bytes]) -> None:
+        """Removes what was used longest ago, of any backbone, until `needed` more bytes stay within the budget."""
+        wanted = {self._places[key][0].path for key in keep if key in self._places}
+        files = sorted(self.root.glob("*/*.bin"), key=lambda file: _used(file))
+        total = sum(file.stat().st_size for file in files)
+        for file in files:
+            if total + needed <= budget:
+                return
+            if file in wanted:
+                continue
+            total -= file.stat().st_size
+            file.with_suffix(".json").unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+        self._shards, self._places, self._open = [], {}, {}
+        self.refresh()
+
+    def _add(self, shard: Shard) -> None:
+        self._shards.append(shard)
+        self._places.update({key: (shard, row) for row, key in enumerate(shard.keys)})
+
+
+class Writer:
+    """Appends records to a store; each file counts as soon as it is full, the last one when the writer closes."""
+
+    def __init__(self, store: FeatureStore) -> None:
+        self._store = store
+        self._rows = max(1, SHARD_BYTES // max(1, store.layout.size))
+        self._keys: list[bytes] = []
+        self._path: Path | None = None
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Writer:
+        clear_abandoned(self._store.root)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and issubclass(kind, CacheError):
+            self._drop()
+        else:
+            self._finish()  # what is complete is kept, whatever stopped the rest
+
+    def add(self, keys: Sequence[bytes], features: Features) -> None:
+        data, size = self._store.layout.pack(features), self._store.layout.size
+        try:
+            for at, key in enumerate(keys):
+                if self._file is None:
+                    self._store.folder.mkdir(parents=True, exist_ok=True)
+                    self._path = self._store.folder / f"{uuid.uuid4().hex}.part"
+                    self._file = self._path.open("wb")
+                self._file.write(data[at * size : (at + 1) * size])
+                self._keys.append(key)
+                if len(self._keys) == self._rows:
+                    self._finish()
+        except OSError as error:
+            self._drop()
+            raise CacheError(
+                f"cannot keep features in {self._store.folder} ({error.strerror}): make room, choose another --cache "
+                "folder, or train with --no-cache. What was kept so far stays."
+            ) from None
+
+    def _finish(self) -> None:
+        if self._file is None or self._path is None:
+            return
+        self._file.close()
+        data = self._path.with_suffix(".bin")
+        os.replace(self._path, data)
+        layout = self._store.layout
+        record = {"layout": vars(layout), "keys": [key.hex() for key in self._keys]}
+        write_whole(data.with_suffix(".json"), json.dumps(record).encode())
+        self._store._add(Shard(data, layout, tuple(self._keys)))
+        self._keys, self._path, self._file = [], None, None
+
+    def _drop(self) -> None:
+        if self._file is not None and self._path is not None:
+            self._file.close()
+            self._path.unlink(missing_ok=True)
+        self._keys, self._path, self._file = [], None, None
+
+
+def clear_abandoned(root: Path) -> None:
+    """Removes unfinished files of processes that died."""
+    parts = [*root.glob("*/*.part"), *(file for file in root.glob("*/*.bin") if not file.with_suffix(".json").exists())]
+    for file in parts:
+        try:
+            if time.time() - file.stat().st_mtime > ABANDONED:
+                file.unlink()
+        except OSError:
+            continue  # another process was faster
+
+
+def _used(file: Path) -> float:
+    try:
+        return file.with_suffix(".json").stat().st_mtime
+    except OSError:
+        return time.time()  # being written
+
+
+def _read_index(index: Path, layout: Layout) -> Shard | None:
+    """The shard of an index that serves the layout, None if it does not or is damaged."""
+    data = index.with_suffix(".bin")
+    try:
+        record = json.loads(index.read_bytes())
+        found = Layout(**record["layout"])
+        keys = tuple(bytes.fromhex(key) for key in record["keys"])
+        whole = data.stat().st_size == len(keys) * found.size
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    if not whole or not 0 <= found.first <= layout.first or replace(found, first=layout.first) != layout:
+        return None
+    os.utime(index)  # used: make_room takes others first
+    return Shard(data, found, keys)
+
+
+def total_bytes(root: Path) -> int:
+    """How much a folder of features holds."""
+    return sum(file.stat().st_size for file in root.glob("*/*.bin"))
+
+
+def clear(root: Path) -> int:
+    """Removes all features of a folder; returns how many bytes that freed."""
+    freed = 0
+    for folder in root.glob("*"):
+        files = [*folder.glob("*.json"), *folder.glob("*.bin"), *folder.glob("*.part")] if folder.is_dir() else []
+        for file in files:
+            freed += file.stat().st_size
+            file.unlink(missing_ok=True)
+        if files and not any(folder.iterdir()):
+            folder.rmdir()
+    return freed

@@ -1,0 +1,74 @@
+"""The plain pass in which every token attends to every other, and to memory: what most baselines run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from memoro.backbones import Anatomy, Block, Context
+
+Spread = Callable[[Tensor], Tensor]
+
+
+def run_dense(
+    anatomy: Anatomy,
+    pixels: Tensor,
+    *,
+    class_token: Tensor | None = None,
+    memory: Tensor | None = None,
+    blocks: Sequence[Block] | None = None,
+) -> Tensor:
+    """The final-normed token (b, dim) of a pass with another class token (dim), memory (depth, m, dim) or layers."""
+    tokens, context = embed_tokens(anatomy, pixels, class_token)
+    for layer, block in enumerate(blocks or anatomy.blocks):
+        cells = None if memory is None else memory[layer]
+        tokens = block.mix(tokens, look(block, context, layer, tokens, memory=cells))
+    return read_token(anatomy, tokens)
+
+
+def embed_tokens(anatomy: Anatomy, pixels: Tensor, class_token: Tensor | None) -> tuple[Tensor, Context]:
+    """The tokens (b, n, dim) that enter layer 0, with `class_token` in the place of the pre-trained one."""
+    tokens, context = anatomy.embed(pixels)
+    if class_token is None:
+        return tokens, context
+    first = anatomy.start(class_token.to(tokens.dtype).unsqueeze(0)).expand(len(tokens), 1, -1)
+    return torch.cat([first, tokens[:, 1:]], dim=1), context
+
+
+def look(
+    block: Block,
+    context: Context,
+    layer: int,
+    tokens: Tensor,
+    *,
+    memory: Tensor | None = None,
+    extra: int = 0,
+    spread: Spread | None = None,
+) -> Tensor:
+    """What tokens (b, n, dim) take from each other and from memory (m, dim), without a mask: (b, n, h * d).
+
+    The last `extra` tokens are none of the backbone's own: they are not rotated, and `spread` gives them score biases,
+    (1, h, n - extra, n - extra) to (1, h, n, n). Memory is not rotated and has a bias of zero.
+    """
+    q, k, v = block.qkv(block.norm1(tokens))
+    if context.rotate is not None:
+        own = tokens.shape[1] - extra
+        turned = context.rotate(q[:, :, :own], k[:, :, :own])
+        q, k = turned if not extra else (torch.cat([t, o[:, :, own:]], 2) for t, o in zip(turned, (q, k), strict=True))
+    bias = None if context.biases is None else context.biases[layer]
+    if bias is not None and spread is not None:
+        bias = spread(bias)
+    if memory is not None and len(memory):
+        # Norm([tokens; memory]) as in the paper, where the norm is of each token by itself.
+        cells = block.kv(block.norm1(memory.to(tokens.dtype).unsqueeze(0)))
+        k, v = (torch.cat([t, c.expand(len(t), -1, -1, -1)], dim=2) for t, c in zip((k, v), cells, strict=True))
+        bias = None if bias is None else F.pad(bias, (0, len(memory)))
+    return block.attend(q, k, v, bias)
+
+
+def read_token(anatomy: Anatomy, tokens: Tensor) -> Tensor:
+    """What a head reads (b, dim): the class token through the final norm, or the mean where there is none."""
+    return anatomy.finish_token(anatomy.base_token(tokens))

@@ -1,0 +1,152 @@
+"""Loaders that read a base pass back instead of computing it again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from memoro.backbones import Backbone
+from memoro.data import ImageSet, Loader
+from memoro.data.augment import output_size
+from memoro.engine import BasePass, Features, layer_bias
+from memoro.errors import CacheError
+from memoro.featurestore import FeatureStore, Layout, StoreDtype, default_folder
+
+GIGABYTE = 10**9
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where features are kept, how much room they may take, and how exactly."""
+
+    folder: Path = field(default_factory=default_folder)
+    budget: float = 20.0
+    """Gigabytes, over all backbones and sets; what was used longest ago makes room."""
+    dtype: StoreDtype = "float16"
+    required: bool = True
+    """Whether features that do not fit are an error; else they are computed anew every epoch."""
+
+
+@dataclass(frozen=True)
+class CachedBatch:
+    """A batch whose base pass was read from disk; else as `Batch`."""
+
+    features: Features
+    targets: Tensor
+    index: Tensor
+    total: int
+
+
+class CachedLoader:
+    """The batches of a loader, in its order, with features in place of pixels. Call `fill` before the first epoch."""
+
+    def __init__(self, loader: Loader, backbone: Backbone, cache: Cache, first: int) -> None:
+        assert isinstance(loader.images, ImageSet)
+        self.loader, self.images, self.batch_size = loader, loader.images, loader.batch_size
+        self._backbone = backbone
+        size = output_size(loader.preprocessing)
+        sample = torch.zeros(1, 3, *size, device=backbone.device, dtype=backbone.dtype)
+        with torch.no_grad():
+            tokens, context = backbone.anatomy.embed(sample)
+        self._biases = [layer_bias(context, layer) for layer in range(first, backbone.depth)]
+        layout = Layout(first, backbone.depth, backbone.dim, backbone.heads, tokens.shape[1], cache.dtype)
+        about = {
+            "backbone": backbone.fingerprint.digest,
+            "family": backbone.family,
+            "computed": str(backbone.dtype),
+            "preprocessing": loader.preprocessing.to_json(),
+        }
+        self.store = FeatureStore(cache.folder, layout, about)
+        contents = [bytes.fromhex(self.images.key(sample)) for sample in range(len(self.images))]
+        self.keys = [[self._key(content, at, view) for at, content in enumerate(contents)] for view in self.views]
+        """Of every image, a list for each view."""
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    @property
+    def views(self) -> range:
+        return range(self.loader.views or 1)
+
+    def missing(self) -> list[dict[bytes, int]]:
+        """What has no features yet, a sample for each key, in each view. Copies of an image share a record."""
+        return [{keys[at]: at for at in self.store.missing(keys)} for keys in self.keys]
+
+    def fill(self, tick: Callable[[int], None] = lambda images: None) -> None:
+        """Computes what is missing; `tick` hears of every batch."""
+        with self.store.writer() as writer, torch.no_grad():
+            for view, absent in enumerate(self.missing()):
+                for batch in self.loader.pick(list(absent.values()), view) if absent else ():
+                    pixels = batch.pixels.to(self._backbone.device, self._backbone.dtype)
+                    keys = [self.keys[view][int(sample)] for sample in batch.index]
+                    writer.add(keys, keep_features(self._backbone, pixels, self.store.layout.first))
+                    tick(len(keys))
+        self.loader.close()
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[CachedBatch]:
+        """The batches of one epoch, without the first `start`."""
+        view = self.loader.view(number) if self.loader.views else 0
+        for samples, total in self.loader.parts(number, start):
+            keys = [self.keys[view][int(sample)] for sample in samples]
+            features = self.store.read(keys, self._biases, self._backbone.device, self._backbone.dtype)
+            index = torch.from_numpy(samples)
+            yield CachedBatch(features, self.images.targets[index], index, total)
+
+    def _key(self, content: bytes, sample: int, view: int) -> bytes:
+        """What the features depend on beside backbone and preprocessing: the image's content and its view."""
+        loader = self.loader
+        if loader.augment is None or (loader.views is not None and view == 0):
+            return content
+        random = json.dumps([asdict(loader.augment), loader.seed, view, sample])
+        return hashlib.sha256(content + random.encode()).digest()
+
+
+def keep_features(backbone: Backbone, pixels: Tensor, first: int) -> Features:
+    """A base pass with what tasks read of it from layer `first` on."""
+    base = BasePass(backbone.anatomy, pixels)
+    layers = [layer for number, layer in enumerate(base) if number >= first]
+    return Features(first, layers, base.token)
+
+
+def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[int], None]) -> None:
+    """Makes room and fills all of them; an error that names the choices where they do not fit."""
+    everything = [list(dict.fromkeys(key for keys in loader.keys for key in keys)) for loader in loaders]
+    whole = sum(loader.store.layout.size * len(keys) for loader, keys in zip(loaders, everything, strict=True))
+    if whole > cache.budget * GIGABYTE:
+        raise CacheError(_too_big(loaders, whole, f"the budget is {cache.budget:g} GB", "--cache-budget"))
+    _, needed = estimate(loaders)
+    for loader, keys in zip(loaders, everything, strict=True):
+        loader.store.make_room(needed, int(cache.budget * GIGABYTE), keys)
+    cache.folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(cache.folder).free
+    if needed > 0.95 * free:
+        raise CacheError(_too_big(loaders, needed, f"the disk has {free / GIGABYTE:.1f} GB left", "--cache"))
+    for loader in loaders:
+        loader.store.refresh()  # what one has computed may serve another
+        loader.fill(tick)
+
+
+def estimate(loaders: Sequence[CachedLoader]) -> tuple[int, int]:
+    """How many views are to be computed, and how many bytes they take."""
+    absent = [sum(map(len, loader.missing())) for loader in loaders]
+    size = sum(count * loader.store.layout.size for count, loader in zip(absent, loaders, strict=True))
+    return sum(absent), size
+
+
+def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str) -> str:
+    views, layers = max(len(loader.views) for loader in loaders), loaders[0].store.layout.layers
+    choices = [f"a larger one ({option})", "--no-cache, which computes each pass anew"]
+    if views > 1:
+        choices.insert(0, f"fewer views (--views 1: {size / views / GIGABYTE:.1f} GB)")
+    if layers > 4:
+        choices.insert(0, f"a later fork (4 layers: {size * 4 / layers / GIGABYTE:.1f} GB)")
+    return (
+        f"the features take {size / GIGABYTE:.1f} GB, and {limit}. Choose {', '.join(choices[:-1])} or {choices[-1]}."
+    )

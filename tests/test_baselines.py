@@ -1,0 +1,423 @@
+"""The regimes that change base tokens: what each trains, what it computes, and that it touches nothing else."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from dense_oracle import run_dense_oracle
+from families import CASES, FAMILIES, Case
+from torch import Tensor
+from torch.nn import functional as F
+
+import memoro
+from memoro.backbones import Backbone
+from memoro.backbones.families import LAYOUTS
+from memoro.backbones.huggingface import _layers, find_trunk, picks_kernel
+from memoro.errors import BackboneError, CompositionError, MemoroError, TaskError, TaskFileError, TrainingError
+from memoro.regimes import METHODS, REGIMES, Baseline, TaskPlan, find_regime
+from memoro.regimes.naive import NaiveConcatenation
+
+LABELS = ["a", "b", "c"]
+
+baselines = pytest.mark.parametrize("name", list(METHODS))
+families = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+# SigLIP has no class token that class-full could train; that is an error of its own.
+PAIRS = [(case, name) for case in FAMILIES for name in METHODS if (case.name, name) != ("siglip", "class-full")]
+pairs = pytest.mark.parametrize(("case", "name"), PAIRS, ids=[f"{case.name}-{name}" for case, name in PAIRS])
+everywhere = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def build(backbone: Backbone, regime: str, **options: Any) -> Baseline:
+    model: Baseline = REGIMES[regime].build(backbone, TaskPlan("pets", LABELS, **{"cells": 3, "width": 2, **options}))
+    return model
+
+
+def shaken(model: Baseline, seed: int = 5) -> Baseline:
+    """The model far from its start, as training would leave it."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return model
+
+
+def images(count: int = 6, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, 3, 20, 20, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def train(model: Baseline, pixels: Tensor, targets: Tensor, steps: int = 100) -> None:
+    optimizer = torch.optim.AdamW(model.trained().values(), lr=1e-2, weight_decay=0.0)
+    for _ in range(steps):
+        loss = F.cross_entropy(model(pixels), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def state_of(model: torch.nn.Module) -> dict[str, tuple[Tensor, bool, bool]]:
+    return {
+        name: (parameter.detach().clone(), parameter.requires_grad, parameter.grad is None)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def test_the_registry() -> None:
+    assert set(METHODS) == {
+        "memory-full", "class-full", "vpt", "adapter", "adapter+memory-full", "propagated", "propagated-additive",
+        "full", "lora",
+    }  # fmt: skip
+    assert {name for name, regime in REGIMES.items() if regime.composes} == {"head", "memory"}
+    assert set(REGIMES) == {"head", "memory", *METHODS}
+    assert all(name == regime.name and regime.summary for name, regime in REGIMES.items())
+
+
+# ------------------------------------------------------------------------------------------------ what is trained
+
+
+@pairs
+def test_trained_parameters_and_only_they_move(case: Case, name: str) -> None:
+    user = case.model()
+    before = state_of(user)
+    backbone = memoro.load_backbone(user)
+    inside = {key: tensor.clone() for key, tensor in backbone.anatomy.tensors.items()}
+    model = build(backbone, name)
+    trained = find_regime(name).trains(model)
+    assert trained.keys() == dict(model.named_parameters()).keys() == model.state_dict().keys()
+    start = {key: parameter.detach().clone() for key, parameter in trained.items()}
+    pixels, targets = images(), torch.arange(6) % 3
+    train(model, pixels, targets, steps=1)
+    for parameter in trained.values():
+        assert parameter.grad is not None
+    # LoRA's A gets its first gradient once B has left zero.
+    train(model, pixels, targets, steps=2)
+    for key, parameter in trained.items():
+        assert parameter.grad is not None
+        assert parameter.grad.abs().sum() > 0, key
+        assert not torch.equal(parameter, start[key]), key
+    for key, tensor in backbone.anatomy.tensors.items():
+        assert torch.equal(tensor, inside[key])
+        assert tensor.grad is None
+        assert not tensor.requires_grad or picks_kernel_tensor(user, tensor)
+    for key, (value, flag, clean) in state_of(user).items():
+        assert torch.equal(value, before[key][0])
+        assert (flag, clean) == before[key][1:]
+
+
+def picks_kernel_tensor(model: torch.nn.Module, tensor: Tensor) -> bool:
+    """Whether it is one of the few whose flag the frozen view keeps, see `shadow`."""
+    pointers = {p.data_ptr() for module in model.modules() if picks_kernel(module) for p in module.parameters()}
+    return tensor.data_ptr() in pointers
+
+
+def test_nothing_else_is_reachable_for_an_optimiser(backbone: Backbone) -> None:
+    model = build(backbone, "memory-full", cells=2)
+    assert [type(module).__name__ for module in model.modules()] == ["Baseline", "Linear"]
+    assert sum(parameter.numel() for parameter in model.parameters()) == 24 + 5 * 2 * 24 + 3 * 24 + 3
+
+
+def sizes(backbone: Backbone, regime: str, **options: int) -> int:
+    """Trained parameters beside the head."""
+    return sum(torch.Size(shape).numel() for shape in METHODS[regime].shapes(backbone, options).values())
+
+
+def test_parameter_counts_of_the_paper() -> None:
+    """Tables 4 and 5, ViT-B/32, without the head."""
+    with torch.device("meta"):
+        backbone = memoro.load_backbone(hf.ViTModel(hf.ViTConfig(patch_size=32), add_pooling_layer=False))
+    assert sizes(backbone, "class-full") == 768
+    assert sizes(backbone, "vpt", cells=5) == 768 * 12 * 5 == 46_080
+    assert sizes(backbone, "memory-full", cells=5) == 46_080 + 768
+    assert sizes(backbone, "propagated", cells=5) == 768 * 5 + 768
+    assert sizes(backbone, "propagated-additive", cells=5) == 46_080 + 768
+    assert sizes(backbone, "adapter", width=5) == 12 * 2 * 2 * 768 * 5 == 184_320
+    assert sizes(backbone, "adapter", width=20) == 737_280  # the paper's figure: see regimes/adapter.py
+    assert sizes(backbone, "adapter+memory-full", width=20, cells=5) == 737_280 + 46_080 + 768
+    assert sizes(backbone, "lora", rank=8) == 12 * 2 * 2 * 768 * 8
+    assert 80e6 < sizes(backbone, "full") < 90e6
+
+
+@pairs
+def test_shapes_say_what_is_stored(case: Case, name: str) -> None:
+    model = build(memoro.load_backbone(case.model()), name)
+    shapes = METHODS[name].shapes(model.backbone, model.spec.sizes)
+    stored = {key: tuple(tensor.shape) for key, tensor in model.stored().items()}
+    assert stored == {**shapes, "head.weight": (3, 24), "head.bias": (3,)}
+    count = sum(parameter.numel() for parameter in model.trained().values())
+    assert count == sum(torch.Size(shape).numel() for shape in stored.values())
+
+
+def test_full_leaves_poolers_classifiers_and_mask_tokens_out() -> None:
+    case = next(case for case in CASES if case.name == "dinov2")
+    model = build(memoro.load_backbone(case.model()), "full")
+    everything = dict(case.model().named_parameters())
+    unused = everything.pop("embeddings.mask_token")
+    assert unused.numel()
+    assert sum(parameter.numel() for parameter in everything.values()) + 24 * 3 + 3 == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
+
+
+@baselines
+def test_a_tiny_set_is_learned_by_heart(backbone: Backbone, name: str) -> None:
+    model = build(backbone, name)
+    pixels, targets = images(9), torch.tensor([0, 1, 2, 2, 0, 1, 1, 2, 0])
+    train(model, pixels, targets, steps=150)
+    assert torch.equal(model(pixels).argmax(1), targets)
+
+
+@baselines
+def test_a_seed_decides_the_start(backbone: Backbone, name: str) -> None:
+    first, again, other = (build(backbone, name, seed=seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+def test_memory_starts_as_in_the_masked_regime(backbone: Backbone) -> None:
+    plan = TaskPlan("pets", LABELS, cells=3, seed=4)
+    masked, full = (REGIMES[name].build(backbone, plan).state_dict() for name in ("memory", "memory-full"))
+    assert masked.keys() == full.keys()
+    assert all(torch.equal(masked[key], full[key]) for key in masked)
+
+
+# ---------------------------------------------------------------------------------------------- what is computed
+
+
+def last_tokens(case: Case, model: Any, pixels: Tensor) -> Tensor:
+    """What leaves the last layer of the original model, by its own forward."""
+    model, seen = copy.deepcopy(model).eval(), []
+    trunk = find_trunk(model)
+    layers = _layers(trunk, LAYOUTS[trunk.config.model_type])
+    layers[-1].register_forward_hook(lambda _, __, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    extra = {}
+    if case.name == "mae":
+        model.config.mask_ratio = 0.0
+        extra = {"noise": torch.arange(25).expand(len(pixels), -1)}
+    model(pixels, **extra)
+    # SigLIP's come transposed in memory, which decides the order in which a mean over them is added up.
+    return seen[0].contiguous()
+
+
+@everywhere
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_without_cells_and_with_a_frozen_class_token_it_is_the_base(case: Case, grad: bool) -> None:
+    model, pixels = case.model(), images(2)
+    backbone = memoro.load_backbone(model)
+    baseline = build(backbone, "memory-full", cells=0)
+    with torch.set_grad_enabled(grad):
+        tokens = last_tokens(case, model, pixels)
+        expected = backbone.anatomy.finish_token(backbone.anatomy.base_token(tokens))
+        assert torch.equal(baseline.features(pixels), expected)
+        assert torch.equal(build(backbone, "vpt", cells=0).features(pixels), expected)
+        for regime in ("memory-full", "vpt"):
+            assert not torch.allclose(shaken(build(backbone, regime)).features(pixels), expected, atol=1e-3)
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_copies_start_as_the_base(case: Case, name: str) -> None:
+    backbone, pixels = memoro.load_backbone(case.model().double()), images(2, torch.float64)
+    base = build(backbone, "memory-full", cells=0)
+    with torch.no_grad():
+        expected = base.features(pixels)
+        assert torch.allclose(build(backbone, name).features(pixels), expected, atol=1e-10)
+        assert not torch.allclose(shaken(build(backbone, name)).features(pixels), expected, atol=1e-3)
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["memory-full", "vpt"])
+def test_dense_attention_over_tokens_and_memory(case: Case, name: str) -> None:
+    backbone, pixels = memoro.load_backbone(case.model().double()), images(2, torch.float64)
+    model = shaken(build(backbone, name))
+    with torch.no_grad():
+        classes = [] if backbone.anatomy.class_token is None else [class_token(model)]
+        (expected,) = run_dense_oracle(backbone, pixels, classes, model.memory)
+        assert torch.allclose(model.features(pixels), expected, rtol=0, atol=1e-10)
+        assert torch.allclose(model(pixels), model.head(expected), rtol=0, atol=1e-10)
+        (other,) = run_dense_oracle(backbone, pixels, classes, torch.zeros_like(model.memory))
+        assert not torch.allclose(expected, other, atol=1e-3)
+
+
+def class_token(model: Baseline) -> Tensor:
+    own = dict(model.named_parameters()).get("class_token")
+    token = model.backbone.anatomy.class_token if own is None else own
+    assert token is not None
+    return token
+
+
+@families
+@pytest.mark.parametrize("name", ["propagated", "propagated-additive"])
+def test_propagated_memory(case: Case, name: str) -> None:
+    backbone, pixels = memoro.load_backbone(case.model().double()), images(2, torch.float64)
+    model = shaken(build(backbone, name))
+    with torch.no_grad():
+        memory = torch.zeros(5, 3, 24, dtype=torch.float64)
+        memory[: len(model.memory)] = model.memory
+        classes = [] if backbone.anatomy.class_token is None else [class_token(model)]
+        (expected,) = run_dense_oracle(backbone, pixels, classes, memory, carry=True)
+        assert torch.allclose(model.features(pixels), expected, rtol=0, atol=1e-10)
+        (other,) = run_dense_oracle(backbone, pixels, classes, memory)
+        assert not torch.allclose(expected, other, atol=1e-3)
+
+
+@families
+@pytest.mark.parametrize("name", ["adapter", "adapter+memory-full"])
+def test_adapters_by_hand(case: Case, name: str) -> None:
+    """A residual layer's change passes the bottleneck; read off the original's own sum at layer 0, then to the end."""
+    backbone, pixels = memoro.load_backbone(case.model().double()), images(2, torch.float64)
+    model, anatomy = shaken(build(backbone, name)), backbone.anatomy
+    with torch.no_grad():
+        tokens, context = anatomy.embed(pixels)
+        if "memory" in name and anatomy.class_token is not None:
+            tokens = torch.cat([anatomy.start(class_token(model)).expand(2, 1, -1), tokens[:, 1:]], 1)
+        for layer, block in enumerate(anatomy.blocks):
+            down, up = model.down[layer], model.up[layer]
+            cells = model.memory[layer].expand(2, -1, -1) if "memory" in name else tokens[:, :0]
+            q, k, v = block.qkv(block.norm1(torch.cat([tokens, cells], 1)))
+            n = tokens.shape[1]
+            if context.rotate is not None:
+                turned_q, turned_k = context.rotate(q[:, :, :n], k[:, :, :n])
+                q, k = turned_q, torch.cat([turned_k, k[:, :, n:]], 2)
+            scores = q[:, :, :n] @ k.transpose(-1, -2) * block.scaling
+            if context.biases is not None:
+                scores[..., :n] += context.biases[layer].detach()
+            change = block.scale1(block.project((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)))
+            tokens = tokens + change + F.gelu(change @ down[0].T) @ up[0].T
+            change = block.scale2(block.mlp(block.norm2(tokens)))
+            tokens = tokens + change + F.gelu(change @ down[1].T) @ up[1].T
+        expected = anatomy.finish_token(anatomy.base_token(tokens))
+        assert torch.allclose(model.features(pixels), expected, rtol=0, atol=1e-10)
+        model.up.zero_()
+        assert not torch.allclose(model.features(pixels), expected, atol=1e-3)
+
+
+@pairs
+def test_other_sizes_and_half_precision(case: Case, name: str) -> None:
+    whole, half = (memoro.load_backbone(case.model(), dtype=kind) for kind in (torch.float32, torch.bfloat16))
+    pixels = torch.randn(2, 3, 32, 24, generator=torch.Generator().manual_seed(3))
+    model, rough = build(whole, name), build(half, name)
+    exact = model(pixels).detach()
+    assert {parameter.dtype for parameter in rough.parameters()} == {torch.float32}
+    logits = rough(pixels)
+    assert logits.dtype == torch.float32
+    assert logits.isfinite().all()
+    # bfloat16 keeps eight bits, a rounding of 0.4 %; five layers of random weights make that a few per cent.
+    assert (logits.detach() - exact).norm() < 0.1 * exact.norm()
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in rough.trained().values())
+
+
+@baselines
+def test_a_deep_copy_stands_alone(backbone: Backbone, name: str) -> None:
+    model = shaken(build(backbone, name))
+    model.describe(metrics={"accuracy": 0.5})
+    twin, pixels = copy.deepcopy(model), images(2)
+    before = model(pixels)
+    assert twin.spec == model.spec
+    assert torch.equal(twin(pixels), before)
+    train(twin, pixels, torch.tensor([0, 1]), steps=3)
+    assert torch.equal(model(pixels), before)
+    assert not torch.equal(twin(pixels), before)
+
+
+# --------------------------------------------------------------------------------------------- naive concatenation
+
+
+@families
+def test_naive_concatenation(case: Case) -> None:
+    backbone, pixels = memoro.load_backbone(case.model().double()), images(2, torch.float64)
+    plans = [TaskPlan(f"task {i}", LABELS, cells=i + 1, seed=i) for i in range(3)]
+    models = [shaken(METHODS["memory-full"].build(backbone, plan), seed) for seed, plan in enumerate(plans)]
+    with torch.no_grad():
+        alone = {model.name: model(pixels) for model in models}
+        for model in models:
+            assert torch.equal(NaiveConcatenation([model])(pixels)[model.name], alone[model.name])
+        together = NaiveConcatenation(models)(pixels)
+        classes = [] if backbone.anatomy.class_token is None else [class_token(model) for model in models]
+        memory = torch.cat([model.memory for model in models], 1)
+        tokens = run_dense_oracle(backbone, pixels, classes, memory)
+        for model, token in zip(models, tokens if classes else tokens * 3, strict=True):
+            assert torch.allclose(together[model.name], model.head(token), rtol=0, atol=1e-10)
+            assert not torch.allclose(together[model.name], alone[model.name], atol=1e-3)  # the paper's point
+
+
+def test_naive_concatenation_names_its_limits(backbone: Backbone, vit: Any) -> None:
+    one = build(backbone, "memory-full")
+    with pytest.raises(CompositionError, match="no model"):
+        NaiveConcatenation([])
+    with pytest.raises(CompositionError, match="two models are called 'pets'"):
+        NaiveConcatenation([one, build(backbone, "memory-full")])
+    with pytest.raises(CompositionError, match="'vpt'"):
+        NaiveConcatenation([build(backbone, "vpt")])
+    with pytest.raises(CompositionError, match="another backbone object"):
+        NaiveConcatenation([one, build(memoro.load_backbone(vit), "memory-full")])
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+@baselines
+def test_a_baseline_cannot_be_composed(backbone: Backbone, name: str, tmp_path: Any) -> None:
+    model = build(backbone, name)
+    for tasks in ([model], [memoro.new_task(backbone, "one", LABELS), model]):
+        with pytest.raises(CompositionError, match=r"changes the backbone's own tokens.*cannot be composed"):
+            memoro.compose(backbone, tasks)
+    with pytest.raises(TaskFileError, match="save_baseline"):
+        memoro.save_task(model, tmp_path / "x.safetensors")  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match="not Baseline"):
+        memoro.new_task(backbone, "child", LABELS, extends=[model])  # type: ignore[list-item]
+
+
+@baselines
+def test_forks_and_parents_are_refused(backbone: Backbone, name: str) -> None:
+    with pytest.raises(TrainingError, match="neither forks nor extends"):
+        build(backbone, name, from_layer=2)
+    with pytest.raises(TrainingError, match="neither forks nor extends"):
+        build(backbone, name, extends=[memoro.new_task(backbone, "one", LABELS)])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("memory-full", {"cells": -1}),
+        ("vpt", {"cells": 10**6}),
+        ("adapter", {"width": 0}),
+        ("adapter", {"width": 2.5}),
+        ("lora", {"rank": 0}),
+    ],
+)
+def test_bad_sizes(backbone: Backbone, name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(MemoroError, match=f"{next(iter(options))} .* is not a number from"):
+        build(backbone, name, **options)
+
+
+def test_bad_labels_are_those_of_a_task(backbone: Backbone) -> None:
+    with pytest.raises(TaskError, match="two labels or more"):
+        METHODS["full"].build(backbone, TaskPlan("pets", ["a"]))
+    assert METHODS["full"].build(backbone, TaskPlan("pets", ["a"], head="multilabel")).kind == "multilabel"
+
+
+def test_no_class_token_to_train() -> None:
+    case = next(case for case in CASES if case.name == "siglip")
+    with pytest.raises(BackboneError, match=r"SigLIP vision.* has no class token.*take 'head'"):
+        build(memoro.load_backbone(case.model()), "class-full")
+
+
+def test_without_peft_the_extra_is_named(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memoro.extras.find_spec", lambda module: None)
+    with pytest.raises(TrainingError, match=r"pip install 'memoro\[lora\]'"):
+        build(backbone, "lora")
+
+
+def test_importing_the_regimes_is_light() -> None:
+    code = (
+        "import sys, memoro.regimes, memoro.regimes.baselinefile, memoro.regimes.naive\n"
+        "print([m for m in ('peft', 'accelerate', 'datasets', 'torchvision', 'transformers') if m in sys.modules])\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert out.stdout.strip() == "[]"
