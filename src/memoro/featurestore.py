@@ -133,14 +133,25 @@ class FeatureStore:
     def writer(self) -> Writer:
         return Writer(self)
 
-    def read(
-        self, keys: Sequence[bytes], biases: Sequence[Tensor | None], device: torch.device, dtype: torch.dtype
-    ) -> Features:
-        """The features of a batch, as the backbone would have computed them but for the rounding of the store."""
+    def buffer(self, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Room for a batch of records. It is worth keeping: touching fresh memory takes longer than reading."""
         layout = self.layout
-        tokens = torch.empty(layout.layers + 1, len(keys), layout.dim, dtype=dtype)
-        shape = (layout.layers, 2, len(keys), layout.heads, layout.tokens, layout.dim // layout.heads)
-        pairs = torch.empty(shape, dtype=dtype)
+        shape = (layout.layers, 2, batch, layout.heads, layout.tokens, layout.dim // layout.heads)
+        return torch.empty(layout.layers + 1, batch, layout.dim, dtype=dtype), torch.empty(shape, dtype=dtype)
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        biases: Sequence[Tensor | None],
+        device: torch.device,
+        buffer: tuple[Tensor, Tensor],
+    ) -> Features:
+        """The features of a batch, as the backbone computed them but for the rounding of the store.
+
+        They lie in the buffer, until the next batch is read into it.
+        """
+        layout = self.layout
+        tokens, pairs = buffer[0][:, : len(keys)], buffer[1][:, :, : len(keys)]
         for at, key in enumerate(keys):
             shard, row = self._places[key]
             if shard.path not in self._open:

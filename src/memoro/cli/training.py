@@ -156,6 +156,9 @@ def sweep(
     from_layer: Annotated[str, typer.Option(help="Forks to try.")] = "0",
     lr: Annotated[str, typer.Option(help="Learning rates to try.")] = "0.03,0.1,0.3",
     seeds: Annotated[int, typer.Option(help="Initial weights to try of each.")] = 1,
+    halving: Annotated[
+        bool, typer.Option("--halving", help="After every quarter of the epochs, stop the worse half of the runs.")
+    ] = False,
     extends: Extends = None,
     label_column: Columns = None,
     image_size: ImageSize = None,
@@ -197,7 +200,7 @@ def sweep(
     )  # fmt: skip
     order = TrainOrder(
         data, task, regime, grid, label_column or [], extends or [], image_size, folds, out=out, folder=folder,
-        resume=resume, workers=workers, must_sweep=True,
+        resume=resume, workers=workers, halving=halving, must_sweep=True,
     )  # fmt: skip
     _run(order, recipe, backbone, (cache, cache_folder, cache_budget, cache_dtype), as_json)
 

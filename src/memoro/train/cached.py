@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,9 +46,12 @@ class CachedBatch:
 
 
 class CachedLoader:
-    """The batches of a loader, in its order, with features in place of pixels. Call `fill` before the first epoch."""
+    """The batches of a loader, in its order, with features in place of pixels. Call `fill` before the first epoch.
 
-    def __init__(self, loader: Loader, backbone: Backbone, cache: Cache, first: int) -> None:
+    A batch is good until `hold` more have been taken: then its memory is used again.
+    """
+
+    def __init__(self, loader: Loader, backbone: Backbone, cache: Cache, first: int, hold: int = 1) -> None:
         assert isinstance(loader.images, ImageSet)
         self.loader, self.images, self.batch_size = loader, loader.images, loader.batch_size
         self._backbone = backbone
@@ -64,6 +68,8 @@ class CachedLoader:
             "preprocessing": loader.preprocessing.to_json(),
         }
         self.store = FeatureStore(cache.folder, layout, about)
+        self._hold = hold
+        self._buffers: deque[tuple[Tensor, Tensor]] = deque()
         contents = [bytes.fromhex(self.images.key(sample)) for sample in range(len(self.images))]
         self.keys = [[self._key(content, at, view) for at, content in enumerate(contents)] for view in self.views]
         """Of every image, a list for each view."""
@@ -95,7 +101,11 @@ class CachedLoader:
         view = self.loader.view(number) if self.loader.views else 0
         for samples, total in self.loader.parts(number, start):
             keys = [self.keys[view][int(sample)] for sample in samples]
-            features = self.store.read(keys, self._biases, self._backbone.device, self._backbone.dtype)
+            if len(self._buffers) <= self._hold:
+                self._buffers.append(self.store.buffer(self.batch_size, self._backbone.dtype))
+            else:
+                self._buffers.rotate(-1)
+            features = self.store.read(keys, self._biases, self._backbone.device, self._buffers[-1])
             index = torch.from_numpy(samples)
             yield CachedBatch(features, self.images.targets[index], index, total)
 

@@ -49,6 +49,7 @@ class TrainOrder:
     workers: int | None = None
     tensorboard: bool = False
     streaming: bool = False
+    halving: bool = False
     must_sweep: bool = False
     """Whether nothing to choose by is an error; else the middle combination is trained."""
 
@@ -89,7 +90,17 @@ def run_order(
         points = points[len(points) // 2 :][:1]
         console.print(f"note: nothing to choose a learning rate by: {points[0][2]:g} is taken.", highlight=False)
     if len(points) > 1:
-        swept = run_sweeps(backbone, subjects, regime, order.grid, recipe, preprocessing, cache=order.cache, **common)
+        swept = run_sweeps(
+            backbone,
+            subjects,
+            regime,
+            order.grid,
+            recipe,
+            preprocessing,
+            cache=order.cache,
+            halving=order.halving,
+            **common,
+        )
         trained = [Trained(result.best, result.rows) for result in swept]
     else:
         [(cells, layer, rate, seed)] = points
@@ -122,7 +133,7 @@ def _subject(plan: TaskPlan, splits: Splits | Streams, order: TrainOrder, recipe
     """How runs are compared: on the validation split, or on folds where that would be small."""
     if not isinstance(splits, Splits) or splits.train is None:
         return Subject(plan, splits)
-    folds = 0 if len(order.grid.points()) == 1 or splits.val is not None else order.folds
+    folds = 0 if len(order.grid.points()) == 1 or splits.val is not None or order.halving else order.folds
     if folds is None:
         rarest = int(splits.train.targets.bincount().min()) if splits.kind == "softmax" else len(splits.train)
         folds = FOLDS if len(splits.train) < SMALL and rarest >= FOLDS else 0

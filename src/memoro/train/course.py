@@ -63,6 +63,8 @@ class Course:
     train: Batches
     exams: Sequence[Exam] = ()
     name: str = ""
+    halving: bool = False
+    """After every quarter of the epochs, the worse half of each task's runs stops."""
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -110,6 +112,19 @@ class Course:
         self.progress.batch += len(group)
         self._images += sum(batch.total for batch in group)
         return self._images / (time.monotonic() - self._began)
+
+    def halve(self) -> None:
+        """Stops the worse half of each task's runs by validation score, where a quarter of the epochs is over."""
+        quarter = max(1, self.recipe.epochs // 4)
+        done = self.progress.epoch + 1
+        if not self.halving or self.recipe.steps is not None or done % quarter or done >= self.recipe.epochs:
+            return
+        names = dict.fromkeys(run.task.name for run in self.active)
+        for name in names:
+            runs = [run for run in self.active if run.task.name == name and run.best_score is not None]
+            runs.sort(key=lambda run: run.best_score or (0.0, 0.0), reverse=True)
+            for run in runs[-(-len(runs) // 2) :]:
+                run.stopped = f"not among the better half after epoch {done}"
 
     def next_epoch(self) -> None:
         self.progress.epoch += 1

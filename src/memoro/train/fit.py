@@ -138,13 +138,17 @@ def teach(
     lessons: Sequence[Lesson],
     *,
     cache: Cache | None = None,
+    halving: bool = False,
     folder: Path | None = None,
     resume: bool = False,
     workers: int | None = None,
     quiet: bool = True,
     tensorboard: bool = False,
 ) -> list[FitResult]:
-    """Trains all lessons at once, one pass of the backbone for all of them at each step, and measures them."""
+    """Trains all lessons at once, one pass of the backbone for all of them at each step, and measures them.
+
+    With `halving`, after every quarter of the epochs the worse half of each task's runs stops.
+    """
     from memoro.train.folder import RunFolder
     from memoro.train.watch import ProgressBar
 
@@ -156,7 +160,7 @@ def teach(
         assert lesson.train is not None
         check_labels(lesson.task, lesson.splits)
         backbone.check_pixels(torch.empty(1, 3, *output_size(lesson.preprocessing)))
-    courses = Courses(backbone, lessons, cache=cache, workers=workers)
+    courses = Courses(backbone, lessons, cache=cache, workers=workers, halving=halving)
     if cache is not None:
         try:
             _fill(courses, cache, quiet)
@@ -166,7 +170,7 @@ def teach(
             if not quiet:
                 Console(stderr=True).print(f"note: every pass is computed anew: {error}", markup=False, highlight=False)
             cache = None
-            courses = Courses(backbone, lessons, cache=None, workers=workers)
+            courses = Courses(backbone, lessons, cache=None, workers=workers, halving=halving)
     identity = _identity(backbone, lessons, cache)
     place: RunFolder | None = None
     watchers: list[Watcher] = []

@@ -70,7 +70,7 @@ class Lesson:
     def _set(self, images: ImageSet | ImageStream) -> ImageSet:
         if isinstance(images, ImageStream):
             raise TrainingError(
-                f"{images.name}: a stream does not tell beforehand what it shows: leave out balance, folds and other tasks."
+                f"{images.name}: a stream does not tell beforehand what it shows: leave out balance, folds, other tasks."
             )
         return images
 
@@ -79,9 +79,15 @@ class Courses:
     """The courses of some lessons, with the loaders that they share."""
 
     def __init__(
-        self, backbone: Backbone, lessons: Sequence[Lesson], *, cache: Cache | None, workers: int | None
+        self,
+        backbone: Backbone,
+        lessons: Sequence[Lesson],
+        *,
+        cache: Cache | None,
+        workers: int | None,
+        halving: bool = False,
     ) -> None:
-        self._backbone, self._cache, self._workers = backbone, cache, workers
+        self._backbone, self._cache, self._workers, self._halving = backbone, cache, workers, halving
         tasks = [lesson.task for lesson in lessons]
         self._first = min(task.from_layer for task in [*tasks, *ancestors(tasks)])
         self.cached: list[CachedLoader] = []
@@ -118,6 +124,7 @@ class Courses:
             train=train,
             exams=[Exam(loader, some) for loader, some in exams.values()],
             name=f"{number}: {first.splits.name}",
+            halving=self._halving,
         )
 
     def exam(self, lesson: Lesson) -> Batches | None:
@@ -140,7 +147,8 @@ class Courses:
             return loader
         if how and lesson.recipe.views is None:
             raise TrainingError("features can be kept of a fixed number of views only: set views, such as views=4.")
-        self.cached.append(CachedLoader(loader, self._backbone, self._cache, self._first))
+        hold = lesson.recipe.accumulate
+        self.cached.append(CachedLoader(loader, self._backbone, self._cache, self._first, hold))
         return self.cached[-1]
 
 

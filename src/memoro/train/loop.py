@@ -265,6 +265,7 @@ def _end_epoch(training: Training, course: Course) -> None:
         entries.append(entry)
         if run.recipe.patience and progress.epoch + 1 - run.best_epoch >= run.recipe.patience:
             run.stopped = f"no better validation score for {run.recipe.patience} epochs"
+    course.halve()
     course.next_epoch()
     for watcher in training.watchers:
         watcher.epoch(course, entries)

@@ -105,12 +105,15 @@ def run_sweeps(
     preprocessing: Preprocessing,
     *,
     cache: Cache | None = None,
+    halving: bool = False,
     folder: Path | None = None,
     resume: bool = False,
     workers: int | None = None,
     quiet: bool = True,
 ) -> list[SweepResult]:
     """Trains all combinations of all subjects in one pass and chooses for each by validation score."""
+    if halving and any(subject.folds for subject in subjects):
+        raise TrainingError("runs over folds are judged together, at the end: leave out halving, or set folds to 0.")
     places: list[tuple[int, Point]] = []
     lessons: list[Lesson] = []
     for number, subject in enumerate(subjects):
@@ -122,7 +125,16 @@ def run_sweeps(
                 own = replace(recipe, lr=rate, seed=seed)
                 lessons.append(Lesson(task, own, regime, subject.splits, preprocessing, held))
                 places.append((number, point))
-    results = teach(backbone, lessons, cache=cache, folder=folder, resume=resume, workers=workers, quiet=quiet)
+    results = teach(
+        backbone,
+        lessons,
+        cache=cache,
+        halving=halving,
+        folder=folder,
+        resume=resume,
+        workers=workers,
+        quiet=quiet,
+    )
     gathered: list[dict[Point, list[FitResult]]] = [{} for _ in subjects]
     for (number, point), result in zip(places, results, strict=True):
         gathered[number].setdefault(point, []).append(result)
