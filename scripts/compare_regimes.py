@@ -1,8 +1,9 @@
-"""Compares `head` and `memory` on real sets: rates chosen on validation data, means over seeds on test data.
+"""Compares `head` and `memory` on real sets: rates chosen on folds of the training data, means over seeds on test data.
 
     python scripts/compare_regimes.py --backbone FOLDER --out results/regimes.md a.zip b.zip
 
-All rates and seeds of a set are runs of one training: they share every pass of the backbone.
+All of a set's runs share every pass of the backbone, which is computed once and kept: for each way and rate, a run for
+each fold (first seed) and one on all training images for each seed.
 """
 
 from __future__ import annotations
@@ -14,53 +15,57 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import memoro
 from memoro.data import Augment
+from memoro.data.splits import fold_numbers
 from memoro.regimes import REGIMES, TaskPlan
-from memoro.train import Lesson, Recipe, teach
+from memoro.train import Cache, Lesson, Recipe, teach
 
 WAYS = {"head": ("head", 0), "memory, 0 cells": ("memory", 0), "5 cells": ("memory", 5), "10 cells": ("memory", 10)}
 
 
 def compare(backbone: memoro.Backbone, source: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Each way's test accuracy at the rate that was best on validation data, over seeds."""
-    splits = memoro.load_data(source, quiet=True)
+    """Each way's test accuracy, over seeds, at the rate that was best on the folds."""
+    splits = memoro.load_data(source, val_fraction=0, quiet=True)
     assert splits.test is not None, f"{source} has no test split"
+    assert splits.train is not None
+    size, number = backbone.preprocessing.at(options.image_size), fold_numbers(splits.train, options.folds, 0)
     lessons, tags = [], []
-    size = backbone.preprocessing.at(options.image_size)
     for way, (regime, cells) in WAYS.items():
         for lr in options.head_lr if regime == "head" else options.lr:
-            for seed in range(options.seeds):
+            parts = [(0, np.flatnonzero(number == fold)) for fold in range(options.folds)]
+            for seed, held in [*parts, *((seed, None) for seed in range(options.seeds))]:
                 plan = TaskPlan(splits.name, splits.labels, cells=cells, from_layer=options.from_layer, seed=seed)
-                recipe = Recipe(
-                    lr=lr, epochs=options.epochs, seed=seed, augment=Augment(scale=(options.crop_scale, 1.0))
-                )
+                augment = Augment(scale=(options.crop_scale, 1.0))
+                recipe = Recipe(lr=lr, epochs=options.epochs, seed=seed, views=options.views, augment=augment)
                 task = REGIMES[regime].build(backbone, plan)
-                lessons.append(Lesson(task, recipe, REGIMES[regime], splits, size))
-                tags.append((way, lr))
+                lessons.append(Lesson(task, recipe, REGIMES[regime], splits, size, held))
+                tags.append((way, lr, held is not None))
     started = time.monotonic()
-    results = teach(backbone, lessons, quiet=False)
-    found: dict[str, Any] = {"train": len(splits.train or ()), "test": len(splits.test), "runs": len(results)}
+    results = teach(backbone, lessons, cache=Cache(options.cache), quiet=False)
+    found: dict[str, Any] = {"train": len(splits.train), "test": len(splits.test), "runs": len(results)}
     found["seconds"] = round(time.monotonic() - started)
     for way in WAYS:
-        rates: dict[float, list[Any]] = {}
-        for (name, lr), result in zip(tags, results, strict=True):
-            if name == way:
-                rates.setdefault(lr, []).append(result)
-        val = {
-            lr: statistics.mean(max(e["val_accuracy"] for e in r.history) for r in some) for lr, some in rates.items()
+        folds: dict[float, list[Any]] = {}
+        whole: dict[float, list[Any]] = {}
+        for (name, lr, fold), result in zip(tags, results, strict=True):
+            if name == way and result.metrics:
+                (folds if fold else whole).setdefault(lr, []).append(result)
+        scores = {
+            lr: statistics.mean(float((r.logits.argmax(-1) == r.targets).float().mean()) for r in some)
+            for lr, some in folds.items()
         }
-        loss = {lr: statistics.mean(min(e["val_loss"] for e in r.history) for r in some) for lr, some in rates.items()}
-        best = max(val, key=lambda lr: (round(val[lr], 4), -loss[lr]))
-        test = [result.metrics["accuracy"] for result in rates[best]]
+        best = max(scores, key=lambda lr: scores[lr])
+        test = [result.metrics["accuracy"] for result in whole[best]]
         found[way] = {
             "lr": best,
-            "val": val[best],
+            "folds": scores,
             "test": test,
             "mean": statistics.mean(test),
-            "by_rate": {str(lr): [r.metrics["accuracy"] for r in some] for lr, some in rates.items()},
+            "by_rate": {str(lr): [r.metrics["accuracy"] for r in some] for lr, some in whole.items()},
         }
     return found
 
@@ -72,10 +77,10 @@ def write(path: Path, results: dict[str, Any], backbone: str, options: argparse.
     lines = [
         "# Head against memory",
         "",
-        f"{backbone} at {options.image_size} px, {options.epochs} epochs, batch 32, SGD, inception crops of at least "
-        f"{options.crop_scale:.0%}; 15 % of train held out for validation. Test accuracy, mean of {options.seeds} "
-        "seeds (± their standard deviation), at the rate that was best on validation data. `± se` is the binomial "
-        "standard error of one test figure.",
+        f"{backbone} at {options.image_size} px, {options.epochs} epochs, batch 32, SGD, {options.views} view(s) of an "
+        f"image. Rates are chosen on {options.folds} folds of train; then each way learns from all of train. Test "
+        f"accuracy, mean of {options.seeds} seeds (± their standard deviation). `± se` is the binomial standard error "
+        "of one test figure.",
         "",
         "Made by `scripts/compare_regimes.py`; every run's figure is in the JSON beside this file.",
         "",
@@ -102,7 +107,10 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=112)
     parser.add_argument("--from-layer", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--folds", type=int, default=4)
+    parser.add_argument("--views", type=int, default=1, help="1 is the plain view: no augmentation")
     parser.add_argument("--crop-scale", type=float, default=0.5)
+    parser.add_argument("--cache", type=Path, default=Path("compare-features"))
     parser.add_argument("--lr", type=float, nargs="+", default=[0.03, 0.1, 0.3])
     parser.add_argument("--head-lr", type=float, nargs="+", default=[0.03, 0.1, 0.3, 1.0, 3.0])
     options = parser.parse_args()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import random_task
@@ -10,7 +12,9 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.bench.dense import DenseMask
 from memoro.bench.engine import bench_engine, candidate_count
-from memoro.bench.train import bench_loader, build_step, candidates
+from memoro.bench.steps import MODELS, Setting, build_step, list_ways
+from memoro.bench.train import bench_loader, bench_train, draw_growth, tick_count
+from memoro.regimes import METHODS
 
 
 def test_the_dense_mask_way_gives_the_same_answers(vit: torch.nn.Module, pixels: torch.Tensor) -> None:
@@ -36,27 +40,32 @@ def test_engine_rows(backbone: Backbone) -> None:
     assert rows[3].dense is None
 
 
-def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import transformers
     from families import SMALL
 
-    def small(patch: int) -> torch.nn.Module:
+    def small() -> torch.nn.Module:
         config = transformers.ViTConfig(**{**SMALL, "image_size": 224, "patch_size": 56}, num_labels=10)
-        return transformers.ViTForImageClassification(config).eval()
+        return transformers.ViTForImageClassification(config)
 
-    monkeypatch.setattr("memoro.bench.train._classifier", small)
-    ways = candidates(1, (1, 2), (0, 3))
-    assert len(ways) == 8
+    monkeypatch.setitem(MODELS, "ViT-B/32", (small, 224))
+    setting, ways = Setting("ViT-B/32", 2, 1), list_ways(1, (1, 2), (0, 3))
+    assert len(ways) == 2 + 8 + len(METHODS)
     trained = {}
-    for name, way in ways.items():
-        step, trained[name] = build_step(way, 32, 2)
+    for way in ways:
+        step, trained[way.name] = build_step(setting, way, tmp_path)
         step()
         step()
     assert trained["base"] == 0
     assert trained["head"] == 24 * 10 + 10
-    assert trained["memory, 1 cells"] == 24 + 5 * 24 + 250
-    assert trained["LoRA (PEFT), rank 8 on q and v"] == 5 * 2 * 2 * 8 * 24 + 250
-    assert trained["full fine-tuning"] > 10_000
+    assert trained["memory, 1 cells"] == trained["memory, 1 cells, from cache"] == 24 + 5 * 24 + 250
+    assert trained["lora"] == 5 * 2 * 2 * 8 * 24 + 250
+    assert trained["full"] > 10_000
+    ticks: list[None] = []
+    rows = bench_train(setting, ways[:4], rounds=1, memory=False, tick=lambda: ticks.append(None))
+    assert [row.name for row in rows] == [way.name for way in ways[:4]]
+    assert len(ticks) == tick_count(ways[:4], 1)
+    assert draw_growth(tmp_path / "growth.png", {"tiny": rows}).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_loader_is_measured() -> None:

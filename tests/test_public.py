@@ -14,7 +14,8 @@ SOURCE = Path(memoro.__file__).parent
 
 def test_public_names() -> None:
     assert set(memoro.__all__) >= {
-        "compose", "import_tasks", "load_backbone", "load_task", "load_tasks", "new_task", "save_task", "save_tasks",
+        "Baseline", "NaiveConcatenation", "compose", "import_tasks", "load_backbone", "load_baseline", "load_task",
+        "load_tasks", "new_task", "save_baseline", "save_task", "save_tasks",
     }  # fmt: skip
     for name in memoro.__all__:
         assert getattr(memoro, name).__name__ == name

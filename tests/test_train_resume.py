@@ -215,7 +215,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {
     "between an epoch and its validation": (loop, "_end_epoch", 2, 2 * EPOCH),
     "between the last step and its validation": (loop, "_end_epoch", 4, STEPS),
     "between an epoch's figures and its checkpoint": (loop, "save_checkpoint", 1 + EPOCH + 1, EPOCH),
-    "after all of it": (results, "SharedPass", 1, STEPS),
+    "after all of it": (results, "pass_for", 1, STEPS),
 }
 
 

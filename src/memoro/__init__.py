@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from memoro.preprocessing import Preprocessing
+    from memoro.regimes import Baseline
+    from memoro.regimes.baselinefile import load_baseline, save_baseline
+    from memoro.regimes.naive import NaiveConcatenation
     from memoro.reproduction import import_tasks
     from memoro.task import Task, new_task
     from memoro.taskfile import load_task, load_tasks, save_task, save_tasks
@@ -31,6 +34,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Backbone": "backbones",
     "BackboneError": "errors",
+    "Baseline": "regimes",
     "Cache": "train",
     "CacheError": "errors",
     "Composition": "composition",
@@ -38,6 +42,7 @@ _HOME = {
     "DataError": "errors",
     "ImageError": "errors",
     "MemoroError": "errors",
+    "NaiveConcatenation": "regimes.naive",
     "Preprocessing": "preprocessing",
     "Recipe": "train",
     "Task": "task",
@@ -50,11 +55,13 @@ _HOME = {
     "fit_tasks": "train",
     "import_tasks": "reproduction",
     "load_backbone": "backbones",
+    "load_baseline": "regimes.baselinefile",
     "load_columns": "data",
     "load_data": "data",
     "load_task": "taskfile",
     "load_tasks": "taskfile",
     "new_task": "task",
+    "save_baseline": "regimes.baselinefile",
     "save_task": "taskfile",
     "save_tasks": "taskfile",
 }
@@ -63,6 +70,7 @@ _HOME = {
 __all__ = [
     "Backbone",
     "BackboneError",
+    "Baseline",
     "Cache",
     "CacheError",
     "Composition",
@@ -70,6 +78,7 @@ __all__ = [
     "DataError",
     "ImageError",
     "MemoroError",
+    "NaiveConcatenation",
     "Preprocessing",
     "Recipe",
     "Task",
@@ -82,11 +91,13 @@ __all__ = [
     "fit_tasks",
     "import_tasks",
     "load_backbone",
+    "load_baseline",
     "load_columns",
     "load_data",
     "load_task",
     "load_tasks",
     "new_task",
+    "save_baseline",
     "save_task",
     "save_tasks",
 ]

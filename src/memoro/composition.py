@@ -196,8 +196,8 @@ class Composition:
         return f"Composition({self.backbone.name}, tasks=[{', '.join(self.names)}])"
 
 
-def check_backbone(task: Task, backbone: Backbone) -> None:
-    """Raises if the task was made for another backbone."""
+def check_backbone(task: Any, backbone: Backbone) -> None:
+    """Raises if the task, or baseline, was made for another backbone."""
     check_made_for(task.name, task.spec.backbone, backbone)
 
 

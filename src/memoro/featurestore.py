@@ -7,7 +7,8 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memoro.engine import BaseLayer, Features
-from memoro.errors import CacheError
+from memoro.errors import CacheError, TaskFileError
 from memoro.taskfile import write_whole
 
 StoreDtype = Literal["float16", "bfloat16", "float32"]
@@ -72,12 +73,16 @@ class Layout:
         pairs = [torch.stack([layer.keys, layer.values], dim=1) for layer in features.layers]
         both = torch.stack(pairs, dim=1) if pairs else tokens.new_zeros(len(tokens), *self._shapes[1])
         kept = both.to("cpu", getattr(torch, self.dtype))
-        if not bool(torch.isfinite(kept).all()):
+        exact = tokens.to("cpu", torch.float32)
+        if not bool(torch.isfinite(kept).all() and torch.isfinite(exact).all()):
             raise CacheError(
-                f"the backbone's features do not fit into {self.dtype}: choose --cache-dtype bfloat16 or float32."
+                f"the backbone's features do not fit into {self.dtype}: choose --cache-dtype bfloat16 or float32, or "
+                "train with --no-cache."
             )
-        sides = [tokens.to("cpu", torch.float32), kept]
-        raw = [side.contiguous().view(torch.uint8).reshape(len(tokens), -1).numpy() for side in sides]
+        raw = [
+            side.contiguous().view(torch.uint8).reshape(len(tokens), size).numpy()
+            for side, size in zip((exact, kept), self._sizes, strict=True)
+        ]
         return np.concatenate(raw, axis=1).tobytes()
 
     def views(self, data: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,9 +101,10 @@ class Shard:
     keys: tuple[bytes, ...]
 
     def open(self) -> tuple[Tensor, Tensor]:
-        """Its records, mapped from disk: reading one costs nothing before it is used."""
-        data = np.memmap(self.path, np.uint8, "c", shape=(len(self.keys), self.layout.size))
-        return self.layout.views(torch.from_numpy(data))
+        """Its records, mapped from disk: reading one costs nothing before it is used. They outlive the file."""
+        rows, size = len(self.keys), self.layout.size
+        data = torch.from_file(str(self.path), shared=False, size=rows * size, dtype=torch.uint8)
+        return self.layout.views(data.view(rows, size))
 
 
 class FeatureStore:
@@ -113,18 +119,20 @@ class FeatureStore:
         self.layout = layout
         facts = json.dumps({"version": VERSION, **about}, sort_keys=True)
         self.folder = folder / hashlib.sha256(facts.encode()).hexdigest()[:32]
-        self._shards: list[Shard] = []
         self._open: dict[Path, tuple[Tensor, Tensor]] = {}
         self._places: dict[bytes, tuple[Shard, int]] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Looks for what other processes have written since."""
-        known = {shard.path for shard in self._shards}
         for index in sorted(self.folder.glob("*.json")):
-            shard = None if index.with_suffix(".bin") in known else _read_index(index, self.layout)
-            if shard is not None:
-                self._add(shard)
+            shard = None if index.with_suffix(".bin") in self._open else _read_index(index, self.layout)
+            if shard is None:
+                continue
+            try:
+                self._add(shard, shard.open())
+            except (OSError, RuntimeError):
+                continue  # another process has just made room
 
     def missing(self, keys: Sequence[bytes]) -> list[int]:
         """The positions of keys that have no record yet."""
@@ -154,8 +162,6 @@ class FeatureStore:
         tokens, pairs = buffer[0][:, : len(keys)], buffer[1][:, :, : len(keys)]
         for at, key in enumerate(keys):
             shard, row = self._places[key]
-            if shard.path not in self._open:
-                self._open[shard.path] = shard.open()
             small, large = self._open[shard.path]
             # A record from an earlier layer on serves a later fork as well.
             skip = layout.first - shard.layout.first
@@ -169,24 +175,18 @@ class FeatureStore:
         ]
         return Features(layout.first, layers, tokens[-1])
 
-    def make_room(self, needed: int, budget: int, keep: Sequence[bytes]) -> None:
-        """Removes what was used longest ago, of any backbone, until `needed` more bytes stay within the budget."""
-        wanted = {self._places[key][0].path for key in keep if key in self._places}
-        files = sorted(self.root.glob("*/*.bin"), key=lambda file: _used(file))
-        total = sum(file.stat().st_size for file in files)
-        for file in files:
-            if total + needed <= budget:
-                return
-            if file in wanted:
-                continue
-            total -= file.stat().st_size
-            file.with_suffix(".json").unlink(missing_ok=True)
-            file.unlink(missing_ok=True)
-        self._shards, self._places, self._open = [], {}, {}
-        self.refresh()
+    def files_of(self, keys: Iterable[bytes]) -> set[Path]:
+        """The files that hold the records of these keys."""
+        return {self._places[key][0].path for key in keys if key in self._places}
 
-    def _add(self, shard: Shard) -> None:
-        self._shards.append(shard)
+    def forget(self, files: Set[Path]) -> None:
+        """Lets go of files that were removed."""
+        self._places = {key: place for key, place in self._places.items() if place[0].path not in files}
+        self._open = {path: data for path, data in self._open.items() if path not in files}
+
+    def _add(self, shard: Shard, data: tuple[Tensor, Tensor]) -> None:
+        # At once, not when it is read: another process may make room in between.
+        self._open[shard.path] = data
         self._places.update({key: (shard, row) for row, key in enumerate(shard.keys)})
 
 
@@ -209,8 +209,10 @@ class Writer:
     ) -> None:
         if kind is not None and issubclass(kind, CacheError):
             self._drop()
-        else:
-            self._finish()  # what is complete is kept, whatever stopped the rest
+            return
+        # What is complete is kept, whatever stopped the rest; that is what the caller is to hear of.
+        with nullcontext() if kind is None else suppress(CacheError):
+            self._finish()
 
     def add(self, keys: Sequence[bytes], features: Features) -> None:
         data, size = self._store.layout.pack(features), self._store.layout.size
@@ -226,34 +228,72 @@ class Writer:
                     self._finish()
         except OSError as error:
             self._drop()
-            raise CacheError(
-                f"cannot keep features in {self._store.folder} ({error.strerror}): make room, choose another --cache "
-                "folder, or train with --no-cache. What was kept so far stays."
-            ) from None
+            raise self._failure(error.strerror) from None
 
     def _finish(self) -> None:
         if self._file is None or self._path is None:
             return
-        self._file.close()
-        data = self._path.with_suffix(".bin")
-        os.replace(self._path, data)
-        layout = self._store.layout
-        record = {"layout": vars(layout), "keys": [key.hex() for key in self._keys]}
-        write_whole(data.with_suffix(".json"), json.dumps(record).encode())
-        self._store._add(Shard(data, layout, tuple(self._keys)))
+        layout, keys, part = self._store.layout, tuple(self._keys), self._path
+        if not keys:
+            self._drop()
+            return
+        data = part.with_suffix(".bin")
+        record = {"layout": vars(layout), "keys": [key.hex() for key in keys]}
+        try:
+            self._file.truncate(len(keys) * layout.size)  # an interrupt may have come amid a record
+            self._file.close()
+            kept = Shard(part, layout, keys).open()
+            os.replace(part, data)
+            write_whole(data.with_suffix(".json"), json.dumps(record).encode())
+        except (OSError, RuntimeError, TaskFileError) as error:  # torch's own, where it cannot map the file
+            self._drop()
+            data.unlink(missing_ok=True)
+            raise self._failure(error.strerror if isinstance(error, OSError) else str(error)) from None
+        self._store._add(Shard(data, layout, keys), kept)
         self._keys, self._path, self._file = [], None, None
 
     def _drop(self) -> None:
         if self._file is not None and self._path is not None:
-            self._file.close()
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):  # it may try once more to write
+                self._file.close()
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
         self._keys, self._path, self._file = [], None, None
+
+    def _failure(self, reason: str | None) -> CacheError:
+        return CacheError(
+            f"cannot keep features in {self._store.folder} ({reason}): make room, choose another --cache-folder, or "
+            "train with --no-cache. What was kept so far stays."
+        )
+
+
+def make_room(root: Path, needed: int, budget: int, keep: Set[Path]) -> set[Path]:
+    """Removes what was used longest ago, of any backbone, until `needed` more bytes stay within the budget.
+
+    Returns what it removed: a store that has these open must forget them, or their room is not free.
+    """
+    files = sorted(root.glob("*/*.bin"), key=_used)
+    sizes = {file: _size(file) for file in files}
+    total = sum(sizes.values())
+    removed = set()
+    for file in files:
+        if total + needed <= budget:
+            break
+        if file not in keep:
+            total -= sizes[file]
+            removed.add(file)
+            with suppress(OSError):
+                file.with_suffix(".json").unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
+    return removed
 
 
 def clear_abandoned(root: Path) -> None:
     """Removes unfinished files of processes that died."""
-    parts = [*root.glob("*/*.part"), *(file for file in root.glob("*/*.bin") if not file.with_suffix(".json").exists())]
-    for file in parts:
+    alone = [*root.glob("*/*.part")]
+    for kind, other in ((".bin", ".json"), (".json", ".bin")):
+        alone += [file for file in root.glob(f"*/*{kind}") if not file.with_suffix(other).exists()]
+    for file in alone:
         try:
             if time.time() - file.stat().st_mtime > ABANDONED:
                 file.unlink()
@@ -268,25 +308,36 @@ def _used(file: Path) -> float:
         return time.time()  # being written
 
 
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0  # another process has removed it
+
+
 def _read_index(index: Path, layout: Layout) -> Shard | None:
     """The shard of an index that serves the layout, None if it does not or is damaged."""
     data = index.with_suffix(".bin")
     try:
         record = json.loads(index.read_bytes())
-        found = Layout(**record["layout"])
+        first = record["layout"]["first"]
         keys = tuple(bytes.fromhex(key) for key in record["keys"])
-        whole = data.stat().st_size == len(keys) * found.size
-    except (OSError, ValueError, TypeError, KeyError):
+        # Only this number is taken from the file; all others must be those that are wanted.
+        if type(first) is not int or not 0 <= first <= layout.first:
+            return None
+        found = replace(layout, first=first)
+        if not keys or record["layout"] != vars(found) or data.stat().st_size != len(keys) * found.size:
+            return None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    if not whole or not 0 <= found.first <= layout.first or replace(found, first=layout.first) != layout:
-        return None
-    os.utime(index)  # used: make_room takes others first
+    with suppress(OSError):  # a folder that is only lent
+        os.utime(index)  # used: make_room takes others first
     return Shard(data, found, keys)
 
 
 def total_bytes(root: Path) -> int:
     """How much a folder of features holds."""
-    return sum(file.stat().st_size for file in root.glob("*/*.bin"))
+    return sum(_size(file) for file in root.glob("*/*.bin"))
 
 
 def clear(root: Path) -> int:
@@ -295,7 +346,7 @@ def clear(root: Path) -> int:
     for folder in root.glob("*"):
         files = [*folder.glob("*.json"), *folder.glob("*.bin"), *folder.glob("*.part")] if folder.is_dir() else []
         for file in files:
-            freed += file.stat().st_size
+            freed += _size(file)
             file.unlink(missing_ok=True)
         if files and not any(folder.iterdir()):
             folder.rmdir()

@@ -8,11 +8,10 @@ import io
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rich.table import Table
 
-from memoro.composition import Composition
 from memoro.errors import DataError, ImageError
 from memoro.images import IMAGE_SUFFIXES, open_image
 from memoro.taskfile import write_whole
@@ -37,10 +36,20 @@ def find_images(places: Iterable[str | Path]) -> list[Path]:
     return list(found)
 
 
+class Predictor(Protocol):
+    """A composition, or a baseline."""
+
+    def predict(self, images: Any, *, batch_size: int = 32) -> list[dict[str, dict[str, Any]]]: ...
+
+
 def predict_files(
-    model: Composition, paths: Sequence[Path], *, batch_size: int = 32, tick: Callable[[int], None] = lambda n: None
+    models: Sequence[Predictor],
+    paths: Sequence[Path],
+    *,
+    batch_size: int = 32,
+    tick: Callable[[int], None] = lambda n: None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Each readable image's answers by path, and why the others could not be read."""
+    """Each readable image's answers by path, those of all models together, and why the others could not be read."""
     answers: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
     for at in range(0, len(paths), batch_size):
@@ -50,8 +59,9 @@ def predict_files(
                 batch[str(path)] = open_image(path)
             except ImageError as error:
                 skipped[str(path)] = str(error)
-        if batch:
-            answers |= dict(zip(batch, model.predict(batch.values(), batch_size=batch_size), strict=True))
+        for model in models if batch else ():
+            for place, said in zip(batch, model.predict(batch.values(), batch_size=batch_size), strict=True):
+                answers.setdefault(place, {}).update(said)
         tick(len(paths[at : at + batch_size]))
     return answers, skipped
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from memoro.backbones import Backbone
-from memoro.task import Task
+from memoro.task import BackboneRecord, Task
 
 if TYPE_CHECKING:
     from memoro.bench.engine import EngineRow
     from memoro.bench.train import TrainRow
+    from memoro.regimes import Baseline
+    from memoro.regimes.baseline import BaselineSpec
     from memoro.train.sweep import SweepRow
 
 
@@ -33,27 +35,50 @@ def inspect_tasks(path: Path, tasks: Sequence[Task], backbone: Backbone | None =
             "parents": [parent.name for parent in task.parents],
             "parameters": sum(parameter.numel() for parameter in task.parameters()),
             "content": task.content_hash(),
-            "backbone": {
-                "name": spec.backbone.name,
-                "family": spec.backbone.family,
-                "depth": spec.backbone.depth,
-                "dim": spec.backbone.dim,
-                "fingerprint": spec.backbone.fingerprint.digest,
-                "dtype": spec.backbone.fingerprint.dtype,
-            },
+            "backbone": _backbone(spec.backbone, backbone),
             "preprocessing": None if spec.preprocessing is None else spec.preprocessing.to_json(),
             "training": dict(spec.training),
             "metrics": dict(spec.metrics),
         }
-        if backbone is not None:
-            entry["backbone"]["match"] = spec.backbone.fingerprint.match(backbone.fingerprint)
         entries.append(entry)
     return {"file": str(path), "bytes": os.path.getsize(path), "tasks": entries}
 
 
+def inspect_baseline(
+    path: Path, spec: BaselineSpec, content: str, parameters: int, backbone: Backbone | None = None
+) -> dict[str, Any]:
+    """The same for a baseline's file."""
+    entry = {
+        "name": spec.name,
+        "kind": spec.kind,
+        "labels": list(spec.labels),
+        "regime": spec.regime,
+        "sizes": dict(spec.sizes),
+        "parameters": parameters,
+        "content": content,
+        "backbone": _backbone(spec.backbone, backbone),
+        "preprocessing": None if spec.preprocessing is None else spec.preprocessing.to_json(),
+        "training": dict(spec.training),
+        "metrics": dict(spec.metrics),
+    }
+    return {"file": str(path), "bytes": os.path.getsize(path), "baseline": entry}
+
+
+def _backbone(made: BackboneRecord, here: Backbone | None) -> dict[str, Any]:
+    record = {
+        "name": made.name,
+        "family": made.family,
+        "depth": made.depth,
+        "dim": made.dim,
+        "fingerprint": made.fingerprint.digest,
+        "dtype": made.fingerprint.dtype,
+    }
+    return record if here is None else {**record, "match": made.fingerprint.match(here.fingerprint)}
+
+
 def inspect_table(record: dict[str, Any]) -> Table:
-    """The record of `inspect_tasks` as a table, a column a task."""
-    tasks = record["tasks"]
+    """The record of a file as a table, a column a task."""
+    tasks = record["tasks"] if "tasks" in record else [record["baseline"]]
     table = Table(title=f"{record['file']}  ({record['bytes'] / 1000:,.1f} kB)", title_justify="left")
     table.add_column("")
     for task in tasks:
@@ -61,15 +86,21 @@ def inspect_table(record: dict[str, Any]) -> Table:
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
         "labels": lambda t: f"{len(t['labels'])}: {_shorten(t['labels'])}",
         "head": lambda t: t["kind"],
+        "regime": lambda t: f"{t['regime']}, a pass of its own: cannot be composed" if "regime" in t else "",
+        "sizes": lambda t: ", ".join(f"{size} {name}" for name, size in t.get("sizes", {}).items()),
         "memory": lambda t: (
             f"{t['cells']} cells a layer, {'before' if t['memory_norm'] == 'pre' else 'after'} the norm"
+            if "cells" in t
+            else ""
         ),
         "stream": lambda t: (
-            f"layers {t['from_layer']} to {t['backbone']['depth']}"
+            ""
+            if "from_layer" not in t
+            else f"layers {t['from_layer']} to {t['backbone']['depth']}"
             if t["from_layer"] < t["backbone"]["depth"]
             else "linear head on the final class token"
         ),
-        "extends": lambda t: ", ".join(t["parents"]) or "nothing",
+        "extends": lambda t: (", ".join(t["parents"]) or "nothing") if "parents" in t else "",
         "parameters": lambda t: f"{t['parameters']:,}",
         "backbone": lambda t: (
             f"{t['backbone']['name']}\n{t['backbone']['family']}, {t['backbone']['depth']} layers of "
@@ -109,11 +140,11 @@ def train_table(title: str, rows: Sequence[TrainRow]) -> Table:
     """Benchmark rows of training steps as a table."""
     table = Table(title=f"{title}: one training step", title_justify="left")
     table.add_column("way")
-    for column in ("base passes", "peak memory, MB", "parameters trained"):
+    for column in ("base passes", "steps per second", "peak memory, MB", "parameters trained"):
         table.add_column(column, justify="right")
     for row in rows:
         peak = "" if row.megabytes is None else f"{row.megabytes:,.0f}"
-        table.add_row(row.name, f"{row.step:.2f}", peak, f"{row.trained:,}")
+        table.add_row(row.name, f"{row.step:.2f}", f"{row.steps_per_second:.2f}", peak, f"{row.trained:,}")
     return table
 
 
@@ -148,7 +179,7 @@ COLUMNS = (
 )
 
 
-def fit_table(task: Task, metrics: dict[str, Any], path: Path) -> Table:
+def fit_table(task: Task | Baseline, metrics: dict[str, Any], path: Path) -> Table:
     """What a training gave, for people."""
     table = Table(title=f"{task.name}: {path}", title_justify="left", show_header=False)
     table.add_column()

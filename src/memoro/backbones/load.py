@@ -12,15 +12,20 @@ from torch import nn
 from memoro.backbones.backbone import Backbone
 from memoro.errors import BackboneError
 
+TINY = "memoro-tiny"
+"""The small backbone that memoro ships; what is used where nobody names one."""
+
 
 def load_backbone(
-    source: str | Path | nn.Module | Backbone,
+    source: str | Path | nn.Module | Backbone = TINY,
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     processor: Any = None,
 ) -> Backbone:
     """A frozen view of a Vision Transformer: of a hub id, a folder, or a model of `transformers` or `timm`.
+
+    `memoro-tiny`, the default, comes with memoro: small, for 64 x 64 pixels, no download.
 
     A model object is read, never changed, and its weights are shared, not copied, unless `dtype` or `device` ask for
     others. `processor` (an image processor of `transformers`, or memoro's Preprocessing) overrides the checkpoint's.
@@ -31,8 +36,9 @@ def load_backbone(
         return source
     if isinstance(source, nn.Module):
         return _wrap(source, type(source).__name__, kind, place, processor)
-    model = _from_pretrained(str(source), kind)
-    return _wrap(model, str(source), None, place, processor, folder=str(source))
+    folder = str(Path(__file__).parents[1] / "weights" / TINY) if str(source) == TINY else str(source)
+    model = _from_pretrained(folder, kind)
+    return _wrap(model, str(source), None, place, processor, folder=folder)
 
 
 def supported() -> str:

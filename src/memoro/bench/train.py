@@ -11,18 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from memoro.backbones import load_backbone
 from memoro.bench.clock import best_times
-from memoro.regimes import REGIMES, TaskPlan
-from memoro.task import Task
-from memoro.train.objective import loss_sum
-from memoro.train.recipe import Recipe
-from memoro.train.runs import Run, SharedPass
-
-CLASSES = 10
+from memoro.bench.steps import Setting, Way, build_step
 
 
 @dataclass(frozen=True)
@@ -30,8 +20,12 @@ class TrainRow:
     """One way to train, one step of it."""
 
     name: str
+    runs: int
+    fork: int
+    cached: bool
     step: float
     """In plain base passes without gradients."""
+    steps_per_second: float
     megabytes: float | None
     """Peak memory above that of holding the model."""
     trained: int
@@ -41,120 +35,64 @@ class TrainRow:
         return asdict(self)
 
 
-def candidates(cells: int, runs: Sequence[int], forks: Sequence[int]) -> dict[str, Any]:
-    """Names of what is measured, with what `build_step` needs to build it."""
-    ways: dict[str, Any] = {"base": ("base",), "head": ("memory", "head", 1, 0, 0)}
-    for fork in forks:
-        for count in runs:
-            name = (
-                f"memory, {cells} cells" + (f", fork {fork}" if fork else "") + (f", {count} runs" if count > 1 else "")
-            )
-            ways[name] = ("memory", "memory", count, cells, fork)
-    return {**ways, "LoRA (PEFT), rank 8 on q and v": ("lora",), "full fine-tuning": ("full",)}
-
-
-def build_step(way: tuple[Any, ...], patch: int, batch: int) -> tuple[Callable[[], object], int]:
-    """A function that does one step on a ViT-B with random weights, and how many parameters it trains."""
-    torch.manual_seed(0)
-    pixels, targets = torch.randn(batch, 3, 224, 224), torch.randint(CLASSES, (batch,))
-    model = _classifier(patch)
-    if way[0] == "base":
-        model.requires_grad_(False)
-
-        def base() -> None:
-            with torch.no_grad():
-                model(pixels)
-
-        return base, 0
-    if way[0] == "memory":
-        _, regime, count, cells, fork = way
-        backbone = load_backbone(model)
-        tasks = [
-            REGIMES[regime].build(
-                backbone, TaskPlan(str(i), [str(c) for c in range(CLASSES)], cells=cells, from_layer=fork, seed=i)
-            )
-            for i in range(count)
-        ]
-        return _shared_step(
-            [Run.start(t, Recipe(), REGIMES[regime].trains(t)) for t in tasks], tasks, backbone, pixels, targets
-        )
-    if way[0] == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        config = LoraConfig(r=8, lora_alpha=8, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
-        model = get_peft_model(model, config)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
-    model.train()
-
-    def step() -> None:
-        loss = loss_sum("softmax", model(pixels).logits, targets) / batch
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, sum(parameter.numel() for parameter in parameters)
-
-
-def _shared_step(
-    runs: Sequence[Run], tasks: Sequence[Task], backbone: Any, pixels: Tensor, targets: Tensor
-) -> tuple[Callable[[], object], int]:
-    shared = SharedPass(backbone, tasks)
-
-    def step() -> None:
-        parts = [loss_sum("softmax", logits, targets) for logits in shared(pixels)]
-        (torch.stack(parts).sum() / len(pixels)).backward()  # type: ignore[no-untyped-call]
-        for run in runs:
-            torch.nn.utils.clip_grad_norm_(run.trained.values(), 1.0)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-    return step, sum(parameter.numel() for parameter in runs[0].trained.values())
-
-
 def bench_train(
+    setting: Setting,
+    ways: Sequence[Way],
     *,
-    patch: int = 32,
-    batch: int = 16,
-    cells: int = 5,
-    runs: Sequence[int] = (1, 8, 32),
-    forks: Sequence[int] = (0, 8),
     rounds: int = 5,
     memory: bool = True,
     tick: Callable[[], None] = lambda: None,
 ) -> list[TrainRow]:
-    """Times all ways side by side in this process; their peak memory is taken in a process of its own each."""
-    ways = candidates(cells, runs, forks)
-    steps = {name: build_step(way, patch, batch) for name, way in ways.items()}
-    best = best_times({name: step for name, (step, _) in steps.items()}, rounds, tick)
-    peaks: dict[str, float | None] = dict.fromkeys(ways)
-    if memory:
-        context = multiprocessing.get_context("spawn")
-        for name, way in ways.items():
-            with context.Pool(1) as pool:
-                peaks[name] = pool.apply(_peak, (way, patch, batch))
-            tick()
-    return [TrainRow(name, best[name] / best["base"], peaks[name], trained) for name, (_, trained) in steps.items()]
+    """Times all ways in this process, a few at a time with the base pass beside them.
+
+    Their peak memory is taken in a process of its own each. The first way is the base pass. `tick` is called
+    `tick_count` times.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        base, _ = build_step(setting, ways[0], Path(folder))
+        for way in ways:
+            step, trained = build_step(setting, way, Path(folder))
+            best = best_times({"base": base, "step": step}, rounds, tick)
+            peak = _measure_peak(setting, way) if memory else None
+            rows.append(
+                TrainRow(
+                    way.name,
+                    way.runs,
+                    way.fork,
+                    way.cached,
+                    best["step"] / best["base"],
+                    1 / best["step"],
+                    peak,
+                    trained,
+                )
+            )
+    return rows
 
 
-def candidate_count(runs: Sequence[int], forks: Sequence[int], rounds: int, memory: bool) -> int:
+def tick_count(ways: Sequence[Way], rounds: int) -> int:
     """How often `bench_train` ticks."""
-    return (rounds + memory) * len(candidates(5, runs, forks))
+    return 2 * rounds * len(ways)
 
 
-def _peak(way: tuple[Any, ...], patch: int, batch: int) -> float | None:
+def _measure_peak(setting: Setting, way: Way) -> float | None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak, (setting, way))
+
+
+def _peak(setting: Setting, way: Way) -> float | None:
     """Megabytes by which two steps raise the memory use of a fresh process over that of the built model (Linux)."""
-    step, _ = build_step(way, patch, batch)
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not (status.exists() and reset.exists()):
-        return None
-    # Resets the high-water mark, which a new process inherits from its parent.
-    reset.write_text("5")
-    before = _kilobytes(status, "VmRSS")
-    for _ in range(2):
-        step()
-    return (_kilobytes(status, "VmHWM") - before) / 1000
+    with tempfile.TemporaryDirectory() as folder:
+        step, _ = build_step(setting, way, Path(folder))
+        status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+        if not (status.exists() and reset.exists()):
+            return None
+        # Resets the high-water mark, which a new process inherits from its parent.
+        reset.write_text("5")
+        before = _kilobytes(status, "VmRSS")
+        for _ in range(2):
+            step()
+        return (_kilobytes(status, "VmHWM") - before) / 1000
 
 
 def _kilobytes(status: Path, field: str) -> int:
@@ -199,8 +137,26 @@ def bench_loader(workers: Sequence[int] = (0, 1, 2), count: int = 384, side: int
     return speeds
 
 
-def _classifier(patch: int) -> Any:
-    from transformers import ViTConfig, ViTForImageClassification
+def draw_growth(path: Path, results: dict[str, Sequence[TrainRow]]) -> Path:
+    """A step's cost over the number of runs in one pass: a panel for each model, a line for each fork and source."""
+    from matplotlib.figure import Figure
 
-    model: nn.Module = ViTForImageClassification(ViTConfig(patch_size=patch, num_labels=CLASSES))
-    return model.eval()
+    figure = Figure(figsize=(5.2 * len(results), 3.8), layout="constrained")
+    for axes, (model, rows) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
+        lines: dict[tuple[int, bool], list[TrainRow]] = {}
+        for row in rows:
+            if row.name.startswith("memory,"):
+                lines.setdefault((row.fork, row.cached), []).append(row)
+        for (fork, cached), some in lines.items():
+            label = f"from layer {fork}" + (", from cache" if cached else "")
+            axes.plot([row.runs for row in some], [row.step for row in some], "o--" if cached else "o-", label=label)
+        for name, shade in (("lora", "#b06000"), ("full", "#b3261e")):
+            for row in rows:
+                if row.name == name:
+                    axes.axhline(row.step, color=shade, linewidth=1, linestyle=":")
+                    axes.annotate(f"one {name} run", (1, row.step), color=shade, va="bottom", fontsize=8)
+        axes.set(title=model, xlabel="runs in one pass", ylabel="base passes a step", ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
+    return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,20 +19,21 @@ TEACH = """\
 and the backbone's own answer does not change by a bit.
 
   memoro demo                                            see it work, with what is installed
-  memoro train photos/ --backbone FOLDER --task pets     a folder of class folders becomes pets.safetensors
-  memoro sweep photos/ --backbone FOLDER --cells 0,5,10  many settings in one pass, the best by validation kept
-  memoro eval photos/ --backbone FOLDER --tasks pets.safetensors
-  memoro predict new/*.jpg --backbone FOLDER --tasks pets.safetensors --tasks flowers.safetensors
+  memoro train photos/ --task pets                       a folder of class folders becomes pets.safetensors
+  memoro train pets=photos/ rooms=rooms.zip --out tasks/ several tasks in one pass
+  memoro sweep photos/ --cells 0,5,10 --from-layer 0,8   many settings in one pass, the best by validation kept
+  memoro eval photos/ --tasks pets.safetensors
+  memoro predict new/*.jpg --tasks pets.safetensors --tasks flowers.safetensors
   memoro inspect pets.safetensors                        what is in a task file
   memoro compose pets.safetensors flowers.safetensors -o both.safetensors
                                                          put tasks into one file
-  memoro verify --backbone FOLDER --tasks both.safetensors photo.jpg
-                                                         prove that the backbone is untouched
+  memoro verify --tasks both.safetensors photo.jpg        prove that the backbone is untouched
   memoro import model.pt --backbone FOLDER -o tasks.safetensors
                                                          tasks of the paper's public reproduction
   memoro bench engine                                    what 1 to 100 tasks cost here
 
-BACKBONE is a hub id or a folder. [bold]memoro COMMAND --help[/] tells more; most commands take [bold]--json[/]."""
+What reads images takes [bold]--backbone[/], a hub id or a folder; without it the small one that memoro ships is used.
+[bold]memoro COMMAND --help[/] tells more; most commands take [bold]--json[/]."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 app.add_typer(training.app)
@@ -63,8 +65,17 @@ def root(
 
 
 @app.command()
-def demo() -> None:
-    """Attach 1, 10 and 100 tasks to a ViT, prove its answer unchanged, and show what they cost."""
-    from memoro.demo import run_demo
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for images, task files and the page.")] = Path(
+        "memoro-demo"
+    ),
+) -> None:
+    """Train five tasks on drawn letters and handwritten digits, compose them, prove the backbone unchanged.
 
-    run_demo(Console())
+    A few minutes on two cores, no download. Leaves task files and a page with pictures.
+    """
+    from memoro.demo import run_demo
+    from memoro.progress import quiet_libraries
+
+    quiet_libraries()
+    run_demo(Console(), out)

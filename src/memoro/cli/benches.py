@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -43,7 +44,9 @@ def bench_engine_command(
 
 @bench.command("train")
 def bench_train_command(
-    patch: Annotated[int, typer.Option(help="Patch size of the ViT-B.")] = 32,
+    model: Annotated[
+        str, typer.Option(help="ViT-B/32, ViT-B/16, dinov2-small, or several separated by commas.")
+    ] = "ViT-B/32",
     batch: Annotated[int, typer.Option(help="Images to a step.")] = 16,
     cells: Annotated[int, typer.Option(help="Memory cells a layer.")] = 5,
     runs: Annotated[str, typer.Option(help="Runs in one pass, separated by commas.")] = "1,8,32",
@@ -52,22 +55,31 @@ def bench_train_command(
     memory: Annotated[
         bool, typer.Option(help="Also take the peak memory of each way, in a process of its own.")
     ] = True,
+    baselines: Annotated[bool, typer.Option(help="Also the regimes that change the backbone's tokens.")] = True,
+    plot: Annotated[Path | None, typer.Option(help="Draw the cost over the number of runs into this PNG.")] = None,
     as_json: Json = False,
 ) -> None:
-    """One training step of memoro's ways, of LoRA and of full fine-tuning, in plain base passes; and the loader."""
-    from memoro.bench.train import bench_loader, bench_train, candidate_count
+    """One training step of every regime, alone, in many runs and from kept features, in plain base passes."""
+    from memoro.bench.steps import MODELS, Setting, list_ways
+    from memoro.bench.train import bench_loader, bench_train, draw_growth, tick_count
     from memoro.progress import bar
     from memoro.report import train_table
 
-    counts, starts = numbers(runs), numbers(forks)
-    with bar(f"ViT-B/{patch}", candidate_count(counts, starts, rounds, memory)) as tick:
-        rows = bench_train(
-            patch=patch, batch=batch, cells=cells, runs=counts, forks=starts, rounds=rounds, memory=memory, tick=tick
-        )
+    results: dict[str, Any] = {}
+    ways = list_ways(cells, numbers(runs), numbers(forks), baselines=baselines)
+    for name in model.split(","):
+        if name not in MODELS:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(MODELS)}")
+        with bar(name, tick_count(ways, rounds)) as tick:
+            results[name] = bench_train(Setting(name, batch, cells), ways, rounds=rounds, memory=memory, tick=tick)
+        if not as_json:
+            Console().print(train_table(f"{name} at {MODELS[name][1]}, batch {batch}", results[name]))
+    if plot is not None:
+        draw_growth(plot, results)
     speeds = bench_loader()
     if as_json:
-        print_json({"steps": [row.to_json() for row in rows], "loader_images_per_second": speeds})
+        steps = {name: [row.to_json() for row in rows] for name, rows in results.items()}
+        print_json({"steps": steps, "loader_images_per_second": speeds})
     else:
-        Console().print(train_table(f"ViT-B/{patch} at 224, batch {batch}", rows))
-        said = ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
-        Console().print(f"loader, 500x375 JPEGs to 224 with augmentation, images per second: {said}")
+        shown = ", ".join(f"{name}: {speed:.0f}" for name, speed in speeds.items())
+        Console().print(f"loader, images per second (JPEG, 500 x 375 to 224): {shown}", highlight=False)

@@ -11,16 +11,23 @@ import typer
 Number = TypeVar("Number", int, float)
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, everything else on stderr.")]
-BackboneOption = Annotated[str, typer.Option("--backbone", "-b", help="Hub id or folder of a Vision Transformer.")]
+BackboneOption = Annotated[
+    str | None,
+    typer.Option("--backbone", "-b", help="Hub id or folder of a Vision Transformer.", show_default="memoro-tiny"),
+]
 Files = Annotated[list[Path], typer.Argument(help="Task files or bundles.", show_default=False)]
 
 
-def load(backbone: str) -> Any:
+def load(backbone: str | None, *, hint: bool = False, device: Any = None) -> Any:
+    """The backbone; without a name the one that memoro ships, with a hint to better ones for those who train."""
     from memoro.backbones import load_backbone
+    from memoro.backbones.load import TINY
     from memoro.progress import quiet_libraries
 
     quiet_libraries()
-    return load_backbone(backbone)
+    if backbone is None and hint:
+        typer.echo(f"backbone: {TINY}, small and built in. Larger ones do better: -b facebook/dinov2-small", err=True)
+    return load_backbone(backbone or TINY, device=device)
 
 
 def numbers(text: str, kind: type[Number] = int) -> list[Number]:

@@ -20,11 +20,15 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """What is in a task file: labels, memory, parents, backbone, how it was trained and how good it is."""
-    from memoro.report import inspect_table, inspect_tasks
+    from memoro.regimes.baselinefile import is_baseline, read_baseline
+    from memoro.report import inspect_baseline, inspect_table, inspect_tasks
     from memoro.taskfile import load_tasks
 
-    tasks = load_tasks(file)
-    record = inspect_tasks(file, tasks, None if backbone is None else load(backbone))
+    frozen = None if backbone is None else load(backbone)
+    if is_baseline(file):
+        record = inspect_baseline(file, *read_baseline(file), frozen)
+    else:
+        record = inspect_tasks(file, load_tasks(file), frozen)
     if as_json:
         print_json(record)
     else:
@@ -48,8 +52,8 @@ def compose_files(
 
 @app.command()
 def verify(
-    backbone: BackboneOption,
     tasks: Annotated[list[Path], typer.Option("--tasks", "-t", help="Task files or bundles; repeat for more.")],
+    backbone: BackboneOption = None,
     images: Annotated[list[Path] | None, typer.Argument(help="Images to run on; random pixels without.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -76,8 +80,8 @@ def import_checkpoint(
     checkpoint: Annotated[
         Path, typer.Argument(help="A state dict (.pt) of the public reproduction.", show_default=False)
     ],
-    backbone: BackboneOption,
     out: Annotated[Path, typer.Option("--out", "-o", help="The task file to write.", show_default=False)],
+    backbone: BackboneOption = None,
     names: Annotated[str | None, typer.Option(help="Names for its tasks, separated by commas.")] = None,
 ) -> None:
     """Read tasks out of a checkpoint of the paper's public reproduction."""
@@ -90,3 +94,21 @@ def import_checkpoint(
         over = ", ".join(parent.name for parent in task.extends)
         Console().print(f"{task.name}: {len(task.labels)} classes, {task.cells} cells{over and f', extends {over}'}")
     Console().print(f"written to {out}")
+
+
+@app.command("cache")
+def cache_command(
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Folder of features.", show_default="~/.cache/memoro/features")
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
+) -> None:
+    """How much room the kept features take; --clear removes them."""
+    from memoro.featurestore import clear as clear_all
+    from memoro.featurestore import default_folder, total_bytes
+
+    place = folder or default_folder()
+    if clear:
+        typer.echo(f"{place}: {clear_all(place) / 1e9:.2f} GB removed")
+    else:
+        typer.echo(f"{place}: {total_bytes(place) / 1e9:.2f} GB")

@@ -29,6 +29,16 @@ TaskName = Annotated[str | None, typer.Option("--task", "-t", help="Name of the 
 Columns = Annotated[
     list[str] | None, typer.Option("--label-column", help="Column of a table; repeat for a task of each, in one pass.")
 ]
+RegimeName = Annotated[
+    str,
+    typer.Option(
+        help="memory (class token, memory, head; the paper's) or head (linear). To compare with, not to compose: "
+        "memory-full (no mask), class-full (class token, no mask), vpt (prompts), adapter, adapter+memory-full, "
+        "propagated and propagated-additive (memory goes from layer to layer), full (all weights), lora."
+    ),
+]
+Width = Annotated[int, typer.Option(help="Bottleneck of adapters.")]
+Rank = Annotated[int, typer.Option(help="Of LoRA's matrices.")]
 Extends = Annotated[list[Path] | None, typer.Option(help="Files of tasks to build on; repeat for more.")]
 ImageSize = Annotated[
     int | None, typer.Option(help="Pixels; resize and crop scale alike.", show_default="the backbone's")
@@ -69,10 +79,12 @@ CacheDtype = Annotated[str, typer.Option(help="float16, bfloat16 or float32.")]
 @app.command()
 def train(
     data: Data,
-    backbone: BackboneOption,
+    backbone: BackboneOption = None,
     task: TaskName = None,
-    regime: Annotated[str, typer.Option(help="memory (class token, memory and head) or head (linear).")] = "memory",
+    regime: RegimeName = "memory",
     cells: Annotated[int, typer.Option(help="Memory cells a layer.")] = 5,
+    width: Width = 5,
+    rank: Rank = 8,
     from_layer: Annotated[int, typer.Option(help="Layer at which the task forks off; later is cheaper.")] = 0,
     extends: Extends = None,
     label_column: Columns = None,
@@ -141,7 +153,7 @@ def train(
     order = TrainOrder(
         data, task, regime, default_grid(cells, from_layer, lr, recipe, streaming), label_column or [], extends or [],
         image_size, folds, out=out, folder=folder, resume=resume, workers=workers, tensorboard=tensorboard,
-        streaming=streaming,
+        streaming=streaming, width=width, rank=rank,
     )  # fmt: skip
     _run(order, recipe, backbone, (cache, cache_folder, cache_budget, cache_dtype), as_json)
 
@@ -149,10 +161,12 @@ def train(
 @app.command()
 def sweep(
     data: Data,
-    backbone: BackboneOption,
+    backbone: BackboneOption = None,
     task: TaskName = None,
-    regime: Annotated[str, typer.Option(help="As for train.")] = "memory",
+    regime: RegimeName = "memory",
     cells: Annotated[str, typer.Option(help="Cell counts to try, separated by commas.")] = "0,5",
+    width: Width = 5,
+    rank: Rank = 8,
     from_layer: Annotated[str, typer.Option(help="Forks to try.")] = "0",
     lr: Annotated[str, typer.Option(help="Learning rates to try.")] = "0.03,0.1,0.3",
     seeds: Annotated[int, typer.Option(help="Initial weights to try of each.")] = 1,
@@ -200,7 +214,7 @@ def sweep(
     )  # fmt: skip
     order = TrainOrder(
         data, task, regime, grid, label_column or [], extends or [], image_size, folds, out=out, folder=folder,
-        resume=resume, workers=workers, halving=halving, must_sweep=True,
+        resume=resume, workers=workers, halving=halving, must_sweep=True, width=width, rank=rank,
     )  # fmt: skip
     _run(order, recipe, backbone, (cache, cache_folder, cache_budget, cache_dtype), as_json)
 
@@ -208,16 +222,18 @@ def sweep(
 def _run(
     order: TrainOrder,
     recipe: Recipe,
-    name: str,
+    name: str | None,
     keep: tuple[bool | None, Path | None, float, str],
     as_json: bool,
 ) -> None:
     from memoro.featurestore import default_folder
     from memoro.train.cached import Cache
     from memoro.train.command import run_order
+    from memoro.train.processes import find_processes, own_device
 
-    errors = Console(stderr=True, soft_wrap=True)
-    backbone = load(name)
+    here = find_processes(own_device())
+    errors = Console(stderr=True, soft_wrap=True, quiet=not here.main)
+    backbone = load(name, hint=here.main, device=own_device())
     wanted, folder, budget, dtype = keep
     if wanted and recipe.views is None:
         raise typer.BadParameter("--cache needs a number of --views: with 0, no view comes twice.")
@@ -225,11 +241,11 @@ def _run(
         cache = Cache(folder or default_folder(), budget, dtype, required=bool(wanted))  # type: ignore[arg-type]
         order = replace(order, cache=cache)
     try:
-        record, tables = run_order(backbone, order, recipe, quiet=as_json, console=errors)
+        record, tables = run_order(backbone, order, recipe, quiet=as_json or not here.main, console=errors)
     except KeyboardInterrupt as stop:
         errors.print(f"{stop or 'stopped'}: the same command with --resume goes on from the last checkpoint.")
         raise typer.Exit(130) from None
-    if as_json:
+    if as_json and here.main:
         print_json(record)
         return
     for table in tables:
@@ -241,8 +257,8 @@ def evaluate_tasks(
     data: Annotated[
         list[str], typer.Argument(help="One set for all tasks, or NAME=DATA for each.", show_default=False)
     ],
-    backbone: BackboneOption,
     tasks: Annotated[list[Path], typer.Option("--tasks", "-t", help="Task files or bundles; repeat for more.")],
+    backbone: BackboneOption = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images to a batch.")] = 32,
     workers: Annotated[
         int | None, typer.Option(help="Processes that decode images.", show_default="one a core")
@@ -250,15 +266,16 @@ def evaluate_tasks(
     as_json: Json = False,
 ) -> None:
     """Measure tasks on the test split of their data (or on all of it where there is none)."""
+    from memoro.regimes.baselinefile import load_models
     from memoro.report import metrics_table
-    from memoro.taskfile import load_tasks
     from memoro.train.command import read_data_arguments
     from memoro.train.evaluate import evaluate
 
-    loaded = [task for file in tasks for task in load_tasks(file)]
+    frozen = load(backbone)
+    loaded = load_models(tasks, frozen)
     errors = Console(stderr=True, soft_wrap=True)
     results = evaluate(
-        load(backbone), loaded, read_data_arguments(data, [task.name for task in loaded]),
+        frozen, loaded, read_data_arguments(data, [task.name for task in loaded]),
         batch_size=batch_size, workers=workers, quiet=as_json,
         say=lambda text: errors.print(text, markup=False, highlight=False),
     )  # fmt: skip
@@ -271,8 +288,8 @@ def evaluate_tasks(
 @app.command()
 def predict(
     images: Annotated[list[str], typer.Argument(help="Files, folders or globs.", show_default=False)],
-    backbone: BackboneOption,
     tasks: Annotated[list[Path], typer.Option("--tasks", "-t", help="Task files or bundles; repeat for more.")],
+    backbone: BackboneOption = None,
     form: Annotated[str, typer.Option("--format", "-f", help="table, json, csv or parquet.")] = "table",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write to instead of stdout.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images to a pass.")] = 32,
@@ -282,18 +299,24 @@ def predict(
     from memoro.composition import compose
     from memoro.predictions import find_images, predict_files, predictions_table, write_predictions
     from memoro.progress import bar
-    from memoro.taskfile import load_tasks
+    from memoro.regimes import Baseline
+    from memoro.regimes.baselinefile import load_models
 
     form = "json" if as_json else form
     if form not in {"table", "json", "csv", "parquet"}:
         raise typer.BadParameter(f"{form!r} is none of table, json, csv, parquet")
     errors = Console(stderr=True, soft_wrap=True)
-    model = compose(load(backbone), [task for file in tasks for task in load_tasks(file)])
+    frozen = load(backbone)
+    loaded = load_models(tasks, frozen)
+    apart = [model for model in loaded if isinstance(model, Baseline)]
+    model = compose(frozen, [task for task in loaded if not isinstance(task, Baseline)])
     paths = find_images(images)
     if len(model.passes()) > 1:
         errors.print(f"{len(model.passes())} passes: the tasks were trained with different preprocessing.")
+    if apart:
+        errors.print(f"a pass each for {', '.join(plain(one.name) for one in apart)}: no tasks, but baselines.")
     with bar("predicting", len(paths)) as tick:
-        answers, skipped = predict_files(model, paths, batch_size=batch_size, tick=tick)
+        answers, skipped = predict_files([model, *apart], paths, batch_size=batch_size, tick=tick)
     for reason in list(skipped.values())[:5]:
         errors.print(f"skipped {plain(reason)}", highlight=False)
     if skipped:

@@ -176,13 +176,14 @@ def hold_out(splits: Splits, fraction: float, seed: int, like: Splits | None = N
         notes = _hold_out(other, fraction, None, seed)
         held = np.isin(splits.train.rows, other["val"].rows) if "val" in other else None
         if held is not None:
-            sets = {
-                "train": splits.train.subset(np.flatnonzero(~held)),
-                "val": splits.train.subset(np.flatnonzero(held)),
-            }
+            _cut(sets, held)
     else:
         notes = _hold_out(sets, fraction, None, seed)
-    return replace(splits, train=sets["train"], val=sets.get("val"), notes=(*splits.notes, *notes))
+    before = set(_thin_classes(splits.train))  # of all images: what is left may have fewer
+    kept = [note for note in splits.notes if note not in before]
+    return replace(
+        splits, train=sets["train"], val=sets.get("val"), notes=(*kept, *notes, *_thin_classes(sets["train"]))
+    )
 
 
 def fold_numbers(train: ImageSet, folds: int, seed: int) -> npt.NDArray[np.int64]:
@@ -222,10 +223,15 @@ def _hold_out(sets: dict[Role, ImageSet], fraction: float, fold: tuple[int, int]
     out = np.isin(group, leaders[held])
     if not out.any():
         return ["no validation split could be made: every class has a single image."]
+    _cut(sets, out)
+    return notes
+
+
+def _cut(sets: dict[Role, ImageSet], out: npt.NDArray[np.bool_]) -> None:
+    whole = sets["train"]
     sets["train"] = whole.subset(np.flatnonzero(~out))
     # What could not be read is told once, with train.
     sets["val"] = replace(whole.subset(np.flatnonzero(out)), name=whole.name.removesuffix("train") + "val", skipped=())
-    return notes
 
 
 def _thin_classes(train: ImageSet) -> list[str]:

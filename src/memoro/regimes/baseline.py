@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from memoro.answers import read_answers
 from memoro.backbones import Backbone
-from memoro.errors import TrainingError
+from memoro.errors import CompositionError, TrainingError
+from memoro.images import open_image
 from memoro.preprocessing import Preprocessing
 from memoro.regimes.regime import Regime, TaskPlan
 from memoro.task import MAX_CELLS, BackboneRecord, HeadKind, Task, hash_content, new_task, say_apart
@@ -18,6 +22,7 @@ from memoro.task import MAX_CELLS, BackboneRecord, HeadKind, Task, hash_content,
 LIMITS = {"cells": (0, MAX_CELLS), "width": (1, 4096), "rank": (1, 1024)}
 """What the sizes of a plan may be."""
 
+Picture = str | Path | Image.Image
 Weights = Mapping[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -148,6 +153,18 @@ class Baseline(nn.Module):
         logits: Tensor = self.head(self.features(pixel_values).to(self.head.weight.dtype))
         return logits
 
+    def predict(self, images: Picture | Iterable[Picture], *, batch_size: int = 32) -> list[dict[str, dict[str, Any]]]:
+        """What it says of each image (PIL images or paths), as a composition of one would: by its name."""
+        given = [images] if isinstance(images, (str, Path, Image.Image)) else list(images)
+        preprocessing = self.spec.preprocessing or self.backbone.preprocessing
+        said: list[dict[str, Any]] = []
+        for at in range(0, len(given), batch_size):
+            opened = [open_image(image, draft=preprocessing.draft) for image in given[at : at + batch_size]]
+            pixels = torch.stack([preprocessing.to_tensor(image) for image in opened])
+            with torch.no_grad():
+                said += read_answers(self.kind, self.labels, self(pixels.to(self.backbone.dtype)))
+        return [{self.name: answer} for answer in said]
+
     def trained(self) -> dict[str, nn.Parameter]:
         """All that the regime trains, by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.numel()}
@@ -186,6 +203,16 @@ class Baseline(nn.Module):
     def extra_repr(self) -> str:
         sizes = "".join(f", {size} {name}" for name, size in self.spec.sizes.items())
         return f"{self.name!r}, {len(self.labels)} labels, regime {self.regime!r}{sizes}"
+
+
+def by_name(models: Iterable[Task | Baseline]) -> dict[str, Task | Baseline]:
+    """Tasks and baselines that answer side by side, each under its own name."""
+    named: dict[str, Task | Baseline] = {}
+    for model in models:
+        if model.name in named:
+            raise CompositionError(f"two tasks are called {model.name!r}: rename one, a name stands for one answer.")
+        named[model.name] = model
+    return named
 
 
 def hash_baseline(spec: BaselineSpec, tensors: Weights) -> str:

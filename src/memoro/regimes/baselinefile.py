@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,9 +28,9 @@ from memoro.record import (
     write_tensor,
 )
 from memoro.regimes import METHODS
-from memoro.regimes.baseline import LIMITS, Baseline, BaselineSpec, hash_baseline
-from memoro.task import HeadKind, check_labels, check_name
-from memoro.taskfile import write_whole
+from memoro.regimes.baseline import LIMITS, Baseline, BaselineSpec, by_name, hash_baseline
+from memoro.task import HeadKind, Task, check_labels, check_name
+from memoro.taskfile import load_tasks, write_whole
 
 MAX_FILE = 64 << 30
 """A copy of a backbone may be larger than any task. What is read of it is no larger than the backbone at hand."""
@@ -83,6 +84,23 @@ def load_baseline(path: str | Path, backbone: Backbone) -> Baseline:
         model.spec = spec
         model.fill(tensors)
         return model
+
+
+def read_baseline(path: str | Path) -> tuple[BaselineSpec, str, int]:
+    """What a file says of its baseline, the hash of its content, and how many numbers it holds; no weights are read."""
+    path = Path(path)
+    with reading(path, MAX_FILE), safe_open(path, framework="pt") as file:
+        item = read_object(read_record(file), "baseline")
+        sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
+        return _read_spec(item), read_text(item, "content"), sum(sizes)
+
+
+def load_models(paths: Iterable[str | Path], backbone: Backbone) -> list[Task | Baseline]:
+    """All that some files hold: tasks, and baselines over the backbone. No two have one name."""
+    found: list[Task | Baseline] = []
+    for path in paths:
+        found += [load_baseline(path, backbone)] if is_baseline(path) else load_tasks(path)
+    return list(by_name(found).values())
 
 
 def is_baseline(path: str | Path) -> bool:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from memoro.backbones import Backbone
 from memoro.data import ImageSet, Loader
 from memoro.data.augment import output_size
 from memoro.engine import BasePass, Features, layer_bias
-from memoro.errors import CacheError
-from memoro.featurestore import FeatureStore, Layout, StoreDtype, default_folder
+from memoro.errors import CacheError, DataError
+from memoro.featurestore import FeatureStore, Layout, StoreDtype, default_folder, make_room
 
 GIGABYTE = 10**9
 
@@ -33,6 +34,10 @@ class Cache:
     dtype: StoreDtype = "float16"
     required: bool = True
     """Whether features that do not fit are an error; else they are computed anew every epoch."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(StoreDtype):
+            raise CacheError(f"features cannot be kept as {self.dtype!r}: choose {', '.join(get_args(StoreDtype))}.")
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,8 @@ class CachedLoader:
         self.store = FeatureStore(cache.folder, layout, about)
         self._hold = hold
         self._buffers: deque[tuple[Tensor, Tensor]] = deque()
-        contents = [bytes.fromhex(self.images.key(sample)) for sample in range(len(self.images))]
-        self.keys = [[self._key(content, at, view) for at, content in enumerate(contents)] for view in self.views]
+        self._contents = [bytes.fromhex(self.images.key(sample)) for sample in range(len(self.images))]
+        self.keys = [[self._key(content, at, view) for at, content in enumerate(self._contents)] for view in self.views]
         """Of every image, a list for each view."""
 
     def __len__(self) -> int:
@@ -87,14 +92,23 @@ class CachedLoader:
 
     def fill(self, tick: Callable[[int], None] = lambda images: None) -> None:
         """Computes what is missing; `tick` hears of every batch."""
+        checked: set[int] = set()
         with self.store.writer() as writer, torch.no_grad():
             for view, absent in enumerate(self.missing()):
                 for batch in self.loader.pick(list(absent.values()), view) if absent else ():
                     pixels = batch.pixels.to(self._backbone.device, self._backbone.dtype)
+                    self._check(batch.index.tolist(), checked)
                     keys = [self.keys[view][int(sample)] for sample in batch.index]
                     writer.add(keys, keep_features(self._backbone, pixels, self.store.layout.first))
                     tick(len(keys))
         self.loader.close()
+
+    def _check(self, samples: Sequence[int], checked: set[int]) -> None:
+        """Whether the images still are what their keys say: what is kept under a key is kept for long."""
+        for sample in samples:
+            if sample not in checked and hashlib.sha256(self.images.read(sample)).digest() != self._contents[sample]:
+                raise DataError(f"{self.images.where(sample)} has changed since it was screened: load the data again.")
+        checked.update(samples)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[CachedBatch]:
         """The batches of one epoch, without the first `start`."""
@@ -127,17 +141,25 @@ def keep_features(backbone: Backbone, pixels: Tensor, first: int) -> Features:
 
 def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[int], None]) -> None:
     """Makes room and fills all of them; an error that names the choices where they do not fit."""
-    everything = [list(dict.fromkeys(key for keys in loader.keys for key in keys)) for loader in loaders]
-    whole = sum(loader.store.layout.size * len(keys) for loader, keys in zip(loaders, everything, strict=True))
+    records = {(loader.store.folder, key): loader for loader in loaders for keys in loader.keys for key in keys}
+    whole = sum(loader.store.layout.size for loader in records.values())
     if whole > cache.budget * GIGABYTE:
         raise CacheError(_too_big(loaders, whole, f"the budget is {cache.budget:g} GB", "--cache-budget"))
     _, needed = estimate(loaders)
-    for loader, keys in zip(loaders, everything, strict=True):
-        loader.store.make_room(needed, int(cache.budget * GIGABYTE), keys)
-    cache.folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(cache.folder).free
+    keep = {file for loader in loaders for keys in loader.keys for file in loader.store.files_of(keys)}
+    removed = make_room(cache.folder, needed, int(cache.budget * GIGABYTE), keep)
+    for loader in loaders:
+        loader.store.forget(removed)
+    try:
+        cache.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(cache.folder).free
+    except OSError as error:
+        raise CacheError(
+            f"cannot keep features in {cache.folder} ({error.strerror}): choose another --cache-folder, or train with "
+            "--no-cache."
+        ) from None
     if needed > 0.95 * free:
-        raise CacheError(_too_big(loaders, needed, f"the disk has {free / GIGABYTE:.1f} GB left", "--cache"))
+        raise CacheError(_too_big(loaders, needed, f"the disk has {free / GIGABYTE:.1f} GB left", "--cache-folder"))
     for loader in loaders:
         loader.store.refresh()  # what one has computed may serve another
         loader.fill(tick)
@@ -145,9 +167,8 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
 
 def estimate(loaders: Sequence[CachedLoader]) -> tuple[int, int]:
     """How many views are to be computed, and how many bytes they take."""
-    absent = [sum(map(len, loader.missing())) for loader in loaders]
-    size = sum(count * loader.store.layout.size for count, loader in zip(absent, loaders, strict=True))
-    return sum(absent), size
+    absent = {(loader.store.folder, key): loader for loader in loaders for view in loader.missing() for key in view}
+    return len(absent), sum(loader.store.layout.size for loader in absent.values())
 
 
 def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str) -> str:

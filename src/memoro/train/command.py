@@ -14,7 +14,8 @@ from memoro.composition import check_together
 from memoro.data import Splits, Streams, load_columns, load_data, load_stream
 from memoro.data.splits import hold_out
 from memoro.errors import TrainingError
-from memoro.regimes import TaskPlan, find_regime
+from memoro.regimes import METHODS, Baseline, Regime, TaskPlan, find_regime
+from memoro.regimes.baselinefile import save_baseline
 from memoro.report import fit_table, sweep_table
 from memoro.task import Task, check_name
 from memoro.taskfile import load_tasks, save_task
@@ -23,6 +24,7 @@ from memoro.train.fit import teach
 from memoro.train.lessons import Lesson
 from memoro.train.metrics import MAIN_FIGURE
 from memoro.train.plots import draw_sweep
+from memoro.train.processes import find_processes
 from memoro.train.recipe import Recipe
 from memoro.train.results import FitResult
 from memoro.train.sweep import FOLDS, RATES, SMALL, Grid, Subject, SweepRow, run_sweeps
@@ -52,6 +54,8 @@ class TrainOrder:
     halving: bool = False
     must_sweep: bool = False
     """Whether nothing to choose by is an error; else the middle combination is trained."""
+    width: int = 5
+    rank: int = 8
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,17 @@ def default_grid(cells: int, from_layer: int, lr: float | None, recipe: Recipe, 
 def run_order(
     backbone: Backbone, order: TrainOrder, recipe: Recipe, *, quiet: bool, console: Console
 ) -> tuple[dict[str, Any], list[RenderableType]]:
-    """Trains, writes the task files; returns a JSON-ready record and tables for people."""
-    regime, parents = find_regime(order.regime), _parents(order.extends)
+    """Trains, writes the task files; returns a JSON-ready record and tables for people.
+
+    Of several processes, the main one writes and returns something.
+    """
+    regime, parents = find_regime(order.regime), _parents(order.extends, backbone)
+    order = _suit(order, regime)
     if order.task is not None:
         check_name(order.task)  # before the images are read
     sets = _load(order, recipe, quiet)
-    plans = [TaskPlan(name=name, labels=s.labels, head=s.kind, extends=parents) for name, s in sets.items()]
+    sizes = {"width": order.width, "rank": order.rank}
+    plans = [TaskPlan(name=name, labels=s.labels, head=s.kind, extends=parents, **sizes) for name, s in sets.items()]
     subjects = [_subject(plan, splits, order, recipe) for plan, splits in zip(plans, sets.values(), strict=True)]
     for subject in subjects:
         for note in subject.splits.notes:
@@ -89,6 +98,9 @@ def run_order(
     if len(points) > 1 and not order.must_sweep and not all(_can_choose(subject) for subject in subjects):
         points = points[len(points) // 2 :][:1]
         console.print(f"note: nothing to choose a learning rate by: {points[0][2]:g} is taken.", highlight=False)
+    if len(points) > 1 and not regime.composes:
+        text = f"note: regime {regime.name!r} changes base tokens: each of its {len(points)} runs has its own passes."
+        console.print(text, markup=False, highlight=False)
     if len(points) > 1:
         swept = run_sweeps(
             backbone,
@@ -117,12 +129,23 @@ def run_order(
         ]
         results = teach(backbone, lessons, cache=order.cache, tensorboard=order.tensorboard, **common)
         trained = [Trained(result, []) for result in results]
+    if not find_processes(backbone.device).main:
+        return {}, []
     records, shown = [], []
     for subject, found in zip(subjects, trained, strict=True):
         record, tables = _deliver(subject, found, order, folder)
         records.append(record)
         shown += tables
     return records[0] if len(records) == 1 else {"tasks": records, "folder": str(folder)}, shown
+
+
+def _suit(order: TrainOrder, regime: Regime) -> TrainOrder:
+    """The order without what only runs that share a pass have for nothing: folds, and cells that change nothing."""
+    if regime.composes:
+        return order
+    grid, method = order.grid, METHODS[regime.name]
+    cells = grid.cells if "cells" in method.sizes else grid.cells[:1]
+    return replace(order, grid=replace(grid, cells=cells), folds=order.folds or 0)
 
 
 def _can_choose(subject: Subject) -> bool:
@@ -149,7 +172,7 @@ def _deliver(
     """Writes the task's file, and a picture of what was tried."""
     name, splits = subject.plan.name, subject.splits
     out, task = _target(name, order), found.result.task
-    save_task(task, out)
+    save_baseline(task, out) if isinstance(task, Baseline) else save_task(task, out)
     record = {
         "task": name,
         "file": str(out),
@@ -213,9 +236,9 @@ def _load(order: TrainOrder, recipe: Recipe, quiet: bool) -> dict[str, Splits | 
     return {check_name(name): load_data(data, val_fraction=0, **options) for name, _, data in pairs}
 
 
-def _parents(files: Sequence[Path]) -> list[Task]:
+def _parents(files: Sequence[Path], backbone: Backbone) -> list[Task]:
     """The tasks of the files as living objects, each with its own parents in place."""
-    loaded = [task for file in files for task in load_tasks(file)]
+    loaded = [task.to(backbone.device) for file in files for task in load_tasks(file)]
     check_together(loaded)
     tasks = {task.name: task for task in loaded}
     for task in loaded:

@@ -17,8 +17,9 @@ from memoro.data import Batch, ImageSet, ImageStream
 from memoro.engine import Features
 from memoro.errors import TrainingError
 from memoro.train.cached import CachedBatch
+from memoro.train.processes import ALONE, Processes
 from memoro.train.recipe import Recipe
-from memoro.train.runs import Run, SharedPass
+from memoro.train.runs import OwnPass, Run, SharedPass, pass_for
 
 AnyBatch = Batch | CachedBatch
 
@@ -69,7 +70,7 @@ class Course:
 
     def __post_init__(self) -> None:
         self._batches: Iterator[AnyBatch] | None = None
-        self._pass: SharedPass | None = None
+        self._pass: SharedPass | OwnPass | None = None
         self._began, self._images = 0.0, 0
 
     @property
@@ -100,10 +101,10 @@ class Course:
             self._began, self._images = time.monotonic(), 0
         return list(islice(self._batches, self.recipe.accumulate))
 
-    def shared(self, backbone: Backbone) -> SharedPass:
+    def shared(self, backbone: Backbone) -> SharedPass | OwnPass:
         """The pass of the runs that still take part."""
         if self._pass is None or len(self._pass.rows) > len(self.active):
-            self._pass = SharedPass(backbone, [run.task for run in self.active])
+            self._pass = pass_for(backbone, [run.task for run in self.active])
         return self._pass
 
     def count(self, group: Sequence[AnyBatch]) -> float:
@@ -145,17 +146,24 @@ def collect_logits(
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     tick: Callable[[int], None] = lambda images: None,
+    processes: Processes = ALONE,
 ) -> tuple[list[Tensor], Tensor]:
-    """The logits that `answer` gives for each of its tasks over all images of a loader, and the targets, on the CPU."""
-    parts: list[Sequence[Tensor]] = []
-    targets: list[Tensor] = []
+    """The logits that `answer` gives for each of its tasks over all images of a loader, and the targets, on the CPU.
+
+    With several processes the loader gives each its part, and all get the whole, in the order of the images.
+    """
+    parts: list[tuple[list[Tensor], Tensor, Tensor]] = []
     with torch.no_grad():
         for batch in loader.epoch(0):
+            if not len(batch.targets):
+                continue
             with autocast():
                 out = answer(inputs_of(batch, backbone))
-            parts.append([logits.float().cpu() for logits in out])
-            targets.append(batch.targets)
+            parts.append(([logits.float().cpu() for logits in out], batch.targets, batch.index))
             tick(len(batch.targets))
-    if not targets:
+    parts = [part for share in processes.collect(parts) for part in share]
+    if not parts:
         raise TrainingError(f"{loader.images.name}: there are no images to evaluate on.")
-    return [torch.cat(part) for part in zip(*parts, strict=True)], torch.cat(targets)
+    answers, targets, places = zip(*parts, strict=True)
+    order = torch.cat(places).argsort(stable=True)
+    return [torch.cat(logits)[order] for logits in zip(*answers, strict=True)], torch.cat(targets)[order]

@@ -9,19 +9,22 @@ from typing import Any
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.composition import Composition, compose
+from memoro.composition import Composition, check_backbone, compose
 from memoro.data import ImageSet, Loader, Splits, load_data
 from memoro.errors import DataError
 from memoro.extras import need
+from memoro.preprocessing import Preprocessing
+from memoro.regimes.baseline import Baseline, by_name
 from memoro.task import HeadKind, Task
 from memoro.train.course import collect_logits
 from memoro.train.fit import check_labels
 from memoro.train.metrics import measure
+from memoro.train.runs import OwnPass
 
 
 def evaluate(
     backbone: Backbone,
-    tasks: Sequence[Task],
+    tasks: Sequence[Task | Baseline],
     data: Any | dict[str, Any],
     *,
     batch_size: int = 32,
@@ -32,19 +35,22 @@ def evaluate(
     """Each task's figures on the test split of its data (or on the whole set where there is none), by name.
 
     `data` is one set for all tasks, or a dict from a task's name to its own. Tasks on the same images that share
-    labels and preprocessing are answered in one pass; `say` is told of every pass.
+    labels and preprocessing are answered in one pass, baselines in a pass each; `say` is told of every pass.
     """
     need("torchmetrics")
-    model = compose(backbone, tasks)
+    model = compose(backbone, [task for task in tasks if not isinstance(task, Baseline)])
+    members = by_name(tasks)
+    for task in tasks:
+        check_backbone(task, backbone)
     # A DatasetDict is a dict of splits: one set.
-    wanted = dict(data) if type(data) is dict else dict.fromkeys(model.names, data)
+    wanted = dict(data) if type(data) is dict else dict.fromkeys(members, data)
     for name in wanted:
-        if name not in model.tasks:
-            raise DataError(f"no task {name!r} among {', '.join(model.names)}: write NAME=DATA with one of these.")
+        if name not in members:
+            raise DataError(f"no task {name!r} among {', '.join(members)}: write NAME=DATA with one of these.")
     sets: dict[tuple[Any, tuple[str, ...], HeadKind], tuple[ImageSet, str]] = {}
     groups: dict[tuple[Any, tuple[str, ...], HeadKind], list[str]] = {}
     for name, source in wanted.items():
-        task = model.tasks[name]
+        task = members[name]
         key = (source if isinstance(source, (str, Path)) else id(source), task.spec.labels, task.kind)
         if key not in sets:
             sets[key] = _test_images(source, task, workers, quiet)
@@ -52,12 +58,19 @@ def evaluate(
     results: dict[str, dict[str, Any]] = {}
     for key, names in groups.items():
         images, split = sets[key]
-        for preprocessing, together in model.passes(names).items():
+        passes: list[tuple[Preprocessing, list[str], Callable[[Tensor], list[Tensor]]]] = [
+            (preprocessing, together, _asker(model, together))
+            for preprocessing, together in model.passes([name for name in names if name in model.tasks]).items()
+        ]
+        for name in names:
+            if isinstance(alone := members[name], Baseline):
+                passes.append((alone.spec.preprocessing or backbone.preprocessing, [name], OwnPass([alone])))
+        for preprocessing, together, ask in passes:
             say(f"{images.name}: one pass over {len(images)} images for {', '.join(together)}")
             loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
-            logits, targets = collect_logits(_asker(model, together), backbone, loader)
+            logits, targets = collect_logits(ask, backbone, loader)
             for name, out in zip(together, logits, strict=True):
-                task = model.tasks[name]
+                task = members[name]
                 results[name] = {"split": split, **measure(task.kind, task.labels, out, targets)}
     return {name: results[name] for name in wanted}
 
@@ -70,7 +83,7 @@ def _asker(model: Composition, names: list[str]) -> Callable[[Tensor], list[Tens
     return ask
 
 
-def _test_images(source: Any, task: Task, workers: int | None, quiet: bool) -> tuple[ImageSet, str]:
+def _test_images(source: Any, task: Task | Baseline, workers: int | None, quiet: bool) -> tuple[ImageSet, str]:
     splits = source
     if not isinstance(source, Splits):
         kind = None if task.kind == "softmax" else task.kind

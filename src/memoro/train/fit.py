@@ -19,12 +19,13 @@ from memoro.data.augment import output_size
 from memoro.errors import CacheError, TrainingError
 from memoro.extras import need
 from memoro.progress import bar
-from memoro.regimes import find_regime
+from memoro.regimes import Baseline, Regime, find_regime
 from memoro.task import Task
 from memoro.train.cached import Cache, estimate, fill_caches
 from memoro.train.lessons import Courses, Lesson
 from memoro.train.loop import Training, Watcher, run_training
 from memoro.train.metrics import confusion
+from memoro.train.processes import Processes, find_processes
 from memoro.train.recipe import Recipe
 from memoro.train.results import FitResult, examine
 from memoro.train.runs import ancestors
@@ -35,7 +36,7 @@ VIEWS = 4
 
 def fit(
     backbone: Backbone,
-    task: Task,
+    task: Task | Baseline,
     data: Any,
     *,
     recipe: Recipe | None = None,
@@ -53,7 +54,7 @@ def fit(
 
     The recipe's fields can be given by name: `fit(backbone, task, "photos", epochs=5, lr=0.03)`. With `cache`, base
     passes are kept on disk and read back in later epochs. With `folder`, figures, settings, pictures and a checkpoint
-    are kept there, and `resume` goes on from that checkpoint.
+    are kept there, and `resume` goes on from that checkpoint. A Baseline is trained in passes of its own.
     """
     return fit_tasks(
         backbone,
@@ -73,7 +74,7 @@ def fit(
 
 def fit_tasks(
     backbone: Backbone,
-    tasks: Sequence[tuple[Task, Any]],
+    tasks: Sequence[tuple[Task | Baseline, Any]],
     *,
     recipe: Recipe | None = None,
     regime: str | None = None,
@@ -98,7 +99,7 @@ def fit_tasks(
     preprocessing = backbone.preprocessing if image_size is None else backbone.preprocessing.at(image_size)
     lessons = []
     for task, data in tasks:
-        way = find_regime(regime or ("head" if task.from_layer == backbone.depth else "memory"))
+        way = _regime_of(task, regime, backbone)
         splits = data if isinstance(data, (Splits, Streams)) else _load(data, task, recipe, workers, quiet)
         lessons.append(Lesson(task, recipe, way, splits, preprocessing))
     waves = _waves(lessons)
@@ -117,6 +118,16 @@ def fit_tasks(
         )
         done |= {id(result.task): result for result in results}
     return [done[id(task)] for task, _ in tasks]
+
+
+def _regime_of(task: Task | Baseline, name: str | None, backbone: Backbone) -> Regime:
+    """The regime of this name; without one, what the task was made for."""
+    own = task.regime if isinstance(task, Baseline) else None
+    regime = find_regime(name or own or ("head" if task.from_layer == backbone.depth else "memory"))
+    if regime.composes != (own is None) or (own is not None and regime.name != own):
+        made = "a task" if own is None else f"a baseline of regime {own!r}"
+        raise TrainingError(f"{task.name!r} is {made}: regime {regime.name!r} trains what its own build() makes.")
+    return regime
 
 
 def _waves(lessons: Sequence[Lesson]) -> list[list[Lesson]]:
@@ -149,7 +160,7 @@ def teach(
 
     With `halving`, after every quarter of the epochs the worse half of each task's runs stops.
     """
-    from memoro.train.folder import RunFolder
+    from memoro.train.folder import CHECKPOINT, RunFolder
     from memoro.train.watch import ProgressBar
 
     need("accelerate", "torchmetrics", "matplotlib")
@@ -160,21 +171,27 @@ def teach(
         assert lesson.train is not None
         check_labels(lesson.task, lesson.splits)
         backbone.check_pixels(torch.empty(1, 3, *output_size(lesson.preprocessing)))
-    courses = Courses(backbone, lessons, cache=cache, workers=workers, halving=halving)
+    processes = find_processes(backbone.device)
+    quiet = quiet or not processes.main
+    how: dict[str, Any] = {"workers": workers, "halving": halving, "processes": processes}
+    cache = _check_cache(cache, lessons)
+    courses = Courses(backbone, lessons, cache=cache, **how)
     if cache is not None:
         try:
-            _fill(courses, cache, quiet)
+            _fill(courses, cache, processes, quiet)
+            if processes.local_rank:
+                courses = Courses(backbone, lessons, cache=cache, **how)  # they read what is there now
         except CacheError as error:
             if cache.required:
                 raise
             if not quiet:
                 Console(stderr=True).print(f"note: every pass is computed anew: {error}", markup=False, highlight=False)
             cache = None
-            courses = Courses(backbone, lessons, cache=None, workers=workers, halving=halving)
+            courses = Courses(backbone, lessons, cache=None, **how)
     identity = _identity(backbone, lessons, cache)
     place: RunFolder | None = None
     watchers: list[Watcher] = []
-    if folder is not None:
+    if folder is not None and processes.main:
         names = list(dict.fromkeys(lesson.splits.name for lesson in lessons))
         facts = {"backbone": backbone.name, "fingerprint": backbone.fingerprint.digest}
         config = {**identity, **facts, "set": names[0] if len(names) == 1 else names}
@@ -184,9 +201,10 @@ def teach(
         backbone=backbone,
         courses=courses.list,
         watchers=watchers,
-        checkpoint=None if place is None else place.checkpoint,
+        checkpoint=None if folder is None else folder / CHECKPOINT,
         identity=identity,
         resume=resume,
+        processes=processes,
     )
     title = tasks[0].name if len(tasks) == 1 else f"{len(tasks)} runs"
     with ProgressBar(title, sum(course.total_steps for course in courses.list), quiet) as shown:
@@ -195,7 +213,7 @@ def teach(
     if all(run.diverged for run in courses.runs):
         kept = "" if place is None else f" The last good checkpoint is in {place.checkpoint}."
         raise TrainingError(f"{tasks[0].name!r}: {courses.runs[0].stopped}.{kept}")
-    results = examine(backbone, lessons, courses, folder, seconds, workers)
+    results = examine(backbone, lessons, courses, folder, seconds, workers, processes)
     if place is not None and len(results) == 1 and results[0].logits is not None:
         [result] = results
         matrix = confusion(result.logits, result.targets) if tasks[0].kind == "softmax" else None  # type: ignore[arg-type]
@@ -203,12 +221,31 @@ def teach(
     return results
 
 
-def _fill(courses: Courses, cache: Cache, quiet: bool) -> None:
-    views, size = estimate(courses.cached)
-    with ExitStack() as stack:
-        title = f"features ({size / 1e9:.1f} GB)"
-        tick = stack.enter_context(bar(title, views)) if views and not quiet else (lambda images: None)
-        fill_caches(courses.cached, cache, tick)
+def _check_cache(cache: Cache | None, lessons: Sequence[Lesson]) -> Cache | None:
+    """The cache, None where nothing could be kept; an error where it was asked for and cannot serve."""
+    apart = [lesson for lesson in lessons if not lesson.regime.composes]
+    if cache is not None and cache.required and apart:
+        raise TrainingError(
+            f"regime {apart[0].regime.name!r} changes base tokens: there is no base pass to keep. Leave out the cache."
+        )
+    return None if len(apart) == len(lessons) else cache
+
+
+def _fill(courses: Courses, cache: Cache, processes: Processes, quiet: bool) -> None:
+    """The first process of each machine computes what is missing there, the others wait for it."""
+    problem = None
+    if processes.local_rank == 0:
+        views, size = estimate(courses.cached)
+        try:
+            with ExitStack() as stack:
+                title = f"features ({size / 1e9:.1f} GB)"
+                tick = stack.enter_context(bar(title, views)) if views and not quiet else (lambda images: None)
+                fill_caches(courses.cached, cache, tick)
+        except CacheError as error:
+            problem = str(error)
+    problems = [problem for problem in processes.collect(problem) if problem is not None]
+    if problems:
+        raise CacheError(problems[0])
 
 
 def build_recipe(recipe: Recipe | None, changes: dict[str, Any]) -> Recipe:
@@ -220,7 +257,7 @@ def build_recipe(recipe: Recipe | None, changes: dict[str, Any]) -> Recipe:
     return replace(recipe or Recipe(), **changes)
 
 
-def _load(data: Any, task: Task, recipe: Recipe, workers: int | None, quiet: bool) -> Splits:
+def _load(data: Any, task: Task | Baseline, recipe: Recipe, workers: int | None, quiet: bool) -> Splits:
     return load_data(
         data,
         kind=None if task.kind == "softmax" else task.kind,
@@ -232,19 +269,20 @@ def _load(data: Any, task: Task, recipe: Recipe, workers: int | None, quiet: boo
     )
 
 
-def check_labels(task: Task, splits: Splits | Streams) -> None:
+def check_labels(task: Task | Baseline, splits: Splits | Streams) -> None:
     if splits.kind != task.kind:
         raise TrainingError(f"{task.name!r} has a {task.kind} head, but {splits.name} is a {splits.kind} set.")
     if tuple(task.labels) != splits.labels:
         raise TrainingError(f"{splits.name} has other labels than {task.name!r}: load it with labels=task.labels.")
 
 
-def _spec_facts(task: Task) -> dict[str, Any]:
+def _spec_facts(task: Task | Baseline) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": task.name, "labels": task.labels, "kind": task.kind}
+    if isinstance(task, Baseline):
+        return {**facts, "sizes": dict(task.spec.sizes)}
     spec = task.spec
     return {
-        "name": spec.name,
-        "labels": list(spec.labels),
-        "kind": spec.kind,
+        **facts,
         "cells": spec.cells,
         "from_layer": spec.from_layer,
         "memory_norm": spec.memory_norm,

@@ -14,6 +14,8 @@ from memoro.errors import TrainingError
 from memoro.taskfile import write_whole
 from memoro.train.course import Course
 
+CHECKPOINT = "checkpoint.safetensors"
+
 
 class RunFolder:
     """Writes `metrics.jsonl` and `config.json` as a training goes; TensorBoard events on request."""
@@ -32,7 +34,7 @@ class RunFolder:
 
     @property
     def checkpoint(self) -> Path:
-        return self.path / "checkpoint.safetensors"
+        return self.path / CHECKPOINT
 
     def begin(self, courses: Sequence[Course]) -> None:
         """Drops lines beyond this point: what a killed run wrote after its last checkpoint is computed again."""

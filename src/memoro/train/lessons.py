@@ -16,11 +16,12 @@ from memoro.backbones import Backbone
 from memoro.data import ImageSet, ImageStream, Loader, Splits, Streams
 from memoro.errors import TrainingError
 from memoro.preprocessing import Preprocessing
-from memoro.regimes import Regime
+from memoro.regimes import Baseline, Regime
 from memoro.task import Task
 from memoro.train.cached import Cache, CachedLoader
 from memoro.train.course import Batches, Course, Exam
 from memoro.train.objective import class_weights
+from memoro.train.processes import ALONE, Processes
 from memoro.train.recipe import Recipe
 from memoro.train.runs import Goal, Run, ancestors
 
@@ -32,7 +33,7 @@ SHARED = ("epochs", "steps", "batch_size", "accumulate", "augment", "views", "pr
 class Lesson:
     """One run to be."""
 
-    task: Task
+    task: Task | Baseline
     recipe: Recipe
     regime: Regime
     splits: Splits | Streams
@@ -70,7 +71,7 @@ class Lesson:
     def _set(self, images: ImageSet | ImageStream) -> ImageSet:
         if isinstance(images, ImageStream):
             raise TrainingError(
-                f"{images.name}: a stream does not tell beforehand what it shows: leave out balance, folds, other tasks."
+                f"{images.name}: a stream does not tell beforehand what it shows: leave out balance, folds and others."
             )
         return images
 
@@ -86,10 +87,12 @@ class Courses:
         cache: Cache | None,
         workers: int | None,
         halving: bool = False,
+        processes: Processes = ALONE,
     ) -> None:
         self._backbone, self._cache, self._workers, self._halving = backbone, cache, workers, halving
-        tasks = [lesson.task for lesson in lessons]
-        self._first = min(task.from_layer for task in [*tasks, *ancestors(tasks)])
+        self._processes = processes
+        tasks = [lesson.task for lesson in lessons if lesson.regime.composes]
+        self._first = min((task.from_layer for task in [*tasks, *ancestors(tasks)]), default=0)
         self.cached: list[CachedLoader] = []
         self._exams: dict[Any, Batches] = {}
         self.runs: list[Run] = []
@@ -97,7 +100,7 @@ class Courses:
         groups: dict[Any, list[Lesson]] = {}
         for lesson in lessons:
             common = [repr(getattr(lesson.recipe, name)) for name in SHARED]
-            key = (content_of(lesson.train), lesson.preprocessing, *common)
+            key = (content_of(lesson.train), lesson.preprocessing, lesson.regime.composes, *common)
             groups.setdefault(key, []).append(lesson)
         precisions = {lesson.recipe.precision for lesson in lessons}
         if len(precisions) > 1:
@@ -135,15 +138,16 @@ class Courses:
             images = lesson.train.subset(lesson.held)
         if images is None:
             return None
-        key = (content_of(images), lesson.preprocessing, lesson.recipe.batch_size)
+        key = (content_of(images), lesson.preprocessing, lesson.regime.composes, lesson.recipe.batch_size)
         if key not in self._exams:
             self._exams[key] = self._loader(lesson, images)
         return self._exams[key]
 
     def _loader(self, lesson: Lesson, images: ImageSet | ImageStream, **how: Any) -> Batches:
-        size = lesson.recipe.batch_size
-        loader = Loader(images, lesson.preprocessing, batch_size=size, workers=self._workers, **how)
-        if self._cache is None or isinstance(images, ImageStream):
+        size, here = lesson.recipe.batch_size, self._processes
+        common: dict[str, Any] = {"workers": self._workers, "rank": here.rank, "world": here.world}
+        loader = Loader(images, lesson.preprocessing, batch_size=size, **common, **how)
+        if self._cache is None or isinstance(images, ImageStream) or not lesson.regime.composes:
             return loader
         if how and lesson.recipe.views is None:
             raise TrainingError("features can be kept of a fixed number of views only: set views, such as views=4.")

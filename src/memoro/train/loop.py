@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
+from memoro.errors import TrainingError
 from memoro.train.checkpoint import load_checkpoint, save_checkpoint
 from memoro.train.course import AnyBatch, Course, collect_logits, inputs_of
 from memoro.train.metrics import measure, score
 from memoro.train.objective import loss_sum
-from memoro.train.runs import Run, SharedPass, answer_together
+from memoro.train.processes import ALONE, Processes
+from memoro.train.runs import OwnPass, Run, SharedPass, answer_together, pass_for
 
 
 class Watcher(Protocol):
@@ -46,6 +48,8 @@ class Training:
     """Seconds between checkpoints within an epoch; each epoch ends with one."""
     identity: dict[str, Any] = field(default_factory=dict)
     resume: bool = False
+    processes: Processes = ALONE
+    """Those that train together: each takes its part of every batch. Only the main one writes and is watched."""
     started: float = 0.0
     """On the monotonic clock, as if it had never been interrupted."""
 
@@ -64,12 +68,13 @@ def run_training(training: Training) -> float:
 
     Returns the seconds that took, over all sittings.
     """
-    from accelerate import Accelerator
-
-    accelerator = Accelerator()
     seconds, saved = 0.0, time.monotonic()
-    if training.resume and training.checkpoint is not None and training.checkpoint.is_file():
+    found = training.resume and training.checkpoint is not None and training.checkpoint.is_file()
+    _check_agreement(training, found)
+    if found:
+        assert training.checkpoint is not None
         seconds = load_checkpoint(training.checkpoint, training.courses, training.identity)
+    training.processes.spread([parameter for run in training.runs for parameter in run.trained.values()])
     training.started = time.monotonic() - seconds
     if not any(course.progress.step for course in training.courses):
         _save(training)  # in place of what another training may have left in the folder
@@ -79,14 +84,15 @@ def run_training(training: Training) -> float:
         while going := [course for course in training.courses if not course.finished]:
             groups = [(course, course.take()) for course in going]
             if stepping := [(course, group) for course, group in groups if group]:
-                _step(training, stepping, accelerator)
+                _step(training, stepping)
             for course, group in groups:
                 if not group:
                     _end_epoch(training, course)
                     if not all(run.diverged for run in training.runs):  # else the last good one is kept
                         _save(training)
-            if interrupted():
+            if training.processes.any(interrupted()):
                 _save(training)
+                training.processes.collect("saved")  # a launcher ends all of them when the first one goes
                 done = ", ".join(f"{course.progress.step} of {course.total_steps}" for course in training.courses)
                 raise KeyboardInterrupt(f"stopped and saved after step {done}")
             if time.monotonic() - saved > training.every:
@@ -119,8 +125,22 @@ def _patient_interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+def _check_agreement(training: Training, found: bool) -> None:
+    """Processes that do not train the same would wait for each other in vain."""
+    saved = training.resume and training.checkpoint is not None
+    first, *others = training.processes.collect((training.identity, found))
+    for number, (identity, there) in enumerate(others, start=1):
+        changed = [key for key, value in first[0].items() if identity.get(key) != value]
+        if changed:
+            raise TrainingError(f"process {number} has another {', '.join(changed)} than the first: all need the same.")
+        if saved and there != first[1]:
+            raise TrainingError(
+                f"not every process finds {training.checkpoint}: to resume, all machines need the run folder."
+            )
+
+
 def _save(training: Training) -> None:
-    if training.checkpoint is not None:
+    if training.checkpoint is not None and training.processes.main:
         seconds = time.monotonic() - training.started
         save_checkpoint(training.checkpoint, training.courses, training.identity, seconds)
 
@@ -136,66 +156,90 @@ class _Sums:
     """How many count; a run may have images held out."""
 
 
-def _step(training: Training, groups: Sequence[tuple[Course, Sequence[AnyBatch]]], accelerator: Any) -> None:
+def _step(training: Training, groups: Sequence[tuple[Course, Sequence[AnyBatch]]]) -> None:
     """One optimiser step of every active run over its course's batches; each run clips and steps for itself."""
-    sums = [_count(course, group, accelerator) for course, group in groups]
+    sums = [_count(course, group, training.processes) for course, group in groups]
     for batches in zip_longest(*(group for _, group in groups)):
-        here = [
-            (course, batch, found)
-            for (course, _), batch, found in zip(groups, batches, sums, strict=True)
-            if batch is not None
-        ]
-        passes = [course.shared(training.backbone) for course, _, _ in here]
-        with training.autocast():
-            answers = answer_together(passes, [inputs_of(batch, training.backbone) for _, batch, _ in here])
-        # Parameters of runs are disjoint, so one backward pass gives each run its own gradient.
-        parts = [
-            part for (_, batch, found), out in zip(here, answers, strict=True) for part in _losses(found, batch, out)
-        ]
-        torch.autograd.backward(torch.stack(parts).sum())
+        shared: list[tuple[SharedPass, AnyBatch, _Sums]] = []
+        for (course, _), batch, found in zip(groups, batches, sums, strict=True):
+            if batch is None or not len(batch.targets):  # none left, or none of it for this process
+                continue
+            way = course.shared(training.backbone)
+            if isinstance(way, OwnPass):
+                _learn_apart(training, way, batch, found)
+            else:
+                shared.append((way, batch, found))
+        if shared:
+            _learn_together(training, shared)
     for (course, group), found in zip(groups, sums, strict=True):
-        _apply(training, course, group, found, accelerator)
+        _apply(training, course, group, found)
 
 
-def _count(course: Course, group: Sequence[AnyBatch], accelerator: Any) -> _Sums:
+def _learn_together(training: Training, entries: Sequence[tuple[SharedPass, AnyBatch, _Sums]]) -> None:
+    """Parameters of runs are disjoint, so one backward pass gives each run its own gradient."""
+    inputs = [inputs_of(batch, training.backbone) for _, batch, _ in entries]
+    with training.autocast():
+        answers = answer_together([way for way, _, _ in entries], inputs)
+    parts = [
+        _loss(found, number, batch, out)
+        for (_, batch, found), own in zip(entries, answers, strict=True)
+        for number, out in enumerate(own)
+    ]
+    torch.autograd.backward(torch.stack(parts).sum())
+
+
+def _learn_apart(training: Training, way: OwnPass, batch: AnyBatch, found: _Sums) -> None:
+    """One baseline after the other, so that memory holds what backward needs of one of them at a time."""
+    inputs = inputs_of(batch, training.backbone)
+    for number, model in enumerate(way.models):
+        with training.autocast():
+            out = model(inputs)
+        torch.autograd.backward(_loss(found, number, batch, out))
+
+
+def _count(course: Course, group: Sequence[AnyBatch], processes: Processes) -> _Sums:
     runs, total = course.active, sum(batch.total for batch in group)
     zeros = torch.zeros(len(runs), dtype=torch.float64)
     images = torch.full_like(zeros, total)
     held = [at for at, run in enumerate(runs) if run.goal.shares is not None]
     if held:
         own = torch.stack([sum(runs[at].goal.shares[batch.index].sum() for batch in group) for at in held])  # type: ignore[index, misc]
-        images[held] = accelerator.reduce(own.double())
+        [images[held]] = processes.add_up([own.double()])
     return _Sums(runs, zeros, zeros.clone(), images)
 
 
-def _losses(found: _Sums, batch: AnyBatch, answers: Sequence[Tensor]) -> list[Tensor]:
-    """Each run's part of its mean loss, for backward; what it sums up to is added to `found`."""
-    parts = []
-    for number, (run, out) in enumerate(zip(found.runs, answers, strict=True)):
-        goal, device = run.goal, out.device
-        targets = (batch.targets if goal.targets is None else goal.targets[batch.index]).to(device)
-        shares = None if goal.shares is None else goal.shares[batch.index].to(device)
-        weights = None if goal.class_weights is None else goal.class_weights.to(device)
-        smoothing = run.recipe.label_smoothing
-        part = loss_sum(run.task.kind, out, targets, smoothing=smoothing, weights=weights, shares=shares)
-        found.losses[number] += float(part.detach())
-        if run.task.kind == "softmax":
-            right = (out.detach().argmax(-1) == targets).double()
-            found.right[number] += float((right if shares is None else right * shares).sum())
-        parts.append(part / max(float(found.images[number]), 1.0))
-    return parts
+def _loss(found: _Sums, number: int, batch: AnyBatch, out: Tensor) -> Tensor:
+    """This batch's part of a run's mean loss, for backward; what it sums up to is added to `found`."""
+    run, device = found.runs[number], out.device
+    goal = run.goal
+    targets = (batch.targets if goal.targets is None else goal.targets[batch.index]).to(device)
+    shares = None if goal.shares is None else goal.shares[batch.index].to(device)
+    weights = None if goal.class_weights is None else goal.class_weights.to(device)
+    smoothing = run.recipe.label_smoothing
+    part = loss_sum(run.task.kind, out, targets, smoothing=smoothing, weights=weights, shares=shares)
+    found.losses[number] += float(part.detach())
+    if run.task.kind == "softmax":
+        right = (out.detach().argmax(-1) == targets).double()
+        found.right[number] += float((right if shares is None else right * shares).sum())
+    return part / max(float(found.images[number]), 1.0)
 
 
-def _apply(training: Training, course: Course, group: Sequence[AnyBatch], found: _Sums, accelerator: Any) -> None:
+def _reduce(processes: Processes, runs: Sequence[Run]) -> Iterator[list[Tensor]]:
+    """Each run's gradients over all processes. A process that had no image of a batch has none: that is zero."""
+    parameters = [parameter for run in runs for parameter in run.trained.values()]
+    whole = iter(processes.add_up([torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]))
+    for run in runs:
+        yield list(islice(whole, len(run.trained)))
+
+
+def _apply(training: Training, course: Course, group: Sequence[AnyBatch], found: _Sums) -> None:
     """Each run's step with its own clipping and rate; one without finite numbers leaves the course."""
-    progress, total, device = course.progress, course.total_steps, training.backbone.device
-    losses = accelerator.reduce(found.losses.to(device)).cpu()
-    right = accelerator.reduce(found.right.to(device)).cpu()
+    progress, total = course.progress, course.total_steps
+    losses, right = training.processes.add_up([found.losses, found.right])
     entry: dict[str, Any] = {"step": progress.step + 1, "epoch": progress.epoch + 1, "steps": total}
-    for number, run in enumerate(found.runs):
+    for number, (run, gradients) in enumerate(zip(found.runs, _reduce(training.processes, found.runs), strict=True)):
         images = float(found.images[number])
         value = float(losses[number]) / max(images, 1.0)
-        gradients = [accelerator.reduce(parameter.grad) for parameter in run.trained.values()]
         norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).tolist()
         if not math.isfinite(sum(norms)) or not math.isfinite(value):
             run.diverge(f"loss {value:.3g}, gradient {math.hypot(*norms):.3g}", progress.step + 1)
@@ -228,8 +272,10 @@ def _end_epoch(training: Training, course: Course) -> None:
         runs = [run for run in exam.runs if run.stopped is None]
         if not runs:
             continue
-        shared = SharedPass(training.backbone, [run.task for run in runs])
-        logits, targets = collect_logits(shared, training.backbone, exam.loader, autocast=training.autocast)
+        answer = pass_for(training.backbone, [run.task for run in runs])
+        logits, targets = collect_logits(
+            answer, training.backbone, exam.loader, autocast=training.autocast, processes=training.processes
+        )
         for run, out in zip(runs, logits, strict=True):
             own = targets if run.goal.val_targets is None else run.goal.val_targets
             results[id(run)] = measure(run.task.kind, run.task.labels, out, own)

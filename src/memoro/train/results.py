@@ -12,18 +12,19 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.data import ImageSet, Loader
-from memoro.task import Task
 from memoro.train.course import Batches, collect_logits
 from memoro.train.lessons import Courses, Lesson, content_of
 from memoro.train.metrics import measure
-from memoro.train.runs import Run, SharedPass
+from memoro.train.processes import ALONE, Processes
+from memoro.train.runs import Run, pass_for
 
 
 @dataclass(frozen=True)
 class FitResult:
     """What a training gave."""
 
-    task: Task
+    task: Any
+    """The Task, or the Baseline, now with its best weights."""
     history: list[dict[str, Any]]
     """One entry an epoch."""
     metrics: dict[str, Any]
@@ -47,6 +48,7 @@ def examine(
     folder: Path | None,
     seconds: float,
     workers: int | None,
+    processes: Processes = ALONE,
 ) -> list[FitResult]:
     """Each lesson's result: figures of its best weights on what it never learned from, where there is such a thing."""
     loaders: dict[str, Batches] = {}
@@ -56,15 +58,15 @@ def examine(
             continue
         exam = courses.exam(lesson) if lesson.held is not None or not lesson.splits.test else None
         images = exam.images if exam is not None else lesson.splits.test or lesson.train
-        key = f"{content_of(images)} {lesson.preprocessing}"
+        key = f"{content_of(images)} {lesson.preprocessing} {lesson.regime.composes}"
         if key not in loaders:
-            size = lesson.recipe.batch_size
-            loaders[key] = exam or Loader(images, lesson.preprocessing, batch_size=size, workers=workers)
+            share: dict[str, Any] = {"workers": workers, "rank": processes.rank, "world": processes.world}
+            loaders[key] = exam or Loader(images, lesson.preprocessing, batch_size=lesson.recipe.batch_size, **share)
         groups.setdefault(key, []).append((lesson, run))
     answers: dict[int, tuple[Tensor, Tensor]] = {}
     for key, some in groups.items():
-        shared = SharedPass(backbone, [run.task for _, run in some])
-        logits, targets = collect_logits(shared, backbone, loaders[key])
+        answer = pass_for(backbone, [run.task for _, run in some])
+        logits, targets = collect_logits(answer, backbone, loaders[key], processes=processes)
         for (lesson, run), out in zip(some, logits, strict=True):
             answers[id(run)] = out, _final_targets(lesson, targets)
     results = []

@@ -1,4 +1,4 @@
-"""Runs: trainings of one task each that share every pass of the backbone."""
+"""Runs: trainings of one task each that share every pass of the backbone, or of one baseline each, that cannot."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from memoro.backbones import Backbone
 from memoro.engine import BasePass, Features, TaskStream, build_bank, build_plan
 from memoro.errors import TrainingError
 from memoro.lineage import trace_lineage
+from memoro.regimes import Baseline
 from memoro.task import Task
 from memoro.train.recipe import Recipe
 
@@ -35,7 +36,7 @@ class Goal:
 class Run:
     """One training of one task with one setting, and where it stands."""
 
-    task: Task
+    task: Task | Baseline
     recipe: Recipe
     trained: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
@@ -51,7 +52,9 @@ class Run:
     """Whether that is because its numbers went beyond all bounds."""
 
     @classmethod
-    def start(cls, task: Task, recipe: Recipe, trained: dict[str, nn.Parameter], goal: Goal | None = None) -> Run:
+    def start(
+        cls, task: Task | Baseline, recipe: Recipe, trained: dict[str, nn.Parameter], goal: Goal | None = None
+    ) -> Run:
         """A run at its beginning; what is not in `trained` is frozen."""
         for parameter in task.parameters():
             parameter.requires_grad_(False)
@@ -105,6 +108,27 @@ class SharedPass:
         return [heads[n](rows[:, row].to(heads[n].weight.dtype)) for n, row in enumerate(self.rows)]
 
 
+class OwnPass:
+    """Several baselines over the same images. They change base tokens: each has a pass of its own."""
+
+    def __init__(self, models: Sequence[Baseline]) -> None:
+        self.models = models
+        self.rows = range(len(models))
+
+    def __call__(self, pixels: Tensor) -> list[Tensor]:
+        """Each model's logits, with gradients to its parameters."""
+        return [model(pixels) for model in self.models]
+
+
+def pass_for(backbone: Backbone, tasks: Sequence[Task | Baseline]) -> SharedPass | OwnPass:
+    """The pass of tasks, or of baselines."""
+    models = [task for task in tasks if isinstance(task, Baseline)]
+    if not models:
+        return SharedPass(backbone, [task for task in tasks if isinstance(task, Task)])
+    assert len(models) == len(tasks)
+    return OwnPass(models)
+
+
 def answer_together(passes: Sequence[SharedPass], inputs: Sequence[Tensor | Features]) -> list[list[Tensor]]:
     """The logits of several sets of tasks, each on its own images: pixels of one size share one base pass."""
     streams = [shared.stream() for shared in passes]
@@ -134,7 +158,7 @@ def answer_together(passes: Sequence[SharedPass], inputs: Sequence[Tensor | Feat
     return answers
 
 
-def ancestors(tasks: Sequence[Task]) -> list[Task]:
+def ancestors(tasks: Sequence[Task | Baseline]) -> list[Task]:
     """All that the tasks extend, each once; an error where it is not at hand or is to be trained at the same time."""
     found: dict[int, Task] = {}
     waiting = [(task, parent) for task in tasks for parent in task.extends]

@@ -80,9 +80,12 @@ class SweepRow:
 @dataclass(frozen=True)
 class SweepResult:
     task: Task
-    """The chosen one: of the best combination by mean validation score, the seed with the best."""
+    """The chosen one: of the best combination by mean validation score, the seed with the best; with halving, the
+    best of all."""
     best: FitResult
     rows: list[SweepRow]
+    results: list[FitResult]
+    """Of all runs."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def run_sweeps(
     gathered: list[dict[Point, list[FitResult]]] = [{} for _ in subjects]
     for (number, point), result in zip(places, results, strict=True):
         gathered[number].setdefault(point, []).append(result)
-    return [_choose(subject, found) for subject, found in zip(subjects, gathered, strict=True)]
+    return [_choose(subject, found, halving) for subject, found in zip(subjects, gathered, strict=True)]
 
 
 def _parts(subject: Subject, recipe: Recipe) -> list[Index | None]:
@@ -150,7 +153,7 @@ def _parts(subject: Subject, recipe: Recipe) -> list[Index | None]:
         return [None]
     assert isinstance(splits.train, ImageSet)
     number = fold_numbers(splits.train, subject.folds, recipe.data_seed)
-    return [*(np.flatnonzero(number == fold) for fold in range(subject.folds)), None]
+    return [*(np.flatnonzero(number == fold) for fold in range(subject.folds) if (number == fold).any()), None]
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ class _Scored:
     loss: float
 
 
-def _choose(subject: Subject, gathered: dict[Point, list[FitResult]]) -> SweepResult:
+def _choose(subject: Subject, gathered: dict[Point, list[FitResult]], halving: bool) -> SweepResult:
     splits, figure = subject.splits, MAIN_FIGURE[subject.splits.kind]
     scored: dict[tuple[int, int, float], list[_Scored | None]] = {}
     for (cells, layer, rate, _), results in gathered.items():
@@ -170,11 +173,14 @@ def _choose(subject: Subject, gathered: dict[Point, list[FitResult]]) -> SweepRe
         scored.setdefault((cells, layer, rate), []).append(whole)
     rows = [_row(key, some, figure) for key, some in scored.items()]
     best = max(rows, key=lambda row: row.rank)
-    winners = [one for one in scored[best.cells, best.from_layer, best.lr] if one is not None]
+    candidates = scored[best.cells, best.from_layer, best.lr]
+    if halving:  # the seeds of a combination stopped at different times: their mean says nothing
+        candidates = [one for some in scored.values() for one in some]
+    winners = [one for one in candidates if one is not None]
     if not winners:
         raise TrainingError(f"{splits.name}: every combination went beyond all bounds: choose smaller learning rates.")
     chosen = max(winners, key=lambda one: (one.score, -one.loss)).result
-    return SweepResult(chosen.task, chosen, rows)
+    return SweepResult(chosen.task, chosen, rows, [result for some in gathered.values() for result in some])
 
 
 def _by_history(result: FitResult, figure: str) -> _Scored | None:
