@@ -534,9 +534,25 @@ def test_halving_ranks_each_task_apart(double: Backbone, root: Path) -> None:
     found = run_sweeps(double, subjects, REGIMES["head"], grid, recipe, size, workers=0, halving=True)
     for result in found:
         assert sorted(len(one.history) for one in result.results) == [1, 1, 2, 4]
-        assert len(result.best.history) == 4  # what was stopped early is not chosen, whatever the mean over seeds
+        assert len(result.best.history) == 4
     with pytest.raises(TrainingError, match="folds"):
         sweep(double, many, grid, folds=3, halving=True)
+
+
+@pytest.mark.parametrize("halving", [False, True])
+def test_what_was_stopped_early_is_not_chosen_for_its_mean(
+    double: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch, halving: bool
+) -> None:
+    scores = {(0.1, 0): 0.9, (0.1, 1): 0.5, (0.2, 0): 0.75, (0.2, 1): 0.76}
+
+    def taught(backbone: Backbone, lessons: Sequence[Lesson], **options: Any) -> list[FitResult]:
+        found = [(one.task, scores[one.recipe.lr, one.recipe.seed]) for one in lessons]
+        metrics = {"split": "val", "loss": 1.0}
+        return [FitResult(task, [{"val_accuracy": s, "val_loss": 1.0}], metrics, None, ()) for task, s in found]
+
+    monkeypatch.setattr("memoro.train.sweep.teach", taught)
+    found = sweep(double, sets(root)[0], Grid((0,), (5,), (0.1, 0.2), 2), halving=halving)
+    assert found.best.history[0]["val_accuracy"] == (0.9 if halving else 0.76)
 
 
 # ------------------------------------------------------------------------------------------------------- the shell

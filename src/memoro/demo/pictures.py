@@ -48,13 +48,13 @@ def _letter(text: str, font: Path, generator: np.random.Generator) -> Image.Imag
     if generator.random() < 0.5:
         ground, ink = ink, ground
     image = Image.new("RGB", (SIDE, SIDE), tuple(int(value) for value in ground))
-    size = int(generator.integers(30, 50))
-    place = (SIDE / 2 + generator.uniform(-7, 7), SIDE / 2 + generator.uniform(-7, 7))
+    size = int(generator.integers(40, 54))
+    place = (SIDE / 2 + generator.uniform(-4, 4), SIDE / 2 + generator.uniform(-4, 4))
     drawing = ImageDraw.Draw(image)
     shape = ImageFont.truetype(str(font), size)
     drawing.text(place, text, fill=tuple(int(value) for value in ink), font=shape, anchor="mm")
     fill = tuple(int(value) for value in ground)
-    return image.rotate(generator.uniform(-12, 12), Image.Resampling.BICUBIC, fillcolor=fill)
+    return image.rotate(generator.uniform(-6, 6), Image.Resampling.BICUBIC, fillcolor=fill)
 
 
 def write_digits(folder: Path, count: int, seed: int = 0) -> Path:

@@ -21,6 +21,7 @@ from memoro.task import Task, check_name
 from memoro.taskfile import load_tasks, save_task
 from memoro.train.cached import Cache
 from memoro.train.fit import teach
+from memoro.train.folder import draw_run
 from memoro.train.lessons import Lesson
 from memoro.train.metrics import MAIN_FIGURE
 from memoro.train.plots import draw_sweep
@@ -184,9 +185,11 @@ def _deliver(
         "skipped": [list(entry) for entry in getattr(splits, "skipped", ())],
     }
     tables: list[RenderableType] = [fit_table(task, found.result.metrics, out)]
+    mark = "" if len(order.data) == 1 and len(order.columns) < 2 else f"-{name}"
+    if found.rows or mark:  # a single run's pictures are there already
+        draw_run(folder, mark, task, found.result)
     if found.rows:
-        file = "sweep.png" if len(order.data) == 1 and not order.columns else f"sweep-{name}.png"
-        picture = draw_sweep(folder / file, name, found.rows, MAIN_FIGURE[splits.kind])
+        picture = draw_sweep(folder / f"sweep{mark}.png", name, found.rows, MAIN_FIGURE[splits.kind])
         chosen = {"cells": task.cells, "from_layer": task.from_layer, "lr": task.spec.training["lr"]}
         record |= {"picture": str(picture), "chosen": chosen, "runs": [asdict(row) for row in found.rows]}
         tables = [sweep_table(name, found.rows), *tables, f"picture: {picture}"]

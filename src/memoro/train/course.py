@@ -116,9 +116,9 @@ class Course:
 
     def halve(self) -> None:
         """Stops the worse half of each task's runs by validation score, where a quarter of the epochs is over."""
-        quarter = max(1, self.recipe.epochs // 4)
-        done = self.progress.epoch + 1
-        if not self.halving or self.recipe.steps is not None or done % quarter or done >= self.recipe.epochs:
+        done, epochs = self.progress.epoch + 1, self.recipe.epochs
+        same_quarter = 4 * done // epochs == 4 * (done - 1) // epochs
+        if not self.halving or self.recipe.steps is not None or same_quarter or done >= epochs:
             return
         names = dict.fromkeys(run.task.name for run in self.active)
         for name in names:

@@ -24,7 +24,6 @@ from memoro.task import Task
 from memoro.train.cached import Cache, estimate, fill_caches
 from memoro.train.lessons import Courses, Lesson
 from memoro.train.loop import Training, Watcher, run_training
-from memoro.train.metrics import confusion
 from memoro.train.processes import Processes, find_processes
 from memoro.train.recipe import Recipe
 from memoro.train.results import FitResult, examine
@@ -188,7 +187,7 @@ def teach(
                 Console(stderr=True).print(f"note: every pass is computed anew: {error}", markup=False, highlight=False)
             cache = None
             courses = Courses(backbone, lessons, cache=None, **how)
-    identity = _identity(backbone, lessons, cache)
+    identity = {**_identity(backbone, lessons, cache), "halving": halving}
     place: RunFolder | None = None
     watchers: list[Watcher] = []
     if folder is not None and processes.main:
@@ -215,9 +214,7 @@ def teach(
         raise TrainingError(f"{tasks[0].name!r}: {courses.runs[0].stopped}.{kept}")
     results = examine(backbone, lessons, courses, folder, seconds, workers, processes)
     if place is not None and len(results) == 1 and results[0].logits is not None:
-        [result] = results
-        matrix = confusion(result.logits, result.targets) if tasks[0].kind == "softmax" else None  # type: ignore[arg-type]
-        place.draw(tasks[0].name, result.history, matrix, tasks[0].labels)
+        draw_run(place.path, "", tasks[0], results[0])
     return results
 
 

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from memoro.errors import TrainingError
 from memoro.taskfile import write_whole
 from memoro.train.course import Course
+from memoro.train.results import FitResult
 
 CHECKPOINT = "checkpoint.safetensors"
 
@@ -73,15 +72,18 @@ class RunFolder:
                     self._board.add_scalar(name, value, entry["step"])
             self._board.flush()
 
-    def draw(self, title: str, history: list[dict[str, Any]], matrix: Tensor | None, labels: list[str]) -> list[Path]:
-        """The training curve, and the confusion matrix where there is one."""
-        from memoro.train.plots import draw_confusion, draw_curve
 
-        with _disk(self.path):
-            pictures = [draw_curve(self.path / "curve.png", title, history)] if history else []
-            if matrix is not None:
-                pictures.append(draw_confusion(self.path / "confusion.png", title, matrix, labels))
-        return pictures
+def draw_run(folder: Path, mark: str, task: Any, result: FitResult) -> list[Path]:
+    """The training curve, and the confusion matrix where there is one; `mark` tells several tasks' files apart."""
+    from memoro.train.metrics import confusion
+    from memoro.train.plots import draw_confusion, draw_curve
+
+    with _disk(folder):
+        pictures = [draw_curve(folder / f"curve{mark}.png", task.name, result.history)] if result.history else []
+        if task.kind == "softmax" and result.logits is not None and result.targets is not None:
+            matrix = confusion(result.logits, result.targets)
+            pictures.append(draw_confusion(folder / f"confusion{mark}.png", task.name, matrix, task.labels))
+    return pictures
 
 
 @contextmanager

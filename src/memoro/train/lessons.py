@@ -57,7 +57,7 @@ class Lesson:
         balance = class_weights(self.splits.kind, self._set(self.train).targets) if self.recipe.balance else None
         goal = Goal(
             targets=self._set(self.train).targets if other else None,
-            val_targets=self._val_targets() if other else None,
+            val_targets=self._val_targets(),  # an exam may be shared with courses of other labels
             shares=shares,
             class_weights=balance,
         )
@@ -66,7 +66,7 @@ class Lesson:
     def _val_targets(self) -> Tensor | None:
         if self.held is not None:
             return self._set(self.train).targets[torch.from_numpy(self.held)]
-        return None if self.splits.val is None else self._set(self.splits.val).targets
+        return self.splits.val.targets if isinstance(self.splits.val, ImageSet) else None
 
     def _set(self, images: ImageSet | ImageStream) -> ImageSet:
         if isinstance(images, ImageStream):

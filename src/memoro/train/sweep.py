@@ -201,7 +201,8 @@ def _over_folds(results: Sequence[FitResult], splits: Splits | Streams, figure: 
     found = measure(splits.kind, splits.labels, logits, targets)
     value = found.get(figure)
     if splits.test is None:
-        whole = replace(whole, metrics={"split": f"{len(folds)} folds", **found})
+        metrics = {"split": f"{len(folds)} folds", **found}
+        whole = replace(whole, metrics=metrics, logits=logits, targets=targets)
         whole.task.describe(metrics={name: value for name, value in whole.metrics.items() if value is not None})
     return _Scored(whole, float("-inf") if value is None else value, found["loss"])
 
