@@ -159,7 +159,7 @@ def teach(
 
     With `halving`, after every quarter of the epochs the worse half of each task's runs stops.
     """
-    from memoro.train.folder import CHECKPOINT, RunFolder
+    from memoro.train.folder import CHECKPOINT, RunFolder, draw_run
     from memoro.train.watch import ProgressBar
 
     need("accelerate", "torchmetrics", "matplotlib")
