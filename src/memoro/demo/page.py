@@ -113,7 +113,8 @@ def ask(model: Composition, answered: dict[str, Answered], each: int) -> list[tu
     for names in KINDS:
         first = answered[names[0]].splits.test
         assert first is not None
-        for at in range(each):
+        for number in range(each):
+            at = number * len(first) // each
             pictures.append(first.open(at))
             truths.append({name: _truth(answered[name], first.key(at)) for name in names})
     found = []
@@ -144,16 +145,18 @@ def draw_overview(path: Path, asked: list[tuple[Image.Image, list[Said]]], cost:
 
     colours = {"right": "#176b2c", "wrong": "#b3261e", "other": "#9a9a9a"}
     columns = len(asked) // 2
-    figure = Figure(figsize=(1.75 * columns, 7.4), layout="constrained")
-    halves: Any = figure.subfigures(2, 1, height_ratios=(5.2, 1.5))
+    figure = Figure(figsize=(1.75 * columns, 8.4), layout="constrained")
+    halves: Any = figure.subfigures(2, 1, height_ratios=(6.6, 1.5))
     top, bottom = halves
-    for axes, (picture, answers) in zip(top.subplots(2, columns).flat, asked, strict=True):
-        axes.imshow(picture)
-        axes.axis("off")
+    rows = top.subplots(4, columns, height_ratios=(3, 2.1, 3, 2.1))
+    for number, (picture, answers) in enumerate(asked):
+        above, below = (rows[number // columns * 2 + part, number % columns] for part in (0, 1))
+        above.imshow(picture)
+        above.axis("off")
+        below.axis("off")
         for line, said in enumerate(answers):
-            place = (0.02, -0.08 - 0.15 * line)
             text = f"{said.task}: {said.label} {said.share:.0%}"
-            axes.text(*place, text, transform=axes.transAxes, fontsize=9, va="top", color=colours[said.look])
+            below.text(0.02, 1.0 - 0.21 * line, text, fontsize=9, va="top", color=colours[said.look])
     _draw_cost(bottom.subplots(), cost, tasks)
     figure.savefig(path, dpi=100)
     return path

@@ -53,7 +53,7 @@ class Cost:
     """A pass for each task, as separate models would need."""
 
 
-def run_demo(console: Console, folder: Path, *, letters: int = 1600, digits: int = 1000, epochs: int = 12) -> Path:
+def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int = 1000, epochs: int = 14) -> Path:
     """Makes images, trains, composes, measures, and writes a page about it; returns the page's path."""
     need("accelerate", "torchmetrics", "matplotlib", "datasets")
     need("sklearn", extra="demo")
@@ -110,7 +110,7 @@ class School:
 
     def __init__(self, backbone: Backbone, folder: Path, epochs: int) -> None:
         self._backbone, self._folder = backbone, folder
-        self._recipe = Recipe(epochs=epochs, batch_size=16, views=2, augment=Augment(crop="pad", flip=0.0))
+        self._recipe = Recipe(epochs=epochs, views=2, augment=Augment(crop="pad", flip=0.0))
         self._cache = Cache(folder / "features")
 
     def learn(self, sets: dict[str, Splits], extends: list[Task] | None = None) -> dict[str, SweepResult]:
