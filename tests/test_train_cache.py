@@ -36,7 +36,6 @@ from memoro.regimes import find_regime
 from memoro.task import Task, new_task
 from memoro.train import Cache, Lesson, Recipe, cached, fit, loop, teach
 from memoro.train.cached import CachedLoader, estimate, fill_caches
-from memoro.train.folder import RunFolder
 from memoro.train.runs import SharedPass
 
 FIT = sys.modules["memoro.train.fit"]  # by its name it is the function
@@ -226,7 +225,7 @@ def test_a_resume_from_the_cache_gives_the_same_weights(
     backbone: Backbone, splits: Splits, cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FIT, "Training", functools.partial(loop.Training, every=0.0))  # a checkpoint every step
-    monkeypatch.setattr(RunFolder, "draw", lambda *given: [])
+    monkeypatch.setattr("memoro.train.folder.draw_run", lambda *given: [])
     half = replace(cache, dtype="float16")
     calm, losses = curve(backbone, splits, half, folder=tmp_path / "calm")
     shutil.rmtree(half.folder)  # killed in a step, and the features gone as well

@@ -128,7 +128,7 @@ def progress_of(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunFolder, "draw", lambda *given: [])  # half of the time here
+    monkeypatch.setattr("memoro.train.folder.draw_run", lambda *given: [])  # half of the time here
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,6 @@ from memoro.errors import DataError, TrainingError
 from memoro.regimes import REGIMES, TaskPlan, find_regime
 from memoro.task import Task, new_task
 from memoro.train import Cache, FitResult, Lesson, Recipe, fit, fit_tasks, loop, teach
-from memoro.train.folder import RunFolder
 from memoro.train.lessons import Courses
 from memoro.train.sweep import Grid, Subject, SweepResult, run_sweeps
 
@@ -44,7 +43,7 @@ QUICK: dict[str, Any] = {"image_size": 20, **LOAD}
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunFolder, "draw", lambda *given: [])
+    monkeypatch.setattr("memoro.train.folder.draw_run", lambda *given: [])
 
 
 @pytest.fixture(scope="module")
