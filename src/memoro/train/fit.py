@@ -139,7 +139,7 @@ def _waves(lessons: Sequence[Lesson]) -> list[list[Lesson]]:
         if not wave:
             raise TrainingError("these tasks extend each other in a circle.")
         waves.append(wave)
-        waiting = [lesson for lesson in waiting if lesson not in wave]
+        waiting = [lesson for lesson in waiting if not any(lesson is done for done in wave)]
     return waves
 
 
