@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import random_task
+from test_train_recipe import save_squares
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.bench.dense import DenseMask
 from memoro.bench.engine import bench_engine, candidate_count
+from memoro.bench.reach import APPROACHES, Approach, Reach, bench_reach, draw_reach
 from memoro.bench.steps import MODELS, Setting, build_step, list_ways
 from memoro.bench.train import bench_loader, bench_train, draw_growth, tick_count
 from memoro.regimes import METHODS
@@ -70,3 +72,31 @@ def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyP
 
 def test_the_loader_is_measured() -> None:
     assert bench_loader(workers=(0,), count=40, side=32)["0 workers"] > 0
+
+
+def test_time_to_an_accuracy(backbone: Backbone, tmp_path: Path) -> None:
+    save_squares(tmp_path / "squares" / "train")
+    save_squares(tmp_path / "squares" / "test", first=100)
+    ways = [next(one for one in APPROACHES if one.name == name) for name in dict.fromkeys(a.name for a in APPROACHES)]
+    ways.append(Approach("memory, from cache", "memory", "sgd", 1e30, cached=True))
+    ticks: list[int] = []
+
+    def measure(goal: float) -> list[Reach]:
+        data, tick = str(tmp_path / "squares"), ticks.append
+        return bench_reach(backbone, data, goal, approaches=ways, cells=1, epochs=3, batch=8, workers=0, tick=tick)
+
+    for reach in measure(goal=0.0)[:-1]:  # whatever it answers is enough
+        assert len(reach.curve) == 1, reach
+        assert reach.seconds == reach.curve[0][0] > 0
+    assert sum(ticks) == 3 * len(ways)
+    never = measure(goal=1.1)
+    for reach in never[:-1]:
+        seconds = [second for second, _ in reach.curve]
+        assert len(seconds) == 3
+        assert seconds == sorted(seconds)
+        assert reach.seconds is None
+    kept, computed = never[0], never[1]
+    assert kept.approach.cached
+    assert [right for _, right in kept.curve] == [right for _, right in computed.curve]
+    assert never[-1].best is None, "a run without finite numbers has no accuracy"
+    assert draw_reach(tmp_path / "goal.png", "squares", never).read_bytes().startswith(b"\x89PNG")

@@ -12,8 +12,8 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from memoro.errors import ImageError
 
-# 3 bytes a pixel: no single image may decode to more than about 540 MB.
-MAX_PIXELS = 180_000_000
+# 3 bytes a pixel: no single image may decode to more than about 510 MB. Pillow's own limit is a little above it.
+MAX_PIXELS = 170_000_000
 
 # The shortest edge that a caller needs, as a number or as a function of the upright (width, height).
 Draft = int | Callable[[tuple[int, int]], int] | None

@@ -14,6 +14,7 @@ from memoro.task import BackboneRecord, Task
 
 if TYPE_CHECKING:
     from memoro.bench.engine import EngineRow
+    from memoro.bench.reach import Reach
     from memoro.bench.train import TrainRow
     from memoro.regimes import Baseline
     from memoro.regimes.baseline import BaselineSpec
@@ -145,6 +146,22 @@ def train_table(title: str, rows: Sequence[TrainRow]) -> Table:
     for row in rows:
         peak = "" if row.megabytes is None else f"{row.megabytes:,.0f}"
         table.add_row(row.name, f"{row.step:.2f}", f"{row.steps_per_second:.2f}", peak, f"{row.trained:,}")
+    return table
+
+
+def reach_table(title: str, found: Sequence[Reach]) -> Table:
+    """Seconds to a given accuracy, a row for each approach."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("way")
+    for column in ("optimiser", "lr", "seconds to the goal", "epochs", "best accuracy"):
+        table.add_column(column, justify="right")
+    for reach in found:
+        how, seconds = reach.approach, reach.seconds
+        reached = (
+            "went beyond all bounds" if not reach.curve else "not reached" if seconds is None else f"{seconds:.0f}"
+        )
+        best = f"{reach.best:.3f}" if reach.curve else ""
+        table.add_row(how.name, how.optimizer, f"{how.lr:g}", reached, str(len(reach.curve)), best)
     return table
 
 

@@ -60,6 +60,8 @@ class Backbone:
     image_size: tuple[int, int] = (224, 224)
     """(height, width) that the positions were learned at."""
     channels: int = 3
+    functions: tuple[str, ...] = field(default=(), repr=False)
+    """See `name_functions`: these are no part of the fingerprint, since each library has its own names for them."""
 
     @property
     def dim(self) -> int:

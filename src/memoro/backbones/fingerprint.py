@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # The relative rounding error of a weight is spread evenly within half a unit in the last place, so a projection of a
 # normed group of weights moves by at most about unit / sqrt(12); eight of those is a safe bound. A fine-tuning whose
@@ -52,6 +52,13 @@ def take_fingerprint(tensors: Mapping[str, Tensor], heads: int) -> Fingerprint:
         tensor = tensors[name]
         whole.update(f"{name} {tuple(tensor.shape)} {_dtype(tensor)} {_digest(tensor)}\n".encode())
     return Fingerprint(whole.hexdigest(), _sketch(tensors), _dtype(next(iter(tensors.values()))))
+
+
+def name_functions(model: nn.Module) -> tuple[str, ...]:
+    """What a model computes beside its weights: its activations, and the epsilon of its norms."""
+    linear = (nn.Linear, nn.Dropout, nn.Identity)
+    leaves = [part for part in model.modules() if not any(part.children()) and not isinstance(part, linear)]
+    return tuple(sorted({repr(part) for part in leaves}))
 
 
 def _dtype(tensor: Tensor) -> str:

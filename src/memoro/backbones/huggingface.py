@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from memoro.backbones.anatomy import Anatomy, Block, Map, identity
 from memoro.backbones.backbone import Backbone, Twin
 from memoro.backbones.families import LAYOUTS, Layout, Model, as_pair, is_a
+from memoro.backbones.fingerprint import name_functions
 from memoro.backbones.processor import read_processor, read_processor_folder
 from memoro.backbones.shadow import shadow
 from memoro.preprocessing import Preprocessing
@@ -259,4 +260,5 @@ def wrap_huggingface(
         labels=labels,
         image_size=size,
         channels=trunk.config.num_channels,
+        functions=name_functions(trunk),
     )

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from memoro.backbones.anatomy import Anatomy, Block, Context
 from memoro.backbones.backbone import Backbone, Twin
+from memoro.backbones.fingerprint import name_functions
 from memoro.backbones.load import unsupported
 from memoro.backbones.processor import read_processor
 from memoro.backbones.shadow import shadow
@@ -59,6 +60,7 @@ def wrap_timm(
         labels=labels if len(labels) == model.num_classes else (),
         image_size=_image_size(model),
         channels=model.patch_embed.proj.in_channels,
+        functions=name_functions(frozen),
     )
 
 

@@ -40,6 +40,11 @@ class Setting:
         pixels, targets = torch.randn(self.batch, 3, side, side), torch.randint(CLASSES, (self.batch,))
         return build().eval(), pixels, targets
 
+    @property
+    def side(self) -> int:
+        """Of the images, in pixels."""
+        return MODELS[self.model][1]
+
 
 @dataclass(frozen=True)
 class Way:

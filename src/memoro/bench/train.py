@@ -6,7 +6,7 @@ import io
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def bench_loader(workers: Sequence[int] = (0, 1, 2), count: int = 384, side: int
     return speeds
 
 
-def draw_growth(path: Path, results: dict[str, Sequence[TrainRow]]) -> Path:
+def draw_growth(path: Path, results: Mapping[str, Sequence[TrainRow]]) -> Path:
     """A step's cost over the number of runs in one pass: a panel for each model, a line for each fork and source."""
     from matplotlib.figure import Figure
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from memoro.cli.options import Json, numbers, print_json
+from memoro.cli.options import BackboneOption, Json, load, numbers, print_json
+
+if TYPE_CHECKING:
+    from memoro.backbones import Backbone
+    from memoro.bench.steps import Setting, Way
 
 bench = typer.Typer(help="Measure on this machine. Ratios, in one process.", no_args_is_help=True)
 
@@ -56,30 +61,76 @@ def bench_train_command(
         bool, typer.Option(help="Also take the peak memory of each way, in a process of its own.")
     ] = True,
     baselines: Annotated[bool, typer.Option(help="Also the regimes that change the backbone's tokens.")] = True,
-    plot: Annotated[Path | None, typer.Option(help="Draw the cost over the number of runs into this PNG.")] = None,
+    steps: Annotated[bool, typer.Option(help="Time single steps; else only what --data asks for.")] = True,
+    data: Annotated[
+        str | None, typer.Option(help="Also train on this set: how long until a share of its test images is right.")
+    ] = None,
+    goal: Annotated[float, typer.Option(min=0, max=1, help="That share.")] = 0.85,
+    backbone: BackboneOption = None,
+    image_size: Annotated[int | None, typer.Option(help="For --data.", show_default="the backbone's")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="For --data: at most so many.")] = 6,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw the cost over the number of runs into this PNG, accuracy over time into *-goal.png."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """One training step of every regime, alone, in many runs and from kept features, in plain base passes."""
+    """One training step of every regime, alone, in many runs and from kept features, in plain base passes.
+
+    memoro bench train --no-steps --data photos.zip --goal 0.85 -b facebook/dinov2-small
+    """
     from memoro.bench.steps import MODELS, Setting, list_ways
+
+    for name in model.split(","):
+        if name not in MODELS:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(MODELS)}")
+    record: dict[str, Any] = {}
+    if steps:
+        settings = [Setting(name, batch, cells) for name in model.split(",")]
+        ways = list_ways(cells, numbers(runs), numbers(forks), baselines=baselines)
+        record |= _time_steps(settings, ways, rounds, memory, plot, as_json)
+    if data is not None:
+        how = {"cells": cells, "epochs": epochs, "batch": batch, "image_size": image_size}
+        record |= _time_to_goal(data, goal, load(backbone), plot, as_json, **how)
+    if as_json:
+        print_json(record)
+
+
+def _time_steps(
+    settings: Sequence[Setting], ways: Sequence[Way], rounds: int, memory: bool, plot: Path | None, as_json: bool
+) -> dict[str, Any]:
     from memoro.bench.train import bench_loader, bench_train, draw_growth, tick_count
     from memoro.progress import bar
     from memoro.report import train_table
 
-    results: dict[str, Any] = {}
-    ways = list_ways(cells, numbers(runs), numbers(forks), baselines=baselines)
-    for name in model.split(","):
-        if name not in MODELS:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(MODELS)}")
-        with bar(name, tick_count(ways, rounds)) as tick:
-            results[name] = bench_train(Setting(name, batch, cells), ways, rounds=rounds, memory=memory, tick=tick)
+    results = {}
+    for setting in settings:
+        with bar(setting.model, tick_count(ways, rounds)) as tick:
+            rows = results[setting.model] = bench_train(setting, ways, rounds=rounds, memory=memory, tick=tick)
         if not as_json:
-            Console().print(train_table(f"{name} at {MODELS[name][1]}, batch {batch}", results[name]))
+            Console().print(train_table(f"{setting.model} at {setting.side}, batch {setting.batch}", rows))
     if plot is not None:
         draw_growth(plot, results)
     speeds = bench_loader()
-    if as_json:
-        steps = {name: [row.to_json() for row in rows] for name, rows in results.items()}
-        print_json({"steps": steps, "loader_images_per_second": speeds})
-    else:
+    if not as_json:
         shown = ", ".join(f"{name}: {speed:.0f}" for name, speed in speeds.items())
         Console().print(f"loader, images per second (JPEG, 500 x 375 to 224): {shown}", highlight=False)
+    steps = {name: [row.to_json() for row in rows] for name, rows in results.items()}
+    return {"steps": steps, "loader_images_per_second": speeds}
+
+
+def _time_to_goal(
+    data: str, goal: float, backbone: Backbone, plot: Path | None, as_json: bool, **how: Any
+) -> dict[str, Any]:
+    from memoro.bench.reach import APPROACHES, bench_reach, draw_reach
+    from memoro.progress import bar
+    from memoro.report import reach_table
+
+    with bar("time to accuracy", how["epochs"] * len(APPROACHES)) as tick:
+        found = bench_reach(backbone, data, goal, tick=tick, **how)
+    title = f"{Path(data).stem} on {backbone.name}: seconds of training to an accuracy of {goal:g}"
+    if not as_json:
+        Console().print(reach_table(title, found))
+    if plot is not None:
+        draw_reach(plot.with_name(f"{plot.stem}-goal.png"), title, found)
+    return {"time_to_accuracy": [reach.to_json() for reach in found]}

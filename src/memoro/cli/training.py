@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -140,6 +139,8 @@ def train(
     memoro train pets=photos/pets rooms=rooms.zip -b facebook/dinov2-small --out tasks/
     """
     from memoro.data import Augment
+    from memoro.featurestore import default_folder
+    from memoro.train.cached import Cache
     from memoro.train.command import TrainOrder, default_grid
     from memoro.train.recipe import Recipe
 
@@ -153,9 +154,10 @@ def train(
     order = TrainOrder(
         data, task, regime, default_grid(cells, from_layer, lr, recipe, streaming), label_column or [], extends or [],
         image_size, folds, out=out, folder=folder, resume=resume, workers=workers, tensorboard=tensorboard,
-        streaming=streaming, width=width, rank=rank,
+        streaming=streaming, width=width, rank=rank, keep=cache,
+        cache=Cache(cache_folder or default_folder(), cache_budget, cache_dtype),  # type: ignore[arg-type]
     )  # fmt: skip
-    _run(order, recipe, backbone, (cache, cache_folder, cache_budget, cache_dtype), as_json)
+    _run(order, recipe, backbone, as_json)
 
 
 @app.command()
@@ -202,6 +204,8 @@ def sweep(
     memoro sweep photos/pets -b facebook/dinov2-small --cells 0,5,10 --from-layer 0,8 --lr 0.03,0.1,0.3 --seeds 3
     """
     from memoro.data import Augment
+    from memoro.featurestore import default_folder
+    from memoro.train.cached import Cache
     from memoro.train.command import TrainOrder
     from memoro.train.recipe import Recipe
     from memoro.train.sweep import Grid
@@ -214,32 +218,19 @@ def sweep(
     )  # fmt: skip
     order = TrainOrder(
         data, task, regime, grid, label_column or [], extends or [], image_size, folds, out=out, folder=folder,
-        resume=resume, workers=workers, halving=halving, must_sweep=True, width=width, rank=rank,
+        resume=resume, workers=workers, halving=halving, must_sweep=True, width=width, rank=rank, keep=cache,
+        cache=Cache(cache_folder or default_folder(), cache_budget, cache_dtype),  # type: ignore[arg-type]
     )  # fmt: skip
-    _run(order, recipe, backbone, (cache, cache_folder, cache_budget, cache_dtype), as_json)
+    _run(order, recipe, backbone, as_json)
 
 
-def _run(
-    order: TrainOrder,
-    recipe: Recipe,
-    name: str | None,
-    keep: tuple[bool | None, Path | None, float, str],
-    as_json: bool,
-) -> None:
-    from memoro.featurestore import default_folder
-    from memoro.train.cached import Cache
+def _run(order: TrainOrder, recipe: Recipe, name: str | None, as_json: bool) -> None:
     from memoro.train.command import run_order
     from memoro.train.processes import find_processes, own_device
 
     here = find_processes(own_device())
     errors = Console(stderr=True, soft_wrap=True, quiet=not here.main)
     backbone = load(name, hint=here.main, device=own_device())
-    wanted, folder, budget, dtype = keep
-    if wanted and recipe.views is None:
-        raise typer.BadParameter("--cache needs a number of --views: with 0, no view comes twice.")
-    if wanted or (wanted is None and recipe.views is not None and backbone.device.type == "cpu"):
-        cache = Cache(folder or default_folder(), budget, dtype, required=bool(wanted))  # type: ignore[arg-type]
-        order = replace(order, cache=cache)
     try:
         record, tables = run_order(backbone, order, recipe, quiet=as_json or not here.main, console=errors)
     except KeyboardInterrupt as stop:

@@ -69,6 +69,7 @@ class CachedLoader:
         about = {
             "backbone": backbone.fingerprint.digest,
             "family": backbone.family,
+            "functions": backbone.functions,
             "computed": str(backbone.dtype),
             "preprocessing": loader.preprocessing.to_json(),
         }

@@ -48,15 +48,25 @@ def save_checkpoint(path: Path, courses: Sequence[Course], identity: dict[str, A
     write_whole(path, save(data, metadata={KEY: json.dumps(record)}))
 
 
-def load_checkpoint(path: Path, courses: Sequence[Course], identity: dict[str, Any]) -> float:
-    """Puts all runs back into the state of a checkpoint; returns the seconds that had been spent."""
+def read_identity(path: Path) -> dict[str, Any]:
+    """What the training of a checkpoint was."""
+    return dict(_open(path)[0]["identity"])
+
+
+def _open(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             record = json.loads((file.metadata() or {})[KEY])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            saved = record["identity"]
+            dict(record["identity"])
+            return record, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise TrainingError(f"{path} is no checkpoint, or damaged ({error}): start anew without --resume.") from None
+
+
+def load_checkpoint(path: Path, courses: Sequence[Course], identity: dict[str, Any]) -> float:
+    """Puts all runs back into the state of a checkpoint; returns the seconds that had been spent."""
+    record, tensors = _open(path)
+    saved = record["identity"]
     changed = [key for key, value in identity.items() if saved.get(key) != json.loads(json.dumps(value))]
     if changed:
         raise TrainingError(

@@ -45,7 +45,9 @@ class TrainOrder:
     image_size: int | None = None
     folds: int | None = None
     """0: a validation split; None: folds for small sets that are swept."""
-    cache: Cache | None = None
+    cache: Cache = field(default_factory=Cache)
+    keep: bool | None = None
+    """Whether base passes are kept there; None: where they fit, on a CPU."""
     out: Path | None = None
     folder: Path | None = None
     resume: bool = False
@@ -85,6 +87,7 @@ def run_order(
     order = _suit(order, regime)
     if order.task is not None:
         check_name(order.task)  # before the images are read
+    cache = _cache(order, recipe, backbone)
     sets = _load(order, recipe, quiet)
     sizes = {"width": order.width, "rank": order.rank}
     plans = [TaskPlan(name=name, labels=s.labels, head=s.kind, extends=parents, **sizes) for name, s in sets.items()]
@@ -110,7 +113,7 @@ def run_order(
             order.grid,
             recipe,
             preprocessing,
-            cache=order.cache,
+            cache=cache,
             halving=order.halving,
             **common,
         )
@@ -128,7 +131,7 @@ def run_order(
             )
             for subject in subjects
         ]
-        results = teach(backbone, lessons, cache=order.cache, tensorboard=order.tensorboard, **common)
+        results = teach(backbone, lessons, cache=cache, tensorboard=order.tensorboard, **common)
         trained = [Trained(result, []) for result in results]
     if not find_processes(backbone.device).main:
         return {}, []
@@ -147,6 +150,15 @@ def _suit(order: TrainOrder, regime: Regime) -> TrainOrder:
     grid, method = order.grid, METHODS[regime.name]
     cells = grid.cells if "cells" in method.sizes else grid.cells[:1]
     return replace(order, grid=replace(grid, cells=cells), folds=order.folds or 0)
+
+
+def _cache(order: TrainOrder, recipe: Recipe, backbone: Backbone) -> Cache | None:
+    """Where base passes are kept, if they are."""
+    if order.keep and recipe.views is None:
+        raise TrainingError("features can be kept of a fixed number of views only: with 0, no view comes twice.")
+    if order.keep is False or recipe.views is None or not (order.keep or backbone.device.type == "cpu"):
+        return None
+    return replace(order.cache, required=bool(order.keep))
 
 
 def _can_choose(subject: Subject) -> bool:

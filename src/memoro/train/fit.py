@@ -22,6 +22,7 @@ from memoro.progress import bar
 from memoro.regimes import Baseline, Regime, find_regime
 from memoro.task import Task
 from memoro.train.cached import Cache, estimate, fill_caches
+from memoro.train.checkpoint import read_identity
 from memoro.train.lessons import Courses, Lesson
 from memoro.train.loop import Training, Watcher, run_training
 from memoro.train.processes import Processes, find_processes
@@ -167,13 +168,13 @@ def teach(
     for task in [*tasks, *ancestors(tasks)]:
         check_backbone(task, backbone)
     for lesson in lessons:
-        assert lesson.train is not None
         check_labels(lesson.task, lesson.splits)
         backbone.check_pixels(torch.empty(1, 3, *output_size(lesson.preprocessing)))
     processes = find_processes(backbone.device)
     quiet = quiet or not processes.main
     how: dict[str, Any] = {"workers": workers, "halving": halving, "processes": processes}
-    cache = _check_cache(cache, lessons)
+    checkpoint = None if folder is None else folder / CHECKPOINT
+    cache = _as_before(_check_cache(cache, lessons), checkpoint if resume else None)
     courses = Courses(backbone, lessons, cache=cache, **how)
     if cache is not None:
         try:
@@ -200,7 +201,7 @@ def teach(
         backbone=backbone,
         courses=courses.list,
         watchers=watchers,
-        checkpoint=None if folder is None else folder / CHECKPOINT,
+        checkpoint=checkpoint,
         identity=identity,
         resume=resume,
         processes=processes,
@@ -226,6 +227,13 @@ def _check_cache(cache: Cache | None, lessons: Sequence[Lesson]) -> Cache | None
             f"regime {apart[0].regime.name!r} changes base tokens: there is no base pass to keep. Leave out the cache."
         )
     return None if len(apart) == len(lessons) else cache
+
+
+def _as_before(cache: Cache | None, checkpoint: Path | None) -> Cache | None:
+    """None where a training that goes on had not kept its features for lack of room: it must go on as it was."""
+    if cache is None or cache.required or checkpoint is None or not checkpoint.is_file():
+        return cache
+    return cache if read_identity(checkpoint).get("features") is not None else None
 
 
 def _fill(courses: Courses, cache: Cache, processes: Processes, quiet: bool) -> None:

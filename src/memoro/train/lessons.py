@@ -41,10 +41,13 @@ class Lesson:
     held: npt.NDArray[np.int64] | None = None
     """Training images that it does not learn from but is scored on: a fold."""
 
-    @property
-    def train(self) -> ImageSet | ImageStream:
+    def __post_init__(self) -> None:
         if not self.splits.train:
             raise TrainingError(f"{self.splits.name} has no training images.")
+
+    @property
+    def train(self) -> ImageSet | ImageStream:
+        assert self.splits.train is not None
         return self.splits.train
 
     def start(self, first: Lesson) -> Run:

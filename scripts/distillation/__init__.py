@@ -1,0 +1,1 @@
+"""The parts of scripts/distill.py, one noun a file."""

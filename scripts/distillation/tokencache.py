@@ -1,0 +1,69 @@
+"""The token cache: views and the teacher's tokens for them, on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distillation.jsonfile import write_json
+from distillation.sources import Source
+from distillation.teacher import Teacher
+from distillation.views import View, cut_views, to_tensor
+
+
+@dataclass
+class TokenCache:
+    """The first `done` views of a plan (bytes) and the teacher's tokens for them (float16), memory-mapped."""
+
+    folder: Path
+    pixels: np.memmap
+    tokens: np.memmap
+    done: int
+
+    @classmethod
+    def open(cls, folder: Path, views: int, side: int, tokens: int, dim: int) -> TokenCache:
+        folder.mkdir(parents=True, exist_ok=True)
+        progress = folder / "done.json"
+        done = json.loads(progress.read_text())["done"] if progress.exists() else 0
+        mode: Any = "r+" if progress.exists() else "w+"
+        pixels = np.lib.format.open_memmap(folder / "pixels.npy", mode, np.uint8, (views, side, side, 3))
+        states = np.lib.format.open_memmap(folder / "tokens.npy", mode, np.float16, (views, tokens, dim))
+        return cls(folder, pixels, states, done)
+
+    def fill(self, sources: list[Source], plan: list[View], teacher: Teacher, seed: int, end: int) -> None:
+        """Let the teacher see what it has not seen yet, up to the view `end`."""
+        begun, first, sides = time.monotonic(), self.done, (self.pixels.shape[1], teacher.side)
+        while (low := self.done) < end:
+            high = min(low + 64, end)
+            readable, small, large = cut_views(sources, plan, range(low, high), sides, seed)
+            if readable.any():  # a neighbour takes the place of what cannot be read
+                small[~readable], large[~readable] = small[readable][0], large[readable][0]
+            self.pixels[low:high], self.tokens[low:high] = small, teacher.tokens(large).half().numpy()
+            self.done = high
+            if high == end or high // 64 % 20 == 0:
+                self.pixels.flush()
+                self.tokens.flush()
+                write_json(self.folder / "done.json", {"done": high})
+                rate = (high - first) / (time.monotonic() - begun)
+                left = (end - high) / rate / 60
+                print(f"teacher: {high}/{end} views, {rate:.0f}/s, {left:.0f} min left", flush=True)
+
+    def draw(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Random views, mirrored at random (the teacher's grid as well), a little brighter or darker."""
+        rows = torch.randint(self.done, (size,), generator=generator).numpy()
+        pixels, tokens = torch.from_numpy(self.pixels[rows]), torch.from_numpy(self.tokens[rows]).float()
+        grid = math.isqrt(tokens.shape[1] - 1)
+        mirrored = (torch.rand(size, generator=generator) < 0.5)[:, None, None, None]
+        patches = tokens[:, 1:].unflatten(1, (grid, grid))
+        patches = torch.where(mirrored, patches.flip(2), patches).flatten(1, 2)
+        contrast, brightness = (torch.rand(2, size, 1, 1, 1, generator=generator) - 0.5) * 0.2
+        images = to_tensor(torch.where(mirrored, pixels.flip(2), pixels)) * (1 + contrast) + brightness
+        return images, torch.cat([tokens[:, :1], patches], dim=1)

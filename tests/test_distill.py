@@ -1,0 +1,129 @@
+"""scripts/distill.py from end to end, with a teacher and a student of next to no size."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from test_data_images import png_header, save_classes
+from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
+
+from memoro import load_backbone
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+SIZES = {"hidden_size": 12, "num_attention_heads": 1, "num_hidden_layers": 2, "intermediate_size": 24}
+STEPS = 7
+
+pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="the scripts are only in the repository")
+
+
+@pytest.fixture
+def distill(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, with a student to match the teacher, that saves every third step."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = importlib.import_module("distill")
+    monkeypatch.setattr(script, "STUDENT", {**script.STUDENT, **SIZES, "image_size": 16, "patch_size": 4})
+    monkeypatch.setattr(script, "SAVE_EVERY", 3)
+    return script
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = Dinov2WithRegistersConfig(
+        hidden_size=24, num_attention_heads=2, num_hidden_layers=2, mlp_ratio=2, image_size=12, patch_size=2
+    )
+    Dinov2WithRegistersModel(config).save_pretrained(tmp_path / "teacher")
+    processor = {"image_processor_type": "BitImageProcessor", "image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+    (tmp_path / "teacher" / "preprocessor_config.json").write_text(json.dumps(processor))
+    return tmp_path / "teacher"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two classes to learn, two images that nobody can read, and splits that would be noticed if they were read."""
+    save_classes(tmp_path / "data" / "train", {"a": 12, "b": 12})
+    (tmp_path / "data" / "train" / "a" / "broken.png").write_bytes(b"no image")
+    (tmp_path / "data" / "train" / "b" / "bomb.png").write_bytes(png_header(13_000, 13_900))
+    for split in ("test", "val"):
+        (tmp_path / "data" / split / "c").mkdir(parents=True)
+        (tmp_path / "data" / split / "c" / "unseen.png").write_bytes(b"no image")
+    return tmp_path / "data"
+
+
+def run(script: ModuleType, teacher: Path, data: Path, out: Path, *options: str) -> dict[str, torch.Tensor]:
+    """The weights in the end, in full precision."""
+    places = {"--teacher": teacher, "--data": data, "--out": out, "--work": f"{out}-work"}
+    sizes = {"--steps": STEPS, "--batch": 4, "--views-per-source": 30}
+    given = [str(part) for option in (places | sizes).items() for part in option]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["distill.py", *given, *options])
+        script.main()
+    state = torch.load(f"{out}-work/checkpoint.pt", weights_only=True)
+    assert state["step"] == STEPS
+    return dict(state["matcher"])
+
+
+@pytest.mark.parametrize("start", ["shrink", "random"])
+def test_model_loads_and_only_readable_training_images_count(
+    distill: ModuleType, teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], start: str
+) -> None:
+    weights = run(distill, teacher, data, tmp_path / "out", "--start", start)
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    lines = capsys.readouterr().out.splitlines()
+    skipped = dict(line.split(" (", 1) for line in lines if "skipped" in line)
+    assert "pixels" in skipped[f"skipped, not readable: {data}/train/b/bomb.png"]  # by its size, before it is decoded
+    assert skipped.keys() == {f"skipped, not readable: {data}/train/{name}" for name in ("a/broken.png", "b/bomb.png")}
+    backbone = load_backbone(tmp_path / "out")
+    assert (backbone.dim, backbone.depth, backbone.labels) == (12, 2, ("a", "b"))
+    assert backbone.preprocessing is not None
+    assert backbone.preprocessing.size == (16, 16)
+
+
+def test_resumed_run_gives_the_same_weights(
+    distill: ModuleType, teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(distill, teacher, data, tmp_path / "whole")
+    draw, draws = distill.TokenCache.draw, iter(range(5))
+
+    def stop(cache: object, size: int, generator: torch.Generator) -> object:
+        if next(draws, None) is None:
+            raise KeyboardInterrupt
+        return draw(cache, size, generator)
+
+    monkeypatch.setattr(distill.TokenCache, "draw", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(distill, teacher, data, tmp_path / "parts")
+    monkeypatch.setattr(distill.TokenCache, "draw", draw)
+    assert torch.load(tmp_path / "parts-work" / "checkpoint.pt", weights_only=True)["step"] == 3  # of five
+    resumed = run(distill, teacher, data, tmp_path / "parts", "--resume")
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert written[0] == written[1]
+
+
+def test_zip_and_folder_give_the_same_views(distill: ModuleType, data: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        for path in data.rglob("*.png"):
+            archive.write(path, path.relative_to(data))
+    cut = []
+    for source in (distill.Source(data), distill.Source(tmp_path / "data.zip")):
+        plan = distill.plan_views([source], 30, 2, 10, 0)
+        assert not any("unseen" in name for _, name, _ in plan)
+        cut.append(distill.cut_views([source], plan, range(len(plan)), (8,), 0))
+    for one, other in zip(*cut, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_source_without_training_images_is_refused(distill: ModuleType, tmp_path: Path) -> None:
+    save_classes(tmp_path / "data" / "test", {"a": 2})
+    with pytest.raises(SystemExit, match="no training images"):
+        distill.Source(tmp_path / "data")

@@ -1,0 +1,169 @@
+"""Room for the feature cache: its budget, what makes way, and a disk that is full."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from caches import cache, curve, files, fill, images, keeper, small_shards, splits, whole
+from families import CASES
+
+from memoro.backbones import Backbone, load_backbone
+from memoro.data import ImageSet, Splits
+from memoro.errors import CacheError
+from memoro.featurestore import make_room, total_bytes
+from memoro.train import Cache, cached
+
+__all__ = ["cache", "images", "small_shards", "splits"]  # fixtures
+
+
+def gigabytes(number: float) -> float:
+    return number / 1e9
+
+
+def test_what_does_not_fit_names_the_choices(backbone: Backbone, images: ImageSet, cache: Cache) -> None:
+    loader = keeper(backbone, images, cache, views=2)
+    size = 2 * len(images) * loader.store.layout.size
+    assert fill(loader, budget=gigabytes(size)) == 2 * len(images)
+    with pytest.raises(CacheError) as told:
+        fill(loader, budget=gigabytes(size - 1))
+    for choice in ("a later fork", "fewer views (--views 1", "a larger one (--cache-budget)", "--no-cache"):
+        assert choice in str(told.value)
+    with pytest.raises(CacheError) as told:
+        fill(keeper(backbone, images, cache, first=3), budget=0)
+    assert "fewer views" not in str(told.value)
+    assert "a later fork" not in str(told.value)
+    assert "--no-cache" in str(told.value)
+
+
+def test_a_disk_that_is_nearly_full(
+    backbone: Backbone, images: ImageSet, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(cache.folder.parent)
+    monkeypatch.setattr(cached.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CacheError, match=r"the disk has 0.0 GB left.*--cache-folder"):
+        fill(keeper(backbone, images, cache))
+    assert not files(cache)
+
+
+def age(paths: list[Path], seconds: float) -> None:
+    for path in paths:
+        os.utime(path.with_suffix(".json"), (time.time() - seconds,) * 2)
+
+
+def test_the_longest_unused_makes_room(
+    backbone: Backbone, images: ImageSet, cache: Cache, small_shards: int, tmp_path: Path
+) -> None:
+    other = load_backbone(CASES[0].model(seed=8))
+    fill(keeper(backbone, images.subset(range(4)), cache))
+    mine = files(cache)
+    fill(keeper(other, images.subset(range(6)), cache))
+    theirs = [path for path in files(cache) if path not in mine]
+    assert (len(mine), len(theirs)) == (2, 3)
+    for seconds, path in enumerate(theirs, start=1):
+        age([path], 100 * seconds)
+    age(mine, 1e6)  # oldest of all, but used now
+    # Two more records beside the four: room for eight in all, so that one file of the others stays.
+    loader = keeper(backbone, images.subset(range(6)), cache)
+    assert fill(loader, budget=gigabytes(8 * small_shards)) == 2
+    assert all(path.exists() for path in mine)
+    assert [path.exists() for path in theirs] == [True, False, False]
+    assert len(files(cache)) == len(files(cache, "json")) == 4
+    assert len(whole(loader)) == 6
+
+    assert make_room(cache.folder, 0, 10**9, set()) == set()
+    rest = set(files(cache)) - set(mine)
+    assert make_room(cache.folder, 0, 0, set(mine)) == rest
+    assert files(cache) == mine
+
+
+def test_room_is_never_made_of_what_a_neighbour_needs(
+    backbone: Backbone, images: ImageSet, cache: Cache, small_shards: int
+) -> None:
+    parts = [images.subset(range(4)), images.subset(range(4, 8)), images.subset(range(8, 9))]
+    for part in parts[:2]:
+        fill(keeper(backbone, part, cache))
+    fill(keeper(load_backbone(CASES[0].model(seed=8)), images.subset(range(2)), cache))
+    # The loaders' own files are the oldest.
+    loaders = [keeper(backbone, part, cache) for part in parts]
+    mine = loaders[0].store.files_of(loaders[0].keys[0]) | loaders[1].store.files_of(loaders[1].keys[0])
+    age(sorted(mine), 1e6)
+    assert fill(*loaders, budget=gigabytes(9 * small_shards)) == 1
+    assert [len(whole(loader)) for loader in loaders] == [4, 4, 1]
+    assert all(path.exists() for path in mine)
+    assert total_bytes(cache.folder) == 9 * small_shards
+
+
+def test_where_it_need_not_fit_it_is_computed_anew(
+    backbone: Backbone, splits: Splits, cache: Cache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    fresh, _ = curve(backbone, splits, False, views=2)
+    for tight in (replace(cache, budget=0.0), replace(cache, folder=tmp_path / "file" / "below")):
+        with pytest.raises(CacheError):
+            curve(backbone, splits, tight, views=2)
+        mine, _ = curve(backbone, splits, replace(tight, required=False), views=2, quiet=False)
+        assert all(torch.equal(value, mine.state_dict()[name]) for name, value in fresh.state_dict().items())
+        told = " ".join(capsys.readouterr().err.split())
+        assert "note: every pass is computed anew" in told
+    assert not files(cache)
+
+
+class Full:
+    """A file on a disk that takes so many more writes."""
+
+    def __init__(self, file: Any, writes: int, when: str) -> None:
+        self._file, self._writes, self._when = file, writes, when
+
+    def write(self, data: bytes) -> int:
+        self._writes -= 1
+        if self._when == "write" and self._writes < 0:
+            raise OSError(28, "No space left on device")
+        return int(self._file.write(data))
+
+    def close(self) -> None:
+        self._file.close()
+        if self._when == "close":
+            raise OSError(28, "No space left on device")  # what was still in the buffer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("when", ["write", "close", "index"])
+def test_a_full_disk(
+    backbone: Backbone,
+    splits: Splits,
+    images: ImageSet,
+    cache: Cache,
+    small_shards: int,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    fill(keeper(backbone, images.subset(range(2)), cache))
+    before, real = files(cache), Path.open
+
+    def opened(path: Path, *given: Any, **options: Any) -> Any:
+        file = real(path, *given, **options)
+        return Full(file, 1, when) if path.suffix == ".part" else file
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if when == "index":
+            patch.setattr(os, "fsync", full)
+        else:
+            patch.setattr(Path, "open", opened)
+        with pytest.raises(CacheError, match=r"No space left on device.*--no-cache. What was kept so far stays"):
+            fill(keeper(backbone, images, cache))
+        assert files(cache) == before
+        assert not [path for path in cache.folder.rglob("*") if path.suffix not in {".bin", ".json", ""}]
+        curve(backbone, splits, replace(cache, required=False), views=1, epochs=1)
+    assert fill(keeper(backbone, images, cache)) == len(images) - 2

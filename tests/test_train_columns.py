@@ -1,0 +1,107 @@
+"""The columns of a table: one set of images, split once, and a task of each."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from courses import LOAD, lesson, root, same_result
+from test_train_fit import PLAIN, double
+
+from memoro.backbones import Backbone
+from memoro.data import load_columns, load_data, splits
+from memoro.errors import DataError
+from memoro.train import Lesson, teach
+from memoro.train.lessons import Courses
+
+__all__ = ["double", "root"]  # fixtures
+
+
+def test_columns_of_a_table_are_one_course(double: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screened: list[str] = []
+    real = splits.screen_images
+    monkeypatch.setattr(
+        splits,
+        "screen_images",
+        lambda images, *given, **how: (screened.append(images.name), real(images, *given, **how))[1],
+    )
+    columns = load_columns(root / "table" / "table.csv", ["x", "y", "labels", "number"], val_fraction=0.25, **LOAD)
+    assert len(screened) == 1  # every image is decoded once
+    assert [one.kind for one in columns.values()] == ["softmax", "softmax", "multilabel", "regression"]
+    assert [one.name for one in columns.values()] == ["table-x", "table-y", "table-labels", "table-number"]
+    parts = list(columns.values())
+    for one in parts:
+        assert one.train is not None
+        assert one.val is not None
+        assert (len(one.train), len(one.val)) == (18, 6)
+        assert np.array_equal(one.val.rows, parts[0].val.rows)  # type: ignore[union-attr]
+        assert np.array_equal(one.train.rows, parts[0].train.rows)  # type: ignore[union-attr]
+        assert not set(one.train.rows) & set(one.val.rows)
+
+    def lessons() -> list[Lesson]:
+        return [lesson(double, name, one, seed=at) for at, (name, one) in enumerate(columns.items())]
+
+    [course] = Courses(double, lessons(), cache=None, workers=0).list
+    assert (len(course.runs), len(course.exams)) == (4, 1)
+    together = teach(double, lessons(), workers=0)
+    for number in (1, 2, 3):
+        same_result(together[number], teach(double, [lessons()[number]], workers=0)[0])
+    # The first is cut as a set that knows of no others.
+    own = load_data(root / "table" / "table.csv", label_column="x", val_fraction=0.25, **LOAD)
+    same_result(together[0], teach(double, [lesson(double, "x", own, seed=0)], workers=0)[0])
+
+
+def test_columns_that_are_examined_on_the_same_images_keep_their_own_labels(double: Backbone, root: Path) -> None:
+    columns = load_columns(root / "table" / "table.csv", ["x", "y"], val_fraction=0.25, **LOAD)
+
+    def lessons() -> list[Lesson]:  # other views: two courses, but one set of validation images
+        return [lesson(double, "x", columns["x"]), lesson(double, "y", columns["y"], augment=PLAIN)]
+
+    assert len(Courses(double, lessons(), cache=None, workers=0).list) == 2
+    for number, result in enumerate(teach(double, lessons(), workers=0)):
+        same_result(result, teach(double, [lessons()[number]], workers=0)[0])
+
+
+def test_columns_of_a_set_with_splits_of_its_own(root: Path, tmp_path: Path) -> None:
+    lines = (root / "table" / "table.csv").read_text().splitlines()
+    roles = ["split", *["train"] * 12, *["val"] * 6, *["test"] * 6]
+    shutil.copytree(root / "table", tmp_path / "table")
+    text = "\n".join(f"{line},{role}" for line, role in zip(lines, roles, strict=True))
+    (tmp_path / "table" / "table.csv").write_text(text + "\n")
+    columns = load_columns(tmp_path / "table" / "table.csv", ["x", "y"], **LOAD)
+    for one in columns.values():
+        assert [len(part or ()) for part in (one.train, one.val, one.test)] == [12, 6, 6]
+        assert one.test is not None
+        assert one.test.digests is not None
+    for wrong in ([], ["x", "x"]):
+        with pytest.raises(DataError, match="each of them once"):
+            load_columns(tmp_path / "table" / "table.csv", wrong, **LOAD)
+    with pytest.raises(DataError, match="nothing"):
+        load_columns(tmp_path / "table" / "table.csv", ["x", "nothing"], **LOAD)
+
+
+def test_columns_keep_out_what_cannot_be_read(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "table", tmp_path / "table")
+    (tmp_path / "table" / "5.png").write_bytes(b"no image")
+    columns = load_columns(tmp_path / "table" / "table.csv", ["x", "y"], val_fraction=0.25, **LOAD)
+    for one in columns.values():
+        rows = [*one.train.rows, *one.val.rows]  # type: ignore[union-attr]
+        assert sorted(rows) == [row for row in range(24) if row != 5]
+        assert len(one.skipped) == 1
+    assert np.array_equal(columns["x"].val.rows, columns["y"].val.rows)  # type: ignore[union-attr]
+    assert [one.val.name for one in columns.values()] == ["table:val"] * 2  # type: ignore[union-attr]
+
+
+def test_a_class_that_another_column_takes_away_is_told(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "table", tmp_path / "table")
+    table = tmp_path / "table" / "table.csv"
+    held = load_columns(table, ["x"], val_fraction=0.25, **LOAD)["x"].val
+    assert held is not None
+    header, *lines = table.read_text().splitlines()
+    lines = [f"{line},{'rare' if row == held.rows[0] else 'usual'}" for row, line in enumerate(lines)]
+    table.write_text("\n".join([f"{header},z", *lines]) + "\n")
+    told = load_columns(table, ["x", "z"], val_fraction=0.25, **LOAD)["z"].notes
+    assert any("have no image in train: rare" in note for note in told)
+    assert not any("a single image" in note for note in told)  # so it was before the split

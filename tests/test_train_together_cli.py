@@ -1,0 +1,90 @@
+"""Several tasks, columns and halved sweeps from the shell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from courses import root
+from families import CASES
+from test_train_resume import no_pictures
+from typer.testing import CliRunner
+
+import memoro
+from memoro.cli import app
+
+__all__ = ["no_pictures", "root"]  # fixtures
+
+
+@pytest.fixture
+def shell(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    CASES[0].model().save_pretrained(tmp_path / "vit")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("memoro.train.command.draw_sweep", lambda path, *given: path)
+    common = ["-b", "vit", "--image-size", "20", "--batch-size", "5", "--workers", "0"]
+
+    def run(command: str, *arguments: object, code: int = 0) -> Any:
+        done = CliRunner().invoke(app, [command, *map(str, arguments), *common])
+        assert done.exit_code == code, (done.output, done.exception)
+        return json.loads(done.stdout) if code == 0 else done
+
+    return run
+
+
+def told(done: Any) -> str:
+    return f"{done.output} {done.exception}"
+
+
+def test_train_several_tasks_from_the_shell(shell: Callable[..., Any], root: Path, own_cache: Path) -> None:
+    data = (f"a={root / 'many'}", f"b={root / 'few'}")
+    record = shell("train", *data, "--out", "tasks", "--lr", 0.05, "--epochs", 2, "--json")
+    assert [entry["task"] for entry in record["tasks"]] == ["a", "b"]
+    tasks = [memoro.load_task(Path("tasks") / f"{name}.safetensors") for name in "ab"]
+    assert [task.labels for task in tasks] == [["blue", "green", "red"], ["grey", "red"]]
+    assert list(own_cache.glob("*/*.bin"))
+    alone = shell("train", data[1], "--out", "b.safetensors", "--lr", 0.05, "--epochs", 2, "--json", "--no-cache")
+    assert alone["task"] == "b"
+    assert alone["metrics"]["loss"] == pytest.approx(record["tasks"][1]["metrics"]["loss"], abs=1e-2)
+
+    swept = shell("train", *data, "--out", "swept", "--epochs", 1, "--json")  # no rate: three each
+    assert [len(entry["runs"]) for entry in swept["tasks"]] == [3, 3]
+    assert sorted(path.name for path in Path("swept").iterdir()) == ["a.safetensors", "b.safetensors"]
+    assert {Path(entry["picture"]).name for entry in swept["tasks"]} == {"sweep-a.png", "sweep-b.png"}
+
+
+def test_train_columns_from_the_shell(shell: Callable[..., Any], root: Path) -> None:
+    both = ("--label-column", "x", "--label-column", "y")
+    table = root / "table" / "table.csv"
+    record = shell("train", table, *both, "--lr", 0.05, "--epochs", 1, "--out", "tasks", "--json")
+    assert [entry["task"] for entry in record["tasks"]] == ["x", "y"]
+    assert memoro.load_task("tasks/x.safetensors").labels == ["blue", "green", "grey", "red"]
+    assert memoro.load_task("tasks/y.safetensors").labels == ["even", "odd"]
+    one = shell("train", table, *both[:2], "--lr", 0.05, "--epochs", 1, "--out", "x.safetensors", "--json")
+    assert one["task"] == "x"
+    assert Path("x.safetensors").is_file()
+    line = "--label-column makes a task of each column of one table"
+    for wrong in ([table, *both, "--task", "t"], [f"a={table}", f"b={table}", *both]):
+        assert line in told(shell("train", *wrong, code=1))
+
+
+def test_wrong_combinations_from_the_shell(shell: Callable[..., Any], root: Path) -> None:
+    many, few = root / "many", root / "few"
+    for wrong in ([many, few], [f"a={many}", f"a={few}"], [f"a={many}", few], [f"a={many}", f"b={few}", "-t", "c"]):
+        assert "give NAME=DATA for each" in told(shell("train", *wrong, code=1))
+    assert "looks like a path" in told(shell("train", f"x/y={many}", f"b={few}", code=1))
+    assert "--views" in told(shell("train", many, "--cache", "--views", 0, code=2))
+    assert "the features take" in told(shell("train", many, "--cache", "--cache-budget", 0, "--lr", 0.1, code=1))
+
+
+def test_halving_from_the_shell(shell: Callable[..., Any], root: Path) -> None:
+    options = ("--cells", "0", "--from-layer", "5", "--lr", "0.0001,0.1", "--seeds", 2, "--epochs", 4, "--json")
+    record = shell("sweep", root / "many", *options, "--halving", "--regime", "head")
+    assert [len(row["val"]) for row in record["runs"]] == [2, 2]
+    assert record["metrics"]["split"] == "val"
+    steps = [json.loads(line) for line in (Path(record["folder"]) / "metrics.jsonl").read_text().splitlines()]
+    epochs = [line["run"] for line in steps if "train_loss" in line]
+    assert sorted(epochs.count(run) for run in set(epochs)) == [1, 1, 2, 4]
+    assert record["training"]["epochs"] == 4
