@@ -99,6 +99,17 @@ def test_copies_stay_in_one_fold(root: Path, tmp_path: Path) -> None:
     assert {fold for found in folds.values() for fold in found} == {0, 1, 2, 3}
 
 
+def test_what_is_held_out_does_not_count_for_balance(double: Backbone, tmp_path: Path) -> None:
+    data = load_data(save_squares(tmp_path / "set", {"blue": 4, "green": 4, "red": 2}), val_fraction=0, **LOAD)
+    assert data.train is not None
+    last = len(data.labels) - 1
+    held = np.flatnonzero(data.train.targets.numpy() == last)  # all there is of the last class
+    [course] = Courses(double, [lesson(double, "t", data, held=held, balance=True)], cache=None, workers=0).list
+    assert course.runs[0].goal.class_weights.tolist() == [1, 1, 0]
+    [result] = teach(double, [lesson(double, "t", data, held=held, balance=True)], workers=0)
+    assert result.metrics["images"] == len(held)
+
+
 def test_a_fold_that_diverges_takes_its_combination_with_it(
     double: Backbone, pool: Splits, monkeypatch: pytest.MonkeyPatch
 ) -> None:

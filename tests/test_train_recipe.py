@@ -156,15 +156,15 @@ def test_losses_are_sums(kind: Any, logits: Tensor) -> None:
 
 def test_class_weights() -> None:
     targets = torch.tensor([0] * 6 + [1] * 3 + [3])
-    weights = class_weights("softmax", targets)
+    weights = class_weights("softmax", targets, 4)
     assert weights is not None
     assert weights.tolist() == pytest.approx([10 / 18, 10 / 9, 0, 10 / 3])
     assert float(weights[targets].mean()) == pytest.approx(1.0)
     shown = torch.tensor([[1.0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
-    many = class_weights("multilabel", shown)
+    many = class_weights("multilabel", shown, 2)
     assert many is not None
     assert many.tolist() == pytest.approx([1 / 3, 3.0, 3.0])
-    assert class_weights("regression", shown) is None
+    assert class_weights("regression", shown, 1) is None
 
 
 # ------------------------------------------------------------------------------------------------------- metrics

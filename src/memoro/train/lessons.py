@@ -57,7 +57,11 @@ class Lesson:
             shares = torch.ones(len(self._set(self.train)))
             shares[torch.from_numpy(self.held)] = 0.0
         other = self.splits is not first.splits
-        balance = class_weights(self.splits.kind, self._set(self.train).targets) if self.recipe.balance else None
+        balance = None
+        if self.recipe.balance:
+            targets = self._set(self.train).targets
+            own = targets if shares is None else targets[shares > 0]
+            balance = class_weights(self.splits.kind, own, len(self.splits.labels))
         goal = Goal(
             targets=self._set(self.train).targets if other else None,
             val_targets=self._val_targets(),  # an exam may be shared with courses of other labels

@@ -41,11 +41,11 @@ def _losses(kind: HeadKind, logits: Tensor, targets: Tensor, smoothing: float, w
     return (logits - targets).square().mean(dim=-1)
 
 
-def class_weights(kind: HeadKind, targets: Tensor) -> Tensor | None:
+def class_weights(kind: HeadKind, targets: Tensor, classes: int) -> Tensor | None:
     """Weights that make rare classes count as much as common ones: mean 1 over the images (softmax), or the ratio of
     images without a label to those with it (multilabel)."""
     if kind == "softmax":
-        counts = targets.bincount(minlength=int(targets.max()) + 1).float()
+        counts = targets.bincount(minlength=classes).float()
         present = counts > 0
         weights = torch.zeros_like(counts)
         weights[present] = len(targets) / (counts[present] * present.sum())
