@@ -80,7 +80,7 @@ def far(left: Tensor, right: Tensor) -> float:
 def whole(loader: CachedLoader) -> Tensor:
     """All that it reads, as one tensor."""
     return torch.cat(
-        [torch.cat([part[1].flatten(1) for part in batch.features.layers], 1).clone() for batch in loader.epoch(0)]
+        [torch.cat([part[1].flatten(1) for part in batch.read().layers], 1).clone() for batch in loader.epoch(0)]
     )
 
 
@@ -104,7 +104,7 @@ def answers(backbone: Backbone, loader: CachedLoader, tasks: list[Task]) -> list
         for kept, fresh in zip(loader.epoch(0), loader.loader.epoch(0), strict=True):
             assert torch.equal(kept.index, fresh.index)
             assert torch.equal(kept.targets, fresh.targets)
-            pairs.append((torch.cat(shared(kept.features), 1), torch.cat(shared(fresh.pixels.to(backbone.dtype)), 1)))
+            pairs.append((torch.cat(shared(kept.read()), 1), torch.cat(shared(fresh.pixels.to(backbone.dtype)), 1)))
     return pairs
 
 

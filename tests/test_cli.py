@@ -65,7 +65,8 @@ def test_compose_and_verify(files: tuple[Path, Path], folder: Path, tmp_path: Pa
     Image.new("RGB", (30, 40), (200, 10, 10)).save(tmp_path / "red.png")
     text = run("verify", "-b", folder, "-t", files[0], "-t", files[1], tmp_path / "red.png").stdout
     assert "equal to the bit" in text
-    assert "1 images" in text
+    assert "1 image" in text
+    assert "1 images" not in text
 
 
 def test_errors_are_one_line(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:

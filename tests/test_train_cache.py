@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from caches import SIZE, answers, cache, counted, curve, far, fill, images, keeper, splits, tasks_of
@@ -16,12 +18,13 @@ from test_train_resume import FIT
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import ImageSet, Splits
+from memoro.data.splits import fold_numbers
 from memoro.errors import CacheError, TrainingError
 from memoro.featurestore import default_folder
 from memoro.regimes import find_regime
 from memoro.task import new_task
 from memoro.train import Cache, Lesson, Recipe, teach
-from memoro.train.cached import CachedLoader
+from memoro.train.lessons import Courses
 
 __all__ = ["cache", "images", "splits"]  # fixtures
 
@@ -68,18 +71,31 @@ def test_a_dtype_that_is_none() -> None:
         Cache(dtype="float8")  # type: ignore[arg-type]
 
 
-def test_batches_live_as_long_as_a_step_needs_them(backbone: Backbone, images: ImageSet, cache: Cache) -> None:
-    loader = CachedLoader(keeper(backbone, images, cache).loader, backbone, cache, 0, hold=2)
+def test_features_are_read_when_they_are_asked_for(backbone: Backbone, images: ImageSet, cache: Cache) -> None:
+    loader = keeper(backbone, images, cache)
     fill(loader)
-    batches = loader.epoch(0)
-    held = [next(batches), next(batches)]
-    before = [batch.features.layers[0].keys.clone() for batch in held]
-    third = next(batches)
-    for batch, keys in zip(held, before, strict=True):
-        assert torch.equal(batch.features.layers[0].keys, keys)
-    assert len(third.features.token) == len(images) - 8  # the last one is smaller, its buffer is not
+    first, *rest = list(loader.epoch(0))
+    keys = first.read().layers[0].keys
+    before = keys.clone()
+    assert torch.equal(first.read().layers[0].keys, before)
+    last = rest[-1].read()  # into the same memory
+    assert len(last.token) == len(images) - 8
+    assert not torch.equal(keys, before)
     again = list(loader.epoch(0, start=2))
     assert [len(batch.targets) for batch in again] == [len(images) - 8]
+
+
+def test_exams_share_the_memory_that_they_read_into(backbone: Backbone, splits: Splits, cache: Cache) -> None:
+    assert splits.train is not None
+    held = [np.flatnonzero(fold_numbers(splits.train, 3, 0) == fold) for fold in range(3)]
+    task, size = partial(new_task, backbone, "t", LABELS), backbone.preprocessing.at(SIZE)
+    recipe, regime = Recipe(views=1, accumulate=2, batch_size=4), find_regime("memory")
+    lessons = [Lesson(task(), recipe, regime, splits, size, some) for some in held]
+    courses = Courses(backbone, lessons, cache=cache, workers=0)
+    train, *exams = courses.cached
+    assert len(exams) == 3
+    assert len({id(loader._room) for loader in exams}) == 1
+    assert exams[0]._room is not train._room
 
 
 def test_where_it_lies_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_cache: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_disk_that_is_nearly_full(
 ) -> None:
     usage = shutil.disk_usage(cache.folder.parent)
     monkeypatch.setattr(cached.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(CacheError, match=r"the disk has 0.0 GB left.*--cache-folder"):
+    with pytest.raises(CacheError, match=r"the disk has 0.0 MB left.*--cache-folder"):
         fill(keeper(backbone, images, cache))
     assert not files(cache)
 
@@ -98,6 +98,31 @@ def test_room_is_never_made_of_what_a_neighbour_needs(
     assert [len(whole(loader)) for loader in loaders] == [4, 4, 1]
     assert all(path.exists() for path in mine)
     assert total_bytes(cache.folder) == 9 * small_shards
+
+
+def test_only_what_is_read_counts_as_used(
+    backbone: Backbone, images: ImageSet, cache: Cache, small_shards: int
+) -> None:
+    parts = images.subset(range(4)), images.subset(range(4, 8))
+    fill(keeper(backbone, parts[0], cache))
+    idle = files(cache)
+    age(idle, 1e6)
+    fill(keeper(backbone, parts[1], cache))  # the same backbone, other images
+    assert all(time.time() - path.with_suffix(".json").stat().st_mtime > 1e5 for path in idle)
+    fill(keeper(backbone, parts[0], cache))
+    assert all(time.time() - path.with_suffix(".json").stat().st_mtime < 1e5 for path in idle)
+
+
+def test_the_budget_holds_where_old_records_are_larger(
+    backbone: Backbone, images: ImageSet, cache: Cache, small_shards: int
+) -> None:
+    fill(keeper(backbone, images, cache))  # from layer 0 on
+    before = total_bytes(cache.folder)
+    loader = keeper(backbone, images, cache, first=4, views=3)
+    assert 3 * len(images) * loader.store.layout.size < before
+    fill(loader, budget=gigabytes(before))
+    assert total_bytes(cache.folder) <= before
+    assert not any(loader.missing())
 
 
 def test_where_it_need_not_fit_it_is_computed_anew(

@@ -16,7 +16,12 @@ from memoro.errors import MemoroError, TrainingError
 
 
 @pytest.fixture
-def streams() -> Streams:
+def streams(table: datasets.IterableDataset) -> Streams:
+    return load_stream(datasets.IterableDatasetDict({"train": table, "test": table}))
+
+
+@pytest.fixture
+def table() -> datasets.IterableDataset:
     generator = np.random.default_rng(0)
 
     def rows() -> list[dict[str, object]]:
@@ -28,8 +33,7 @@ def streams() -> Streams:
         return found
 
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["red", "green"])})
-    table = datasets.Dataset.from_list(rows(), features=features).to_iterable_dataset()
-    return load_stream(datasets.IterableDatasetDict({"train": table, "test": table}))
+    return datasets.Dataset.from_list(rows(), features=features).to_iterable_dataset()
 
 
 def test_a_stream_trains_a_task(backbone: Backbone, streams: Streams, tmp_path: Path) -> None:
@@ -51,6 +55,14 @@ def test_a_stream_trains_a_task(backbone: Backbone, streams: Streams, tmp_path: 
     assert metrics["split"] == "test"
     assert metrics["accuracy"] > 0.9
     assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_a_stream_with_a_validation_split_of_its_own(backbone: Backbone, table: datasets.IterableDataset) -> None:
+    streams = load_stream(datasets.IterableDatasetDict({"train": table}), val_fraction=0.4)
+    task = memoro.new_task(backbone, "colours", list(streams.labels), from_layer=5, cells=0, seed=0)
+    result = memoro.fit(backbone, task, streams, steps=2, batch_size=8, quiet=True, workers=0)
+    assert result.metrics["split"] == "val"
+    assert 0 < result.metrics["images"] < 48
 
 
 def test_what_a_stream_cannot_tell(backbone: Backbone, streams: Streams) -> None:

@@ -270,11 +270,13 @@ class Writer:
 def make_room(root: Path, needed: int, budget: int, keep: Set[Path]) -> set[Path]:
     """Removes what was used longest ago, of any backbone, until `needed` more bytes stay within the budget.
 
+    What other processes are writing counts, and is left alone.
+
     Returns what it removed: a store that has these open must forget them, or their room is not free.
     """
     files = sorted(root.glob("*/*.bin"), key=_used)
     sizes = {file: _size(file) for file in files}
-    total = sum(sizes.values())
+    total = sum(sizes.values()) + sum(_size(file) for file in root.glob("*/*.part"))
     removed = set()
     for file in files:
         if total + needed <= budget:
@@ -330,9 +332,14 @@ def _read_index(index: Path, layout: Layout) -> Shard | None:
             return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    with suppress(OSError):  # a folder that is only lent
-        os.utime(index)  # used: make_room takes others first
     return Shard(data, found, keys)
+
+
+def touch(files: Iterable[Path]) -> None:
+    """Notes that these files are used: `make_room` takes others first."""
+    for file in files:
+        with suppress(OSError):  # a folder that is only lent
+            os.utime(file.with_suffix(".json"))
 
 
 def total_bytes(root: Path) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rich.table import Table
+from rich.text import Text
 
 from memoro.errors import DataError, ImageError
 from memoro.images import IMAGE_SUFFIXES, open_image
@@ -114,14 +115,17 @@ def write_predictions(answers: dict[str, dict[str, Any]], form: Form, out: Path 
 
 
 def predictions_table(answers: dict[str, dict[str, Any]], most: int = 200) -> Table:
-    """A table for people: a row an image, a column a task."""
+    """A table for people: a row an image, a column a task. Names stand there as they are, never as markup."""
     names = list(next(iter(answers.values()), {}))
-    table = Table(title=f"{len(answers)} images" + (f", the first {most}" if len(answers) > most else ""))
+    table = Table(
+        title=("1 image" if len(answers) == 1 else f"{len(answers)} images")
+        + (f", the first {most}" if len(answers) > most else "")
+    )
     table.add_column("image", overflow="fold")
     for name in names:
-        table.add_column(name)
+        table.add_column(Text(name))
     for image, said in list(answers.items())[:most]:
-        table.add_row(image, *(_brief(said[name]) for name in names))
+        table.add_row(Text(image), *(Text(_brief(said[name])) for name in names))
     return table
 
 

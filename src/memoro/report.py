@@ -1,4 +1,7 @@
-"""Tables for people: what a task file holds, what a benchmark measured."""
+"""Tables for people: what a task file holds, what a benchmark measured.
+
+Names of tasks, labels and files are put in as `Text`: what looks like markup in them is shown as it is.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from memoro.backbones import Backbone
 from memoro.task import BackboneRecord, Task
@@ -80,10 +84,10 @@ def _backbone(made: BackboneRecord, here: Backbone | None) -> dict[str, Any]:
 def inspect_table(record: dict[str, Any]) -> Table:
     """The record of a file as a table, a column a task."""
     tasks = record["tasks"] if "tasks" in record else [record["baseline"]]
-    table = Table(title=f"{record['file']}  ({record['bytes'] / 1000:,.1f} kB)", title_justify="left")
+    table = Table(title=Text(f"{record['file']}  ({say_bytes(record['bytes'])})"), title_justify="left")
     table.add_column("")
     for task in tasks:
-        table.add_column(task["name"], overflow="fold")
+        table.add_column(Text(task["name"]), overflow="fold")
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
         "labels": lambda t: f"{len(t['labels'])}: {_shorten(t['labels'])}",
         "head": lambda t: t["kind"],
@@ -94,13 +98,7 @@ def inspect_table(record: dict[str, Any]) -> Table:
             if "cells" in t
             else ""
         ),
-        "stream": lambda t: (
-            ""
-            if "from_layer" not in t
-            else f"layers {t['from_layer']} to {t['backbone']['depth']}"
-            if t["from_layer"] < t["backbone"]["depth"]
-            else "linear head on the final class token"
-        ),
+        "stream": lambda t: _stream(t["from_layer"], t["backbone"]["depth"]) if "from_layer" in t else "",
         "extends": lambda t: (", ".join(t["parents"]) or "nothing") if "parents" in t else "",
         "parameters": lambda t: f"{t['parameters']:,}",
         "backbone": lambda t: (
@@ -109,14 +107,14 @@ def inspect_table(record: dict[str, Any]) -> Table:
         ),
         "this backbone": lambda t: t["backbone"].get("match", ""),
         "images": lambda t: _images(t["preprocessing"]),
-        "metrics": lambda t: "\n".join(f"{name} {_value(value)}" for name, value in t["metrics"].items()) or "-",
-        "training": lambda t: "\n".join(f"{name} {_value(value)}" for name, value in t["training"].items()) or "-",
+        "metrics": lambda t: "\n".join(_lines(t["metrics"])) or "-",
+        "training": lambda t: "\n".join(_lines(t["training"])) or "-",
         "content": lambda t: t["content"][:12],
     }
     for name, show in rows.items():
         cells = [show(task) for task in tasks]
         if any(cells):
-            table.add_row(name, *cells)
+            table.add_row(name, *map(Text, cells))
     return table
 
 
@@ -151,7 +149,7 @@ def train_table(title: str, rows: Sequence[TrainRow]) -> Table:
 
 def reach_table(title: str, found: Sequence[Reach]) -> Table:
     """Seconds to a given accuracy, a row for each approach."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     table.add_column("way")
     for column in ("optimiser", "lr", "seconds to the goal", "epochs", "best accuracy"):
         table.add_column(column, justify="right")
@@ -166,21 +164,20 @@ def reach_table(title: str, found: Sequence[Reach]) -> Table:
 
 
 def metrics_table(results: dict[str, dict[str, Any]]) -> Table:
-    """Figures of several tasks, a row each."""
+    """Figures of several tasks, a row each; columns that none of them fills are left out."""
+    columns = [name for name in COLUMNS if any(metrics.get(name) is not None for metrics in results.values())]
+    worst = {name: _worst(metrics, 3) for name, metrics in results.items()}
     table = Table()
-    columns = [name for name in COLUMNS if any(name in metrics for metrics in results.values())]
     table.add_column("task")
-    for column in ["split", "images", *columns, "worst classes"]:
-        table.add_column(column.replace("_", " "), justify="left" if column in {"split", "worst classes"} else "right")
+    table.add_column("split")
+    for column in ["images", *columns]:
+        table.add_column(column.replace("_", " ").replace("calibration", "calib."), justify="right")
+    if any(worst.values()):
+        table.add_column("worst classes")
     for name, metrics in results.items():
-        worst = metrics.get("worst_classes", {})
-        table.add_row(
-            name,
-            metrics["split"],
-            str(metrics["images"]),
-            *(f"{metrics[c]:.4f}" if metrics.get(c) is not None else "" for c in columns),
-            ", ".join(f"{label} {share:.2f}" for label, share in list(worst.items())[:3]),
-        )
+        figures = [f"{metrics[column]:.4f}" if metrics.get(column) is not None else "" for column in columns]
+        last = [Text(worst[name])] if any(worst.values()) else []
+        table.add_row(Text(name), metrics["split"], str(metrics["images"]), *figures, *last)
     return table
 
 
@@ -198,18 +195,17 @@ COLUMNS = (
 
 def fit_table(task: Task | Baseline, metrics: dict[str, Any], path: Path) -> Table:
     """What a training gave, for people."""
-    table = Table(title=f"{task.name}: {path}", title_justify="left", show_header=False)
+    table = Table(title=Text(f"{task.name}: {path}"), title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     training = task.spec.training
+    where = f"{metrics['split']}, {say_images(metrics['images'])}"
     for name in COLUMNS:
         if metrics.get(name) is not None:
-            table.add_row(
-                f"{name.replace('_', ' ')} ({metrics['split']}, {metrics['images']} images)", f"{metrics[name]:.4f}"
-            )
-    for label, share in metrics.get("worst_classes", {}).items():
-        table.add_row(f"  worst: {label}", f"{share:.3f}")
-    table.add_row("file", f"{path.stat().st_size / 1000:,.1f} kB")
+            table.add_row(f"{name.replace('_', ' ')} ({where})", f"{metrics[name]:.4f}")
+    if worst := _worst(metrics, 5):
+        table.add_row("worst classes", Text(worst))
+    table.add_row("file", say_bytes(path.stat().st_size))
     table.add_row("parameters trained", f"{training['trained_parameters']:,}")
     table.add_row("best epoch", f"{training['best_epoch']} of {training['epochs']}")
     table.add_row("time", f"{training['seconds']:.0f} s")
@@ -218,18 +214,21 @@ def fit_table(task: Task | Baseline, metrics: dict[str, Any], path: Path) -> Tab
 
 def sweep_table(name: str, rows: Sequence[SweepRow]) -> Table:
     """Every combination of a sweep, best first by validation; the chosen one is the first."""
-    table = Table(title=f"{name}: what was tried, best first", title_justify="left")
-    for column in ("cells", "from layer", "rate", "validation", "test", "diverged"):
+    table = Table(title=Text(f"{name}: what was tried, best first"), title_justify="left")
+    columns: dict[str, Callable[[SweepRow], str]] = {
+        "cells": lambda row: str(row.cells),
+        "from layer": lambda row: str(row.from_layer),
+        "rate": lambda row: f"{row.lr:g}",
+        "validation": lambda row: _spread(row.val),
+    }
+    if any(row.test for row in rows):
+        columns["test"] = lambda row: _spread(row.test)
+    if any(row.diverged for row in rows):
+        columns["diverged"] = lambda row: str(row.diverged or "")
+    for column in columns:
         table.add_column(column, justify="right")
     for row in sorted(rows, key=lambda row: row.rank, reverse=True):
-        table.add_row(
-            str(row.cells),
-            str(row.from_layer),
-            f"{row.lr:g}",
-            _spread(row.val),
-            _spread(row.test),
-            str(row.diverged or ""),
-        )
+        table.add_row(*(show(row) for show in columns.values()))
     return table
 
 
@@ -251,6 +250,36 @@ def _images(record: dict[str, Any] | None) -> str:
         return "as the backbone says"
     size = record["crop"] or record["resize"]
     return f"{size[0]}x{size[1]}" if isinstance(size, (list, tuple)) else str(size)
+
+
+def say_bytes(size: float) -> str:
+    """A size for people."""
+    if size >= 1e9:
+        return f"{size / 1e9:,.1f} GB"
+    return f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1000:,.1f} kB"
+
+
+def say_images(count: int) -> str:
+    return "1 image" if count == 1 else f"{count} images"
+
+
+def _stream(first: int, depth: int) -> str:
+    """The layers that a task's own token goes through."""
+    if first >= depth:
+        return "none: a head on the final token"
+    return f"layer {first}" if first == depth - 1 else f"layers {first} to {depth - 1}"
+
+
+def _worst(metrics: dict[str, Any], most: int) -> str:
+    """The classes that are wrong most often, with the share that is right; those without a mistake are not bad."""
+    wrong = {label: share for label, share in metrics.get("worst_classes", {}).items() if share < 1}
+    return ", ".join(f"{label} {share:.3f}" for label, share in list(wrong.items())[:most])
+
+
+def _lines(record: dict[str, Any]) -> list[str]:
+    """A line for each entry that says something."""
+    shown = {**record, "worst_classes": _worst(record, 5)} if "worst_classes" in record else record
+    return [f"{name.replace('_', ' ')} {_value(value)}" for name, value in shown.items() if value != ""]
 
 
 def _value(value: Any) -> str:

@@ -88,6 +88,13 @@ class Backbone:
         """Taken once, at first use: a task file is bound to it."""
         return take_fingerprint(self.anatomy.tensors, self.anatomy.heads)
 
+    def check_unchanged(self) -> None:
+        """An error where someone has changed the model's weights since the fingerprint was taken."""
+        if take_fingerprint(self.anatomy.tensors, self.anatomy.heads).digest != self.fingerprint.digest:
+            raise BackboneError(
+                f"the weights of {self.name} have changed since it was loaded: load the backbone again."
+            )
+
     def check_pixels(self, pixel_values: Any) -> Tensor:
         """The pixels on the backbone's device, if they are a batch of images that it can take."""
         if not isinstance(pixel_values, Tensor):

@@ -89,7 +89,8 @@ def _from_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise BackboneError(
             f"cannot load a backbone from {source!r}: neither a folder with a readable config.json nor a hub id that "
-            f"can be reached from here. Offline, download it elsewhere and pass its folder. ({_first_line(error)})"
+            f"can be reached from here ({_first_line(error).rstrip('.')}). Offline, download it elsewhere and pass its "
+            f"folder{_download(source)}."
         ) from None
     vision = getattr(config, "vision_config", config)
     if vision.model_type not in LAYOUTS:
@@ -114,6 +115,13 @@ def _from_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
         raise BackboneError(f"{source!r} lacks weights of its encoder ({some}, …): the checkpoint is incomplete.")
     assert isinstance(model, nn.Module)
     return model.eval()
+
+
+def _download(source: str) -> str:
+    """The command for that, where the source may be a hub id."""
+    if source.count("/") != 1 or source.startswith((".", "/", "~")) or source.endswith("/"):
+        return ""
+    return f": `hf download {source} --local-dir FOLDER`, then -b FOLDER"
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -118,7 +118,7 @@ def bench_reach(
             augment=Augment(crop="none", flip=0),
         )  # fmt: skip
         regime = REGIMES[approach.regime]
-        task = regime.build(backbone, TaskPlan(splits.name, splits.labels, cells=cells))
+        task = regime.build(backbone, TaskPlan("goal", splits.labels, cells=cells))
         lesson = Lesson(task, recipe, regime, splits, preprocessing)
         curve = _follow(backbone, lesson, approach.cached, goal, workers, tick)
         tick(epochs - len(curve))

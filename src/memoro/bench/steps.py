@@ -123,10 +123,10 @@ def build_step(setting: Setting, way: Way, folder: Path) -> tuple[Step, int]:
 def _keep(backbone: Backbone, pixels: Tensor, first: int, folder: Path) -> Callable[[], Any]:
     """A function that reads the batch's features from disk, as training does."""
     features = keep_features(backbone, pixels, first)
-    tokens = features.layers[0].keys.shape[2]
+    tokens = backbone.anatomy.embed(pixels[:1])[0].shape[1]
     layout = Layout(first, backbone.depth, backbone.dim, backbone.heads, tokens, "float16")
     store = FeatureStore(folder, layout, {"bench": backbone.name})
-    keys = [bytes([number]) * 32 for number in range(len(pixels))]
+    keys = [number.to_bytes(32, "big") for number in range(len(pixels))]
     if store.missing(keys):
         with store.writer() as writer, torch.no_grad():
             writer.add(keys, features)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
 from memoro.cli import tasks, training
 from memoro.cli.benches import bench
-from memoro.cli.options import plain
 from memoro.errors import MemoroError
+from memoro.progress import plain_console
 
 TEACH = """\
 [bold]memoro[/] teaches one frozen Vision Transformer many tasks. A task is a small file; one pass answers them all,
@@ -22,15 +22,18 @@ and the backbone's own answer does not change by a bit.
   memoro train photos/ --task pets                       a folder of class folders becomes pets.safetensors
   memoro train pets=photos/ rooms=rooms.zip --out tasks/ several tasks in one pass
   memoro sweep photos/ --cells 0,5,10 --from-layer 0,8   many settings in one pass, the best by validation kept
-  memoro eval photos/ --tasks pets.safetensors
+  memoro eval photos/ --tasks pets.safetensors           how good a task is on a set's test split
   memoro predict new/*.jpg --tasks pets.safetensors --tasks flowers.safetensors
+                                                         what all tasks say of images, in one pass
   memoro inspect pets.safetensors                        what is in a task file
   memoro compose pets.safetensors flowers.safetensors -o both.safetensors
                                                          put tasks into one file
-  memoro verify --tasks both.safetensors photo.jpg        prove that the backbone is untouched
+  memoro verify --tasks both.safetensors photo.jpg       prove that the backbone is untouched
   memoro import model.pt --backbone FOLDER -o tasks.safetensors
                                                          tasks of the paper's public reproduction
+  memoro cache                                           how much room kept base passes take; --clear removes them
   memoro bench engine                                    what 1 to 100 tasks cost here
+  memoro bench train                                     what a training step costs here
 
 What reads images takes [bold]--backbone[/], a hub id or a folder; without it the small one that memoro ships is used.
 [bold]memoro COMMAND --help[/] tells more; most commands take [bold]--json[/]."""
@@ -46,7 +49,7 @@ def main() -> None:
     try:
         app()
     except MemoroError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/] {plain(str(error))}", highlight=False)
+        plain_console(stderr=True, soft_wrap=True).print(Text("error", "bold red"), str(error))
         sys.exit(1)
 
 
@@ -61,7 +64,7 @@ def root(
 
         typer.echo(__version__)
     elif context.invoked_subcommand is None:
-        Console(soft_wrap=True).print(TEACH, highlight=False)
+        plain_console(soft_wrap=True).print(TEACH, markup=True)
 
 
 @app.command()
@@ -78,4 +81,4 @@ def demo(
     from memoro.progress import quiet_libraries
 
     quiet_libraries()
-    run_demo(Console(), out)
+    run_demo(plain_console(markup=True), out)

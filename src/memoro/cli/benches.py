@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from memoro.cli.options import BackboneOption, Json, load, numbers, print_json
+from memoro.progress import plain_console
 
 if TYPE_CHECKING:
     from memoro.backbones import Backbone
@@ -23,7 +23,7 @@ def bench_engine_command(
     patch: Annotated[list[int], typer.Option(help="Patch size of the ViT-B to measure; repeat for more.")] = [32, 16],  # noqa: B006
     batch: Annotated[int, typer.Option(help="Images in a pass.")] = 8,
     tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,10,50,100",
-    forks: Annotated[str, typer.Option(help="Layers at which the tasks start.")] = "0,8",
+    forks: Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")] = "0,8",
     rounds: Annotated[int, typer.Option(help="Runs of each candidate; the best counts.")] = 5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Json = False,
@@ -42,7 +42,7 @@ def bench_engine_command(
             )
         results[f"ViT-B/{size}"] = [row.to_json() for row in rows]
         if not as_json:
-            Console().print(engine_table(f"ViT-B/{size} at 224, batch {batch}, {dtype}", rows))
+            plain_console().print(engine_table(f"ViT-B/{size} at 224, batch {batch}, {dtype}", rows))
     if as_json:
         print_json(results)
 
@@ -53,9 +53,9 @@ def bench_train_command(
         str, typer.Option(help="ViT-B/32, ViT-B/16, dinov2-small, or several separated by commas.")
     ] = "ViT-B/32",
     batch: Annotated[int, typer.Option(help="Images to a step.")] = 16,
-    cells: Annotated[int, typer.Option(help="Memory cells a layer.")] = 5,
+    cells: Annotated[int, typer.Option(help="Memory cells in each layer.")] = 5,
     runs: Annotated[str, typer.Option(help="Runs in one pass, separated by commas.")] = "1,8,32",
-    forks: Annotated[str, typer.Option(help="Layers at which the tasks start.")] = "0,8",
+    forks: Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")] = "0,8",
     rounds: Annotated[int, typer.Option(help="Steps of each way; the fastest counts.")] = 5,
     memory: Annotated[
         bool, typer.Option(help="Also take the peak memory of each way, in a process of its own.")
@@ -65,10 +65,12 @@ def bench_train_command(
     data: Annotated[
         str | None, typer.Option(help="Also train on this set: how long until a share of its test images is right.")
     ] = None,
-    goal: Annotated[float, typer.Option(min=0, max=1, help="That share.")] = 0.85,
+    goal: Annotated[float, typer.Option(min=0, max=1, help="Share of right test images to reach, with --data.")] = 0.85,
     backbone: BackboneOption = None,
-    image_size: Annotated[int | None, typer.Option(help="For --data.", show_default="the backbone's")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="For --data: at most so many.")] = 6,
+    image_size: Annotated[
+        int | None, typer.Option(help="Pixels of an image's edge, with --data.", show_default="the backbone's")
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs at most, with --data.")] = 6,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw the cost over the number of runs into this PNG, accuracy over time into *-goal.png."),
@@ -108,13 +110,13 @@ def _time_steps(
         with bar(setting.model, tick_count(ways, rounds)) as tick:
             rows = results[setting.model] = bench_train(setting, ways, rounds=rounds, memory=memory, tick=tick)
         if not as_json:
-            Console().print(train_table(f"{setting.model} at {setting.side}, batch {setting.batch}", rows))
+            plain_console().print(train_table(f"{setting.model} at {setting.side}, batch {setting.batch}", rows))
     if plot is not None:
         draw_growth(plot, results)
     speeds = bench_loader()
     if not as_json:
         shown = ", ".join(f"{name}: {speed:.0f}" for name, speed in speeds.items())
-        Console().print(f"loader, images per second (JPEG, 500 x 375 to 224): {shown}", highlight=False)
+        plain_console().print(f"loader, images per second (JPEG, 500 x 375 to 224): {shown}")
     steps = {name: [row.to_json() for row in rows] for name, rows in results.items()}
     return {"steps": steps, "loader_images_per_second": speeds}
 
@@ -130,7 +132,7 @@ def _time_to_goal(
         found = bench_reach(backbone, data, goal, tick=tick, **how)
     title = f"{Path(data).stem} on {backbone.name}: seconds of training to an accuracy of {goal:g}"
     if not as_json:
-        Console().print(reach_table(title, found))
+        plain_console().print(reach_table(title, found))
     if plot is not None:
         draw_reach(plot.with_name(f"{plot.stem}-goal.png"), title, found)
     return {"time_to_accuracy": [reach.to_json() for reach in found]}

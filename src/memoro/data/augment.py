@@ -40,8 +40,10 @@ class Augment:
             raise DataError(f"scale {self.scale}: give two shares of the image's area, 0 < low ≤ high ≤ 1.")
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise DataError(f"ratio {self.ratio}: give two ratios of width to height, 0 < low ≤ high.")
-        if not 0 <= self.padding < 1 or not 0 <= self.flip <= 1:
-            raise DataError(f"padding {self.padding} and flip {self.flip} are shares from 0 to 1.")
+        if not 0 <= self.padding < 1:
+            raise DataError(f"padding {self.padding}: choose a share of the input size, from 0 to below 1.")
+        if not 0 <= self.flip <= 1:
+            raise DataError(f"flip {self.flip}: choose a probability from 0 to 1.")
 
     def apply(
         self, image: Image.Image, preprocessing: Preprocessing, seed: int, epoch: int, sample: int

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from memoro.data.listing import ROLES, Role
+from memoro.data.listing import ROLES, Role, left_out
 from memoro.errors import DataError
 from memoro.images import IMAGE_SUFFIXES
 
@@ -54,7 +54,8 @@ def arrange(files: Sequence[str], folders: Iterable[str], name: str) -> Layout:
             "its own, or write a CSV with the columns path and label."
         )
     if loose:
-        notes.append(f"{len(loose)} images outside any class folder were left out, such as {files[loose[0]]}.")
+        outside = left_out(len(loose), "image", " outside any class folder")
+        notes.append(f"{outside}, such as {files[loose[0]]}.")
     parts: dict[Role, list[tuple[int, str]]] = {}
     strays: Counter[str] = Counter()
     for at, path in pieces.items():
@@ -67,7 +68,7 @@ def arrange(files: Sequence[str], folders: Iterable[str], name: str) -> Layout:
         parts.setdefault(role, []).append((at, label_of(path[1 if by_split else 0])))
     for folder, count in sorted(strays.items()):
         notes.append(
-            f"the folder {folder} stands beside train and test and is neither: its {count} images were left out."
+            f"the folder {folder} stands beside train and test and is neither: its {left_out(count, 'image')}."
         )
     notes += _empty_folders(folders, top, by_split, parts)
     others = Counter(PurePosixPath(files[at]).suffix.lower() or "no suffix" for at in clean if not _is_image(files[at]))

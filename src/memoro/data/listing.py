@@ -50,3 +50,8 @@ class Listing:
     labels: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = ()
+
+
+def left_out(count: int, what: str, where: str = "") -> str:
+    """`1 image was left out`, `3 images were left out`: the beginning of a note."""
+    return f"1 {what}{where} was left out" if count == 1 else f"{count} {what}s{where} were left out"

@@ -105,7 +105,9 @@ class Loader:
         """Batches of an epoch."""
         length = len(self.images) if isinstance(self.images, ImageSet) else self.images.length
         if length is None:
-            raise DataError(f"{self.images.name}: the stream does not tell its length; count in steps, not in epochs.")
+            raise DataError(
+                f"{self.images.name}: the stream does not tell its length; count in steps, not in epochs: --steps 1000."
+            )
         return length // self.batch_size if self._drop_last else -(-length // self.batch_size)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:

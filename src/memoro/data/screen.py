@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from memoro.data.imageset import ImageSet, Skipped, open_encoded
 from memoro.errors import DataError, ImageError
+from memoro.progress import bar, plain_console
 
 MAX_UNREADABLE = 0.05
 
@@ -56,7 +56,8 @@ def screen_images(images: ImageSet, workers: int | None = None, *, quiet: bool =
     good: list[int] = []
     digests: list[bytes] = []
     skipped: list[Skipped] = []
-    with _progress(f"checking {images.name}", len(images), quiet) as advance:
+    quiet = quiet or not plain_console(stderr=True).is_terminal  # where nobody watches
+    with bar(f"checking {images.name}", len(images), quiet=quiet) as advance:
         for chunk, outcomes in zip(chunks, results, strict=True):
             for at, outcome in zip(chunk, outcomes, strict=True):
                 if isinstance(outcome, bytes):
@@ -112,16 +113,3 @@ class _Checks(Dataset[Any]):
 
 def _as_is(outcome: Any) -> Any:
     return outcome
-
-
-@contextmanager
-def _progress(title: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A function that moves a progress bar on stderr forward; nothing is shown where nobody watches."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda count: bar.advance(task, count)

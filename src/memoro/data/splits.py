@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from memoro.data.imageset import ImageSet, Skipped
-from memoro.data.listing import Listing, Part, Role
+from memoro.data.listing import Listing, Part, Role, left_out
 from memoro.data.screen import refuse_many, screen_images
 from memoro.data.split import strata, stratified_folds, stratified_split
 from memoro.data.values import encode, in_order, names_of
@@ -81,9 +81,7 @@ def build_splits(
         notes.append("images were not screened: duplicates are not looked for, and an unreadable image stops the run.")
     refuse_many(skipped, total, name)
     if skipped:
-        notes.append(
-            f"{len(skipped)} unreadable images were left out, such as {skipped[0].where} ({skipped[0].reason})."
-        )
+        notes.append(f"{left_out(len(skipped), 'unreadable image')}, such as {skipped[0].where} ({skipped[0].reason}).")
 
     if "train" in sets and (fold is not None or ("val" not in sets and val_fraction > 0)):
         notes += _hold_out(sets, val_fraction, fold, seed)
@@ -124,7 +122,8 @@ def _labels(listing: Listing, parts: dict[Role, Part], asked: Sequence[str] | No
     names = listing.labels or in_order(present.get("train") or everything)
     if listing.kind == "softmax" and len(names) < 2:
         raise DataError(
-            f"{name}: one class only ({_some(names)}); to tell it from others, add a folder of images that are not it."
+            f"{name}: one class only ({_some(names)}); to tell it from others, add images of another class, in a "
+            "folder or rows of their own."
         )
     if not names:
         raise DataError(f"{name}: not one image has a label.")
@@ -144,7 +143,7 @@ def _drop_unseen(parts: dict[Role, Part]) -> list[str]:
             continue
         keep = [at for at, value in enumerate(part.values) if names_of([value]) <= seen]
         notes.append(
-            f"{len(part.rows) - len(keep)} {role} images were left out: no training image shows {_some(unseen)}."
+            f"{left_out(len(part.rows) - len(keep), f'{role} image')}: no training image shows {_some(unseen)}."
         )
         parts[role] = Part(part.source, [part.rows[at] for at in keep], [part.values[at] for at in keep])
         if not keep:

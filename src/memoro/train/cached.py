@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -19,9 +19,12 @@ from memoro.data import ImageSet, Loader
 from memoro.data.augment import output_size
 from memoro.engine import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
-from memoro.featurestore import FeatureStore, Layout, StoreDtype, default_folder, make_room
+from memoro.featurestore import FeatureStore, Layout, StoreDtype, default_folder, make_room, total_bytes, touch
 
 GIGABYTE = 10**9
+
+Room = dict[tuple[Layout, int], tuple[Tensor, Tensor]]
+"""Memory to read batches into, by what a record holds and how many there are to a batch."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,10 @@ class Cache:
 
 @dataclass(frozen=True)
 class CachedBatch:
-    """A batch whose base pass was read from disk; else as `Batch`."""
+    """A batch whose base pass is read from disk; else as `Batch`."""
 
-    features: Features
+    read: Callable[[], Features]
+    """Its features. They are good until those of another batch of the same loader are read: memory is used again."""
     targets: Tensor
     index: Tensor
     total: int
@@ -53,10 +57,10 @@ class CachedBatch:
 class CachedLoader:
     """The batches of a loader, in its order, with features in place of pixels. Call `fill` before the first epoch.
 
-    A batch is good until `hold` more have been taken: then its memory is used again.
+    Loaders that are never read at the same time may share a `room` to read into.
     """
 
-    def __init__(self, loader: Loader, backbone: Backbone, cache: Cache, first: int, hold: int = 1) -> None:
+    def __init__(self, loader: Loader, backbone: Backbone, cache: Cache, first: int, room: Room | None = None) -> None:
         assert isinstance(loader.images, ImageSet)
         self.loader, self.images, self.batch_size = loader, loader.images, loader.batch_size
         self._backbone = backbone
@@ -74,8 +78,7 @@ class CachedLoader:
             "preprocessing": loader.preprocessing.to_json(),
         }
         self.store = FeatureStore(cache.folder, layout, about)
-        self._hold = hold
-        self._buffers: deque[tuple[Tensor, Tensor]] = deque()
+        self._room: Room = {} if room is None else room
         self._contents = [bytes.fromhex(self.images.key(sample)) for sample in range(len(self.images))]
         self.keys = [[self._key(content, at, view) for at, content in enumerate(self._contents)] for view in self.views]
         """Of every image, a list for each view."""
@@ -116,13 +119,14 @@ class CachedLoader:
         view = self.loader.view(number) if self.loader.views else 0
         for samples, total in self.loader.parts(number, start):
             keys = [self.keys[view][int(sample)] for sample in samples]
-            if len(self._buffers) <= self._hold:
-                self._buffers.append(self.store.buffer(self.batch_size, self._backbone.dtype))
-            else:
-                self._buffers.rotate(-1)
-            features = self.store.read(keys, self._biases, self._backbone.device, self._buffers[-1])
             index = torch.from_numpy(samples)
-            yield CachedBatch(features, self.images.targets[index], index, total)
+            yield CachedBatch(partial(self._read, keys), self.images.targets[index], index, total)
+
+    def _read(self, keys: Sequence[bytes]) -> Features:
+        place = (self.store.layout, self.batch_size)
+        if place not in self._room:
+            self._room[place] = self.store.buffer(self.batch_size, self._backbone.dtype)
+        return self.store.read(keys, self._biases, self._backbone.device, self._room[place])
 
     def _key(self, content: bytes, sample: int, view: int) -> bytes:
         """What the features depend on beside backbone and preprocessing: the image's content and its view."""
@@ -147,10 +151,16 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
     if whole > cache.budget * GIGABYTE:
         raise CacheError(_too_big(loaders, whole, f"the budget is {cache.budget:g} GB", "--cache-budget"))
     _, needed = estimate(loaders)
+    budget = int(cache.budget * GIGABYTE)
     keep = {file for loader in loaders for keys in loader.keys for file in loader.store.files_of(keys)}
-    removed = make_room(cache.folder, needed, int(cache.budget * GIGABYTE), keep)
+    touch(keep)
+    removed = make_room(cache.folder, needed, budget, keep)
+    if total_bytes(cache.folder) + needed > budget:
+        # The files in use hold more than is needed of them: other images, earlier layers. Better to compute anew.
+        removed |= make_room(cache.folder, whole, budget, set())
     for loader in loaders:
         loader.store.forget(removed)
+    _, needed = estimate(loaders)
     try:
         cache.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(cache.folder).free
@@ -160,7 +170,7 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
             "--no-cache."
         ) from None
     if needed > 0.95 * free:
-        raise CacheError(_too_big(loaders, needed, f"the disk has {free / GIGABYTE:.1f} GB left", "--cache-folder"))
+        raise CacheError(_too_big(loaders, needed, f"the disk has {say_size(free)} left", "--cache-folder"))
     for loader in loaders:
         loader.store.refresh()  # what one has computed may serve another
         loader.fill(tick)
@@ -176,9 +186,11 @@ def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str
     views, layers = max(len(loader.views) for loader in loaders), loaders[0].store.layout.layers
     choices = [f"a larger one ({option})", "--no-cache, which computes each pass anew"]
     if views > 1:
-        choices.insert(0, f"fewer views (--views 1: {size / views / GIGABYTE:.1f} GB)")
+        choices.insert(0, f"fewer views (--views 1: {say_size(size / views)})")
     if layers > 4:
-        choices.insert(0, f"a later fork (4 layers: {size * 4 / layers / GIGABYTE:.1f} GB)")
-    return (
-        f"the features take {size / GIGABYTE:.1f} GB, and {limit}. Choose {', '.join(choices[:-1])} or {choices[-1]}."
-    )
+        choices.insert(0, f"a later fork (4 layers: {say_size(size * 4 / layers)})")
+    return f"the features take {say_size(size)}, and {limit}. Choose {', '.join(choices[:-1])} or {choices[-1]}."
+
+
+def say_size(size: float) -> str:
+    return f"{size / GIGABYTE:.1f} GB" if size >= GIGABYTE / 10 else f"{size / 1e6:.1f} MB"

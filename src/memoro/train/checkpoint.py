@@ -66,12 +66,11 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def load_checkpoint(path: Path, courses: Sequence[Course], identity: dict[str, Any]) -> float:
     """Puts all runs back into the state of a checkpoint; returns the seconds that had been spent."""
     record, tensors = _open(path)
-    saved = record["identity"]
-    changed = [key for key, value in identity.items() if saved.get(key) != json.loads(json.dumps(value))]
+    changed, details = _compare(record["identity"], json.loads(json.dumps(identity)))
     if changed:
         raise TrainingError(
-            f"cannot resume: {', '.join(changed)} differ from those of the checkpoint in {path.parent}. Use the same "
-            "settings and data, or start anew without --resume."
+            f"cannot resume: {', '.join(changed)} differ from those of the checkpoint in {path.parent}"
+            f"{f' ({details})' if details else ''}. Use the same settings and data, or start anew without --resume."
         )
     runs = [run for course in courses for run in course.runs]
     for number, (run, state_of) in enumerate(zip(runs, record["runs"], strict=True)):
@@ -94,3 +93,60 @@ def load_checkpoint(path: Path, courses: Sequence[Course], identity: dict[str, A
     for course, progress in zip(courses, record["progress"], strict=True):
         course.progress = Progress(**progress)
     return float(record["seconds"])
+
+
+def _compare(saved: dict[str, Any], here: dict[str, Any]) -> tuple[list[str], str]:
+    """What of an identity differs, and the settings that do, with their values there and here.
+
+    A list has an entry for each run. With another number of runs all lists differ, so what the runs are counts.
+    """
+    before, now = (len(_entries(identity.get("recipe"))) for identity in (saved, here))
+    changed = [key for key in here if _differs(saved.get(key), here[key], same_runs=before == now)]
+    details = []
+    for key in changed:
+        if key in {"recipe", "task", "preprocessing"}:
+            details += _settings(saved.get(key), here[key])
+        elif key in {"features", "halving"}:
+            details.append(f"{key} {json.dumps(saved.get(key))} there, {json.dumps(here[key])} here")
+    if before != now:
+        changed = changed or ["runs"]
+        details.insert(0, f"{before} {'run' if before == 1 else 'runs'} there, {now} here")
+    return changed, "; ".join(details)
+
+
+def _entries(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _differs(before: Any, now: Any, *, same_runs: bool) -> bool:
+    if same_runs or not isinstance(now, list):
+        return bool(before != now)
+    return {json.dumps(entry) for entry in _entries(before)} != {json.dumps(entry) for entry in now}
+
+
+def _settings(before: Any, now: Any) -> list[str]:
+    """`lr 0.1 there, 0.5 here` for each setting whose values over all runs are others."""
+    sides = [_values(before), _values(now)]
+    found = []
+    for name in dict.fromkeys((*sides[1], *sides[0])):
+        there, here = (", ".join(side.get(name, {"none": None})) for side in sides)
+        if there != here:
+            found.append(f"{name} {_shorten(there)} there, {_shorten(here)} here")
+    return found
+
+
+def _values(runs: Any) -> dict[str, dict[str, None]]:
+    """Each setting's values over all runs, once each and as text; those of a record within by `augment.flip`."""
+    found: dict[str, dict[str, None]] = {}
+    for run in _entries(runs):
+        for name, value in run.items() if isinstance(run, dict) else ():
+            within = (
+                {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+            )
+            for key, part in within.items():
+                found.setdefault(key, {})[json.dumps(part, ensure_ascii=False)] = None
+    return found
+
+
+def _shorten(text: str, most: int = 80) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from rich.console import Console, RenderableType
 
 from memoro.backbones import Backbone
 from memoro.composition import check_together
-from memoro.data import Splits, Streams, load_columns, load_data, load_stream
-from memoro.data.splits import hold_out
+from memoro.data import ImageSet, Splits, Streams, load_columns, load_data, load_stream
+from memoro.data.splits import fold_numbers, hold_out
 from memoro.errors import TrainingError
 from memoro.regimes import METHODS, Baseline, Regime, TaskPlan, find_regime
 from memoro.regimes.baselinefile import save_baseline
@@ -21,7 +21,7 @@ from memoro.task import Task, check_name
 from memoro.taskfile import load_tasks, save_task
 from memoro.train.cached import Cache
 from memoro.train.fit import teach
-from memoro.train.folder import draw_run
+from memoro.train.folder import CHECKPOINT, draw_run
 from memoro.train.lessons import Lesson
 from memoro.train.metrics import MAIN_FIGURE
 from memoro.train.plots import draw_sweep
@@ -29,6 +29,8 @@ from memoro.train.processes import find_processes
 from memoro.train.recipe import Recipe
 from memoro.train.results import FitResult
 from memoro.train.sweep import FOLDS, RATES, SMALL, Grid, Subject, SweepRow, run_sweeps
+
+SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class TrainOrder:
     keep: bool | None = None
     """Whether base passes are kept there; None: where they fit, on a CPU."""
     out: Path | None = None
+    """A task file; a folder for those of several tasks, or where one of this name exists."""
     folder: Path | None = None
     resume: bool = False
     workers: int | None = None
@@ -81,22 +84,39 @@ def run_order(
 ) -> tuple[dict[str, Any], list[RenderableType]]:
     """Trains, writes the task files; returns a JSON-ready record and tables for people.
 
-    Of several processes, the main one writes and returns something.
+    Of several processes, the main one writes and returns something. A task of several that went beyond all bounds has
+    `failed` in its record, and no file.
     """
     regime, parents = find_regime(order.regime), _parents(order.extends, backbone)
-    order = _suit(order, regime)
+    order = _suit(order, regime, backbone)
     if order.task is not None:
         check_name(order.task)  # before the images are read
     cache = _cache(order, recipe, backbone)
+    _check_target(order)
     sets = _load(order, recipe, quiet)
     sizes = {"width": order.width, "rank": order.rank}
     plans = [TaskPlan(name=name, labels=s.labels, head=s.kind, extends=parents, **sizes) for name, s in sets.items()]
-    subjects = [_subject(plan, splits, order, recipe) for plan, splits in zip(plans, sets.values(), strict=True)]
+    folds = _folds(list(sets.values()), order, recipe)
+    subjects = [
+        Subject(plan, _cut(splits, sets, order, recipe, number), number)
+        for plan, splits, number in zip(plans, sets.values(), folds, strict=True)
+    ]
+    for note in _idle(order, recipe, folds):
+        console.print(f"note: {note}", markup=False, highlight=False)
     for subject in subjects:
         for note in subject.splits.notes:
             console.print(f"note: {note}", markup=False, highlight=False)
     folder = order.folder or Path("runs") / "+".join(sets)
-    common: dict[str, Any] = {"folder": folder, "resume": order.resume, "workers": order.workers, "quiet": quiet}
+    if order.resume and not (folder / CHECKPOINT).is_file():
+        console.print(f"note: no checkpoint in {folder}: starting at the beginning.", markup=False, highlight=False)
+    common: dict[str, Any] = {
+        "cache": cache,
+        "folder": folder,
+        "resume": order.resume,
+        "workers": order.workers,
+        "tensorboard": order.tensorboard,
+        "quiet": quiet,
+    }
     preprocessing = backbone.preprocessing if order.image_size is None else backbone.preprocessing.at(order.image_size)
     points = order.grid.points()
     if len(points) > 1 and not order.must_sweep and not all(_can_choose(subject) for subject in subjects):
@@ -107,15 +127,7 @@ def run_order(
         console.print(text, markup=False, highlight=False)
     if len(points) > 1:
         swept = run_sweeps(
-            backbone,
-            subjects,
-            regime,
-            order.grid,
-            recipe,
-            preprocessing,
-            cache=cache,
-            halving=order.halving,
-            **common,
+            backbone, subjects, regime, order.grid, recipe, preprocessing, halving=order.halving, **common
         )
         trained = [Trained(result.best, result.rows) for result in swept]
     else:
@@ -131,31 +143,44 @@ def run_order(
             )
             for subject in subjects
         ]
-        results = teach(backbone, lessons, cache=cache, tensorboard=order.tensorboard, **common)
+        results = teach(backbone, lessons, **common)
         trained = [Trained(result, []) for result in results]
     if not find_processes(backbone.device).main:
         return {}, []
-    records, shown = [], []
+    records: list[dict[str, Any]] = []
+    shown: list[RenderableType] = []
     for subject, found in zip(subjects, trained, strict=True):
+        if found.rows and subject.splits.test is None:
+            text = f"note: {subject.plan.name} has no test images: it was chosen by the figures below, so expect less."
+            console.print(text, markup=False, highlight=False)
+        if not found.result.metrics:
+            reason = found.result.notes[-1] if found.result.notes else "no finite numbers"
+            records.append({"task": subject.plan.name, "failed": reason})
+            shown.append(f"{subject.plan.name}: nothing was written: {reason}.")
+            continue
         record, tables = _deliver(subject, found, order, folder)
         records.append(record)
         shown += tables
     return records[0] if len(records) == 1 else {"tasks": records, "folder": str(folder)}, shown
 
 
-def _suit(order: TrainOrder, regime: Regime) -> TrainOrder:
-    """The order without what only runs that share a pass have for nothing: folds, and cells that change nothing."""
+def _suit(order: TrainOrder, regime: Regime, backbone: Backbone) -> TrainOrder:
+    """The order without combinations that are the same, and without folds where they are no runs of the same pass."""
+    grid = order.grid
+    if regime.name == "head":
+        return replace(order, grid=replace(grid, cells=(0,), from_layers=(backbone.depth,)))
     if regime.composes:
         return order
-    grid, method = order.grid, METHODS[regime.name]
-    cells = grid.cells if "cells" in method.sizes else grid.cells[:1]
+    cells = grid.cells if "cells" in METHODS[regime.name].sizes else grid.cells[:1]
     return replace(order, grid=replace(grid, cells=cells), folds=order.folds or 0)
 
 
 def _cache(order: TrainOrder, recipe: Recipe, backbone: Backbone) -> Cache | None:
     """Where base passes are kept, if they are."""
     if order.keep and recipe.views is None:
-        raise TrainingError("features can be kept of a fixed number of views only: with 0, no view comes twice.")
+        raise TrainingError(
+            "features can be kept of a fixed number of views only: with --views 0, no view comes twice."
+        )
     if order.keep is False or recipe.views is None or not (order.keep or backbone.device.type == "cpu"):
         return None
     return replace(order.cache, required=bool(order.keep))
@@ -165,18 +190,54 @@ def _can_choose(subject: Subject) -> bool:
     return subject.folds > 0 or subject.splits.val is not None
 
 
-def _subject(plan: TaskPlan, splits: Splits | Streams, order: TrainOrder, recipe: Recipe) -> Subject:
-    """How runs are compared: on the validation split, or on folds where that would be small."""
+def _folds(sets: Sequence[Splits | Streams], order: TrainOrder, recipe: Recipe) -> list[int]:
+    """On how many folds each set's runs are compared; 0: on a validation split. Columns of one table go alike."""
+    if len(order.grid.points()) == 1 or order.halving:
+        return [0] * len(sets)
+    found = []
+    for splits in sets:
+        if not isinstance(splits, Splits) or splits.train is None or splits.val is not None:
+            found.append(0)
+        elif order.folds is None:
+            found.append(FOLDS if _needs_folds(splits.train, splits.kind, recipe) else 0)
+        else:
+            found.append(order.folds)
+    return found if not order.columns or all(found) else [0] * len(sets)
+
+
+def _needs_folds(train: ImageSet, kind: str, recipe: Recipe) -> bool:
+    """Whether a part of the images would be too small to choose by, and there are enough for folds."""
+    if not 2 * FOLDS <= len(train) < SMALL:
+        return False
+    number = fold_numbers(train, FOLDS, recipe.data_seed)
+    rarest = int(train.targets.bincount().min()) if kind == "softmax" else FOLDS
+    return rarest >= FOLDS and all((number == fold).any() for fold in range(FOLDS))
+
+
+def _cut(
+    splits: Splits | Streams, sets: Mapping[str, Splits | Streams], order: TrainOrder, recipe: Recipe, folds: int
+) -> Splits | Streams:
+    """The splits with a validation split, or with a word on folds."""
     if not isinstance(splits, Splits) or splits.train is None:
-        return Subject(plan, splits)
-    folds = 0 if len(order.grid.points()) == 1 or splits.val is not None or order.halving else order.folds
-    if folds is None:
-        rarest = int(splits.train.targets.bincount().min()) if splits.kind == "softmax" else len(splits.train)
-        folds = FOLDS if len(splits.train) < SMALL and rarest >= FOLDS else 0
+        return splits
     if folds:
         note = f"{len(splits.train)} training images: runs are compared on {folds} folds of them, in the same pass."
-        return Subject(plan, replace(splits, notes=(*splits.notes, note)), folds)
-    return Subject(plan, hold_out(splits, recipe.val_fraction, recipe.data_seed))
+        return replace(splits, notes=(*splits.notes, note))
+    first = next(iter(sets.values()))
+    like = first if order.columns and isinstance(first, Splits) else None
+    return hold_out(splits, recipe.val_fraction, recipe.data_seed, like=like)
+
+
+def _idle(order: TrainOrder, recipe: Recipe, folds: Sequence[int]) -> list[str]:
+    """What was asked for and does nothing here."""
+    notes = []
+    if order.folds and not any(folds):
+        single = len(order.grid.points()) == 1
+        reason = "there is one run" if single else "of --halving" if order.halving else "there is a validation split"
+        notes.append(f"--folds {order.folds} is not used, because {reason}.")
+    if recipe.patience and any(folds):
+        notes.append("--patience is not used: runs on folds are judged together, at the end.")
+    return notes
 
 
 def _deliver(
@@ -197,7 +258,7 @@ def _deliver(
         "skipped": [list(entry) for entry in getattr(splits, "skipped", ())],
     }
     tables: list[RenderableType] = [fit_table(task, found.result.metrics, out)]
-    mark = "" if len(order.data) == 1 and len(order.columns) < 2 else f"-{name}"
+    mark = f"-{name}" if _several(order) else ""
     if found.rows or mark:  # a single run's pictures are there already
         draw_run(folder, mark, task, found.result)
     if found.rows:
@@ -208,12 +269,24 @@ def _deliver(
     return record, tables
 
 
+def _several(order: TrainOrder) -> bool:
+    return len(order.data) > 1 or len(order.columns) > 1
+
+
+def _check_target(order: TrainOrder) -> None:
+    """Before the training, not after it."""
+    out = order.out
+    if out is not None and _several(order) and (out.is_file() or out.suffix == SUFFIX):
+        raise TrainingError(f"--out {out} is a file, but several tasks need a folder, such as --out tasks/.")
+
+
 def _target(name: str, order: TrainOrder) -> Path:
-    several = len(order.data) > 1 or len(order.columns) > 1
-    if order.out is None or not several:
-        return order.out or Path(f"{name}.safetensors")
+    if order.out is None:
+        return Path(name + SUFFIX)
+    if not order.out.is_dir() and not _several(order):
+        return order.out
     order.out.mkdir(parents=True, exist_ok=True)
-    return order.out / f"{name}.safetensors"
+    return order.out / (name + SUFFIX)
 
 
 def _load(order: TrainOrder, recipe: Recipe, quiet: bool) -> dict[str, Splits | Streams]:
@@ -224,12 +297,8 @@ def _load(order: TrainOrder, recipe: Recipe, quiet: bool) -> dict[str, Splits | 
     if order.columns:
         if len(order.data) > 1 or order.task is not None or order.streaming:
             raise TrainingError("--label-column makes a task of each column of one table: give one DATA and no --task.")
-        return {
-            check_name(name): splits
-            for name, splits in load_columns(
-                order.data[0], order.columns, val_fraction=recipe.val_fraction, **options
-            ).items()
-        }
+        columns = load_columns(order.data[0], order.columns, val_fraction=0, **options)
+        return {check_name(name): splits for name, splits in columns.items()}
     if len(order.data) == 1:
         named, data = order.task, order.data[0]
         if "=" in data and not Path(data).exists():

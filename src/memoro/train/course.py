@@ -136,7 +136,7 @@ class Course:
 
 def inputs_of(batch: AnyBatch, backbone: Backbone) -> Tensor | Features:
     """What a pass takes of a batch."""
-    return batch.features if isinstance(batch, CachedBatch) else batch.pixels.to(backbone.device, backbone.dtype)
+    return batch.read() if isinstance(batch, CachedBatch) else batch.pixels.to(backbone.device, backbone.dtype)
 
 
 def collect_logits(

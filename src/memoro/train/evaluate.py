@@ -35,7 +35,8 @@ def evaluate(
     """Each task's figures on the test split of its data (or on the whole set where there is none), by name.
 
     `data` is one set for all tasks, or a dict from a task's name to its own. Tasks on the same images that share
-    labels and preprocessing are answered in one pass, baselines in a pass each; `say` is told of every pass.
+    labels and preprocessing are answered in one pass, baselines in a pass each; `say` is told of every pass, and of
+    data without a test split: a task may have learned from those very images.
     """
     need("torchmetrics")
     model = compose(backbone, [task for task in tasks if not isinstance(task, Baseline)])
@@ -58,6 +59,8 @@ def evaluate(
     results: dict[str, dict[str, Any]] = {}
     for key, names in groups.items():
         images, split = sets[key]
+        if split != "test":
+            say(_untested(images, split, names))
         passes: list[tuple[Preprocessing, list[str], Callable[[Tensor], list[Tensor]]]] = [
             (preprocessing, together, _asker(model, together))
             for preprocessing, together in model.passes([name for name in names if name in model.tasks]).items()
@@ -66,13 +69,28 @@ def evaluate(
             if isinstance(alone := members[name], Baseline):
                 passes.append((alone.spec.preprocessing or backbone.preprocessing, [name], OwnPass([alone])))
         for preprocessing, together, ask in passes:
-            say(f"{images.name}: one pass over {len(images)} images for {', '.join(together)}")
+            say(f"{images.name}: one pass over {_count(images)} for {', '.join(together)}")
             loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
             logits, targets = collect_logits(ask, backbone, loader)
             for name, out in zip(together, logits, strict=True):
                 task = members[name]
                 results[name] = {"split": split, **measure(task.kind, task.labels, out, targets)}
     return {name: results[name] for name in wanted}
+
+
+def _untested(images: ImageSet, split: str, names: list[str]) -> str:
+    name, _, _ = images.name.rpartition(":")
+    measured = f"all {_count(images)}" if split == "all" else f"the {_count(images)} of {split}"
+    trained = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} were"
+    if split == "all":
+        known = f"If {trained} trained on them, this says nothing about new ones."
+    else:
+        known = f"If {trained} chosen by them, this says too much good of new ones."
+    return f"note: {name or images.name} has no test split: measured on {measured}. {known}"
+
+
+def _count(images: ImageSet) -> str:
+    return "1 image" if len(images) == 1 else f"{len(images)} images"
 
 
 def _asker(model: Composition, names: list[str]) -> Callable[[Tensor], list[Tensor]]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from memoro.backbones import Backbone
 from memoro.composition import check_backbone
@@ -18,10 +17,10 @@ from memoro.data import ImageSet, ImageStream, Splits, Streams, load_data
 from memoro.data.augment import output_size
 from memoro.errors import CacheError, TrainingError
 from memoro.extras import need
-from memoro.progress import bar
+from memoro.progress import bar, plain_console
 from memoro.regimes import Baseline, Regime, find_regime
 from memoro.task import Task
-from memoro.train.cached import Cache, estimate, fill_caches
+from memoro.train.cached import Cache, estimate, fill_caches, say_size
 from memoro.train.checkpoint import read_identity
 from memoro.train.lessons import Courses, Lesson
 from memoro.train.loop import Training, Watcher, run_training
@@ -52,6 +51,7 @@ def fit(
 ) -> FitResult:
     """Trains `task` in place on `data` (anything that load_data takes, or Splits) and measures it.
 
+    This is one run with one rate; the commands `memoro train` and `memoro sweep` try several in one pass.
     The recipe's fields can be given by name: `fit(backbone, task, "photos", epochs=5, lr=0.03)`. With `cache`, base
     passes are kept on disk and read back in later epochs. With `folder`, figures, settings, pictures and a checkpoint
     are kept there, and `resume` goes on from that checkpoint. A Baseline is trained in passes of its own.
@@ -165,6 +165,9 @@ def teach(
 
     need("accelerate", "torchmetrics", "matplotlib")
     tasks = [lesson.task for lesson in lessons]
+    if len({id(task) for task in tasks}) < len(tasks):
+        raise TrainingError("a task stands there twice: it can learn from one set; make a task for each.")
+    backbone.check_unchanged()
     for task in [*tasks, *ancestors(tasks)]:
         check_backbone(task, backbone)
     for lesson in lessons:
@@ -185,7 +188,7 @@ def teach(
             if cache.required:
                 raise
             if not quiet:
-                Console(stderr=True).print(f"note: every pass is computed anew: {error}", markup=False, highlight=False)
+                plain_console(stderr=True, soft_wrap=True).print(f"note: every pass is computed anew: {error}")
             cache = None
             courses = Courses(backbone, lessons, cache=None, **how)
     identity = {**_identity(backbone, lessons, cache), "halving": halving}
@@ -243,7 +246,7 @@ def _fill(courses: Courses, cache: Cache, processes: Processes, quiet: bool) -> 
         views, size = estimate(courses.cached)
         try:
             with ExitStack() as stack:
-                title = f"features ({size / 1e9:.1f} GB)"
+                title = f"features ({say_size(size)})"
                 tick = stack.enter_context(bar(title, views)) if views and not quiet else (lambda images: None)
                 fill_caches(courses.cached, cache, tick)
         except CacheError as error:

@@ -18,7 +18,7 @@ from memoro.errors import TrainingError
 from memoro.preprocessing import Preprocessing
 from memoro.regimes import Baseline, Regime
 from memoro.task import Task
-from memoro.train.cached import Cache, CachedLoader
+from memoro.train.cached import Cache, CachedLoader, Room
 from memoro.train.course import Batches, Course, Exam
 from memoro.train.objective import class_weights
 from memoro.train.processes import ALONE, Processes
@@ -102,6 +102,7 @@ class Courses:
         self._first = min((task.from_layer for task in [*tasks, *ancestors(tasks)]), default=0)
         self.cached: list[CachedLoader] = []
         self._exams: dict[Any, Batches] = {}
+        self._exam_room: Room = {}
         self.runs: list[Run] = []
         """In the order of the lessons."""
         groups: dict[Any, list[Lesson]] = {}
@@ -158,8 +159,8 @@ class Courses:
             return loader
         if how and lesson.recipe.views is None:
             raise TrainingError("features can be kept of a fixed number of views only: set views, such as views=4.")
-        hold = lesson.recipe.accumulate
-        self.cached.append(CachedLoader(loader, self._backbone, self._cache, self._first, hold))
+        room = None if how else self._exam_room  # exams are held one after the other
+        self.cached.append(CachedLoader(loader, self._backbone, self._cache, self._first, room))
         return self.cached[-1]
 
 

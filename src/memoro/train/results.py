@@ -61,7 +61,8 @@ def examine(
         key = f"{content_of(images)} {lesson.preprocessing} {lesson.regime.composes}"
         if key not in loaders:
             share: dict[str, Any] = {"workers": workers, "rank": processes.rank, "world": processes.world}
-            loaders[key] = exam or Loader(images, lesson.preprocessing, batch_size=lesson.recipe.batch_size, **share)
+            size = lesson.recipe.batch_size
+            loaders[key] = Loader(images, lesson.preprocessing, batch_size=size, **share) if exam is None else exam
         groups.setdefault(key, []).append((lesson, run))
     answers: dict[int, tuple[Tensor, Tensor]] = {}
     for key, some in groups.items():

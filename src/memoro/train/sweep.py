@@ -74,7 +74,7 @@ class SweepRow:
 
     @property
     def rank(self) -> tuple[float, float]:
-        return (mean(self.val), -self.val_loss) if self.val else (float("-inf"), 0.0)
+        return (mean(self.val), -self.val_loss) if self.val else (float("-inf"), float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,13 @@ def run_sweeps(
     folder: Path | None = None,
     resume: bool = False,
     workers: int | None = None,
+    tensorboard: bool = False,
     quiet: bool = True,
 ) -> list[SweepResult]:
-    """Trains all combinations of all subjects in one pass and chooses for each by validation score."""
+    """Trains all combinations of all subjects in one pass and chooses for each by validation score.
+
+    Where all runs of one subject of several went beyond all bounds, its best has no metrics; its notes say why.
+    """
     if halving and any(subject.folds for subject in subjects):
         raise TrainingError("runs over folds are judged together, at the end: leave out halving, or set folds to 0.")
     places: list[tuple[int, Point]] = []
@@ -136,12 +140,17 @@ def run_sweeps(
         folder=folder,
         resume=resume,
         workers=workers,
+        tensorboard=tensorboard,
         quiet=quiet,
     )
     gathered: list[dict[Point, list[FitResult]]] = [{} for _ in subjects]
     for (number, point), result in zip(places, results, strict=True):
         gathered[number].setdefault(point, []).append(result)
-    return [_choose(subject, found, halving) for subject, found in zip(subjects, gathered, strict=True)]
+    chosen = [_choose(subject, found, halving) for subject, found in zip(subjects, gathered, strict=True)]
+    if not any(result.best.metrics for result in chosen):
+        names = ", ".join(subject.splits.name for subject in subjects)
+        raise TrainingError(f"{names}: every combination went beyond all bounds: choose smaller learning rates.")
+    return chosen
 
 
 def _parts(subject: Subject, recipe: Recipe) -> list[Index | None]:
@@ -153,6 +162,8 @@ def _parts(subject: Subject, recipe: Recipe) -> list[Index | None]:
         return [None]
     assert isinstance(splits.train, ImageSet)
     number = fold_numbers(splits.train, subject.folds, recipe.data_seed)
+    if (number < 0).all():
+        raise TrainingError(f"{splits.name}: every image is alone of its kind: there are no folds, set folds to 0.")
     return [*(np.flatnonzero(number == fold) for fold in range(subject.folds) if (number == fold).any()), None]
 
 
@@ -177,10 +188,12 @@ def _choose(subject: Subject, gathered: dict[Point, list[FitResult]], halving: b
     if halving:  # the seeds of a combination stopped at different times: their mean says nothing
         candidates = [one for some in scored.values() for one in some]
     winners = [one for one in candidates if one is not None]
-    if not winners:
-        raise TrainingError(f"{splits.name}: every combination went beyond all bounds: choose smaller learning rates.")
-    chosen = max(winners, key=lambda one: (one.score, -one.loss)).result
-    return SweepResult(chosen.task, chosen, rows, [result for some in gathered.values() for result in some])
+    everything = [result for some in gathered.values() for result in some]
+    if winners:
+        chosen = max(winners, key=lambda one: (one.score, -one.loss)).result
+    else:
+        chosen = next(result for result in everything if not result.metrics)
+    return SweepResult(chosen.task, chosen, rows, everything)
 
 
 def _by_history(result: FitResult, figure: str) -> _Scored | None:

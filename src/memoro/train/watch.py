@@ -6,27 +6,30 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from memoro.progress import plain_column, plain_console
 from memoro.train.course import Course
 
 
 class ProgressBar:
-    """A bar over optimiser steps with loss, accuracy, images per second and time left, on stderr."""
+    """A bar over optimiser steps with loss, accuracy, images per second and time left, on stderr.
+
+    Of several runs the figures are the best, each for itself, and the bar says so.
+    """
 
     def __init__(self, title: str, total: int, quiet: bool) -> None:
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            plain_column("description"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            plain_column("fields[figures]"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=plain_console(stderr=True),
             disable=quiet,
         )
         self._job = self._bar.add_task(title, total=total, figures="")
-        self._val = ""
+        self._last = self._val = ""
 
     def __enter__(self) -> ProgressBar:
         self._bar.start()
@@ -38,6 +41,9 @@ class ProgressBar:
         self._bar.stop()
 
     def begin(self, courses: Sequence[Course]) -> None:
+        runs = sum(len(course.runs) for course in courses)
+        if runs > 1:
+            self._bar.update(self._job, description=f"best of {runs} runs")
         self._bar.update(self._job, completed=sum(course.progress.step for course in courses))
 
     def step(self, course: Course, entry: dict[str, Any]) -> None:
@@ -46,7 +52,8 @@ class ProgressBar:
             if name in entry:
                 label = {"accuracy": "acc", "images_per_second": "img/s"}.get(name, name)
                 figures.append(f"{label} {form.format(entry[name])}")
-        self._bar.update(self._job, advance=1, figures=" ".join([*figures, self._val]))
+        self._last = " ".join(figures)
+        self._show(advance=1)
 
     def epoch(self, course: Course, entries: list[dict[str, Any]]) -> None:
         scores = [
@@ -57,3 +64,8 @@ class ProgressBar:
         ]
         if scores:
             self._val = f"val {max(scores):.3f}"
+            self._show()
+
+    def _show(self, advance: int = 0) -> None:
+        figures = " ".join(part for part in (self._last, self._val) if part)
+        self._bar.update(self._job, advance=advance, figures=figures)

@@ -1,0 +1,366 @@
+"""What the command line says: names as they are, figures with their meaning, errors with a way out."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import typer.main
+from conftest import random_task
+from PIL import Image
+from rich.console import Console
+
+import memoro
+from memoro import receipt
+from memoro.backbones import Backbone
+from memoro.cli import app, main
+from memoro.data import Augment, load_data
+from memoro.errors import BackboneError, DataError
+from memoro.predictions import predictions_table
+from memoro.progress import bar, plain_console, quiet_libraries
+from memoro.regimes import METHODS, TaskPlan
+from memoro.report import fit_table, inspect_table, inspect_tasks, metrics_table, say_bytes, sweep_table
+from memoro.train.checkpoint import _compare
+from memoro.train.recipe import Recipe
+from memoro.train.sweep import SweepRow
+from memoro.train.watch import ProgressBar
+
+STRANGE = "x[bold]y:cat:"
+
+
+class Said(NamedTuple):
+    out: str
+    err: str
+
+
+Shell = Callable[..., Said]
+
+
+@pytest.fixture
+def shell(
+    vit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., Said]:
+    """Runs a command in a folder with the backbone `vit`, wide enough for every line."""
+    vit.save_pretrained(tmp_path / "vit")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(*arguments: object, code: int = 0) -> Said:
+        monkeypatch.setattr(sys, "argv", ["memoro", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = Said(*capfd.readouterr())
+        assert (end.value.code or 0) == code, said
+        return said
+
+    return run
+
+
+@pytest.fixture
+def pets(backbone: Backbone, tmp_path: Path) -> Path:
+    task = random_task(backbone, "pets", labels=["cat", "dog"])
+    return memoro.save_task(task, tmp_path / "pets.safetensors")
+
+
+def save_images(folder: Path, *places: str) -> Path:
+    for at, place in enumerate(places):
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 20), (40 * at, 90, 200 - 40 * at)).save(folder / place)
+    return folder
+
+
+def rendered(thing: Any, console: Console | None = None) -> str:
+    console = console or Console(file=io.StringIO(), width=200)
+    console.print(thing)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+# --------------------------------------------------------------------------------------------- names stay as they are
+
+
+def test_strange_names_are_shown_as_they_are(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:
+    name = "t[b]:dog:"
+    memoro.save_task(random_task(backbone, name, labels=[STRANGE, ":fish:"]), tmp_path / "t[i]:ox:.safetensors")
+    images = save_images(tmp_path / "train", f"{STRANGE}/1.png", f"{STRANGE}/2.png", ":fish:/1.png")
+    said = shell("predict", images / STRANGE, "-b", "vit", "-t", "t[i]:ox:.safetensors")
+    assert f"{STRANGE}/1.png" in said.out
+    assert name in said.out
+    measured = shell("eval", images, "-b", "vit", "-t", "t[i]:ox:.safetensors", "--workers", 0)
+    assert name in measured.out
+    assert f"train:train: one pass over 3 images for {name}" in measured.err
+    shown = shell("inspect", "t[i]:ox:.safetensors").out
+    assert all(part in shown for part in (name, STRANGE, ":fish:", "t[i]:ox:.safetensors"))
+    assert "a[red]:cat:.safetensors" in shell("inspect", "a[red]:cat:.safetensors", code=1).err
+    composed = shell("compose", "t[i]:ox:.safetensors", "-o", "[b]:ox:").out
+    assert composed.startswith(f"[b]:ox:: {name} (")
+
+
+def test_tables_and_bars_escape_for_every_console(
+    backbone: Backbone, pets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {f"{STRANGE}.jpg": {STRANGE: {"label": STRANGE, "probability": 0.5}}}
+    assert rendered(predictions_table(answers)).count(STRANGE) == 3
+    figures = {"split": "test", "images": 3, "accuracy": 0.5, "worst_classes": {STRANGE: 0.5}}
+    assert rendered(metrics_table({STRANGE: figures})).count(STRANGE) == 2
+    assert STRANGE in rendered(sweep_table(STRANGE, [SweepRow(1, 0, 0.1, (0.5,), 1.0, (), 0)]))
+    record = inspect_tasks(pets, [random_task(backbone, STRANGE, labels=[STRANGE, "b"])])
+    assert rendered(inspect_table(record)).count(STRANGE) == 2
+    with bar(f"{STRANGE} a:train:b", 1):
+        pass
+    shown = ProgressBar(STRANGE, 1, quiet=False)
+    with shown:
+        pass
+    assert "🐱" not in capsys.readouterr().err
+    assert rendered(STRANGE, plain_console(file=io.StringIO(), width=80)) == f"{STRANGE}\n"
+    assert f"{STRANGE} " in rendered(shown._bar.get_renderable())
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+
+
+def test_eval_warns_of_data_without_a_test_split(shell: Shell, pets: Path, tmp_path: Path) -> None:
+    common = ("-b", "vit", "-t", pets, "--workers", 0)
+    save_images(tmp_path / "all", "cat/1.png", "dog/1.png", "dog/2.png")
+    note = shell("eval", "all", *common).err.splitlines()[0]
+    assert note == (
+        "note: all has no test split: measured on all 3 images. If pets was trained on them, this says nothing about "
+        "new ones."
+    )
+    save_images(tmp_path / "half", "train/cat/1.png", "train/dog/1.png", "val/dog/2.png")
+    assert "half has no test split: measured on the 1 image of val." in shell("eval", "half", *common).err
+    save_images(tmp_path / "cut", "train/cat/1.png", "train/dog/1.png", "test/dog/2.png")
+    said = shell("eval", "cut", *common)
+    assert "note" not in said.err
+    assert "over 1 image for pets" in said.err
+
+
+def test_verify_says_what_its_number_is(
+    shell: Shell, backbone: Backbone, pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memoro.save_task(random_task(backbone, "rooms", seed=1), tmp_path / "rooms.safetensors")
+    alone = shell("verify", "-b", "vit", "-t", pets).out
+    assert "tasks     1 (pets): alone here, so there is nothing to compare it with" in alone
+    both = ("verify", "-b", "vit", "-t", pets, "-t", "rooms.safetensors")
+    said = shell(*both).out
+    assert "tasks     2, largest difference of a logit, alone against composed: " in said
+    assert "; rounding stays below " in said
+    monkeypatch.setitem(receipt.ROUNDING, torch.float32, -1.0)  # so that any difference is too much
+    assert "DIFFERENT: rounding stays below" in shell(*both, code=1).out
+    assert '"tasks_equal": false' in shell(*both, "--json", code=1).out
+    help_text = " ".join(shell("verify", "--help").out.split())
+    assert "Exits with 1 where the base differs, or a task by more than its bound" in help_text
+
+
+def test_a_task_beyond_its_bound_is_named_before_a_larger_difference() -> None:
+    made = receipt.Receipt(
+        True, 0.0, {"a": 1e-3, "b": 2e-4}, {"a": 1e-2, "b": 1e-4}, 2, "x", "f" * 64, "float32", "cpu"
+    )
+    assert not made.tasks_equal
+    assert "0.0002 (b); DIFFERENT" in str(made)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "regression"])
+def test_tables_leave_out_what_is_empty(backbone: Backbone, kind: str) -> None:
+    figures = {"split": "test", "images": 2, "loss": 1.0, "r2": None}
+    if kind == "softmax":
+        figures |= {"accuracy": 1.0, "worst_classes": {"cat": 1.0, "dog": 1.0}}
+    text = rendered(metrics_table({"pets": figures}))
+    assert "worst" not in text
+    assert "r2" not in text
+    rows = [SweepRow(5, 0, 0.1, (0.5,), 1.0, (), 0)]
+    assert "test" not in rendered(sweep_table("pets", rows))
+    assert "diverged" not in rendered(sweep_table("pets", rows))
+    assert "diverged" in rendered(sweep_table("pets", [*rows, SweepRow(5, 0, 9.0, (), 1.0, (0.5,), 1)]))
+
+
+def test_the_worst_classes_are_those_with_mistakes(backbone: Backbone, pets: Path) -> None:
+    shares = {"g": 0.0, "b": 0.5, "a": 0.75, "e": 0.9, "c": 1.0}
+    figures = {"split": "test", "images": 1, "accuracy": 0.5, "worst_classes": shares}
+    task = random_task(backbone, "pets")
+    task.describe(training={"trained_parameters": 3, "best_epoch": 1, "epochs": 2, "seconds": 1.0}, metrics=figures)
+    text = rendered(fit_table(task, figures, pets))
+    assert "g 0.000, b 0.500, a 0.750, e 0.900 " in text
+    assert "1.000" not in text
+    assert "(test, 1 image)" in text
+    assert "g 0.000, b 0.500, a 0.750 " in rendered(metrics_table({"pets": figures}))
+    inspected = rendered(inspect_table(inspect_tasks(pets, [task])))
+    assert "worst classes g 0.000, b 0.500, a 0.750, e 0.900" in inspected
+    assert "{" not in inspected
+
+
+def test_layers_and_sizes_are_counted_right(backbone: Backbone, pets: Path) -> None:
+    depth = backbone.depth
+    for first, words in (
+        (1, f"layers 1 to {depth - 1}"),
+        (depth - 1, f"layer {depth - 1} "),
+        (depth, "none: a head on"),
+    ):
+        task = random_task(backbone, "pets", from_layer=first)
+        assert words in rendered(inspect_table(inspect_tasks(pets, [task])))
+    assert [say_bytes(size) for size in (999, 50_800, 2.5e6, 3e9)] == ["1.0 kB", "50.8 kB", "2.5 MB", "3.0 GB"]
+
+
+def test_predict_without_a_readable_image_shows_no_table(shell: Shell, pets: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"junk")
+    said = shell("predict", "bad.png", "-b", "vit", "-t", pets, code=1)
+    assert said.out == ""
+    assert "1 of 1 image could not be read" in said.err
+
+
+def test_the_bar_ends_on_the_last_validation_and_says_whose() -> None:
+    def course(runs: int) -> Any:
+        return SimpleNamespace(runs=[None] * runs, progress=SimpleNamespace(step=0))
+
+    for runs, title in ((1, "pets"), (15, "best of 15 runs")):
+        shown = ProgressBar("pets", 2, quiet=True)
+        shown.begin([course(runs)])
+        shown.step(course(runs), {"epoch": 1, "loss": 0.5})
+        shown.epoch(course(runs), [{"val_accuracy": 0.25}])
+        shown.step(course(runs), {"epoch": 2, "loss": 0.4})
+        shown.epoch(course(runs), [{"val_accuracy": 0.5}, {"val_accuracy": 0.75}])
+        [job] = shown._bar.tasks
+        assert (job.description, job.completed) == (title, 2)
+        assert job.fields["figures"] == "epoch 2 loss 0.400 val 0.750"
+
+
+# --------------------------------------------------------------------------------------------------------------- help
+
+
+def commands() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        found |= {f"{name} {inner}": one for inner, one in getattr(command, "commands", {"": command}).items()}
+    return {name.strip(): command for name, command in found.items()}
+
+
+def test_the_first_page_lists_every_command(shell: Shell) -> None:
+    page = shell().out
+    assert len(commands()) >= 11
+    for name in commands():
+        assert f"memoro {name} " in page
+
+
+@pytest.mark.parametrize("name", commands())
+def test_help_has_whole_phrases_and_an_end(name: str, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "…" not in shell(*name.split(), "--help").out
+    for parameter in commands()[name].params:
+        assert parameter.name == "help" or len((parameter.help or "").split()) >= 2, parameter.name
+        assert not str(parameter.help).startswith(("Of ", "For --", "That ")), parameter.name
+
+
+def test_help_shows_groups_and_examples(shell: Shell) -> None:
+    text = shell("train", "--help").out
+    for panel in ("Data", "Task", "Recipe", "Augmentation", "Choosing", "Cache", "Output", "Baselines"):
+        assert f"─ {panel} ─" in text
+    assert all(name in text for name in METHODS)
+    for name in ("train", "sweep", "eval", "predict", "inspect", "compose", "verify", "import"):
+        assert f"memoro {name} " in shell(name, "--help").out.split("Usage", 1)[1].split("\n", 2)[2]
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_tasks_that_do_not_go_together_are_told_for_the_shell(
+    shell: Shell, backbone: Backbone, pets: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other.safetensors").write_bytes(pets.read_bytes())
+    child = random_task(backbone, "child", seed=1, extends=[memoro.load_task(pets)])
+    memoro.save_task(child, tmp_path / "child.safetensors")
+    twice = ("-t", "pets.safetensors", "-t", "other.safetensors")
+    for command in (
+        ("compose", "pets.safetensors", "other.safetensors", "-o", "x"),
+        ("verify", "-b", "vit", *twice),
+        ("eval", "nothing", "-b", "vit", *twice),
+        ("predict", "nothing", "-b", "vit", *twice),
+    ):
+        told = shell(*command, code=1).err
+        assert "two tasks are called 'pets', in pets.safetensors and in other.safetensors" in told
+        assert "train one of them again with --task OTHER" in told
+    assert "give it once" in shell("compose", "pets.safetensors", "pets.safetensors", "-o", "x", code=1).err
+    for command, advice in (
+        (("compose", "child.safetensors", "-o", "x"), "add pets.safetensors"),
+        (("verify", "-b", "vit", "-t", "child.safetensors"), "add -t pets.safetensors"),
+        (("eval", "nothing", "-b", "vit", "-t", "child.safetensors"), "add -t pets.safetensors"),
+        (("train", "nothing", "-b", "vit", "--extends", "child.safetensors"), "add --extends pets.safetensors"),
+    ):
+        assert f"attach 'pets' too; {advice} " in shell(*command, code=1).err
+
+
+def test_baselines_are_refused_where_they_cannot_go(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:
+    plan = TaskPlan(name="wide", labels=("a", "b"))
+    memoro.save_baseline(METHODS["lora"].build(backbone, plan), tmp_path / "wide.safetensors")
+    for command in (("verify", "-b", "vit", "-t", "wide.safetensors"), ("compose", "wide.safetensors", "-o", "x")):
+        told = shell(*command, code=1).err
+        assert "wide.safetensors holds a baseline: those cannot be composed or verified. 'wide' was trained" in told
+        assert "load_baseline" not in told
+
+
+def test_bad_options_are_refused_before_anything_is_read(shell: Shell, tmp_path: Path) -> None:
+    for folds in ("1", "-2"):
+        assert "choose 2 or more, or 0" in shell("train", "nothing", "-b", "none", "--folds", folds, code=2).err
+    save_images(tmp_path / "set", "a/1.png", "b/1.png")
+    told = shell("train", "set", "-b", "none", "--streaming", code=1).err
+    assert "set is here already: --streaming is for hub sets" in told
+    assert "--steps 1000" in told
+    assert (
+        shell("train", "set", "-b", "none", "--flip", 3, code=1).err
+        == "error flip 3.0: choose a probability from 0 to 1.\n"
+    )
+    with pytest.raises(DataError, match="padding 2: choose a share"):
+        Augment(padding=2)
+
+
+def test_a_table_of_one_class_is_told_of_rows(tmp_path: Path) -> None:
+    save_images(tmp_path, "1.png", "2.png")
+    (tmp_path / "one.csv").write_text("path,label\n1.png,a\n2.png,a\n")
+    with pytest.raises(DataError, match="add images of another class, in a folder or rows of their own"):
+        load_data(tmp_path / "one.csv")
+
+
+def identity(*rates: float, **changes: Any) -> dict[str, Any]:
+    recipes = [Recipe(lr=rate, **changes).to_json() for rate in rates]
+    return {"recipe": recipes, "task": [{"name": "pets", "cells": 5}] * len(rates), "features": "float16"}
+
+
+def test_a_refused_resume_names_what_differs() -> None:
+    assert _compare(identity(0.1), identity(0.1)) == ([], "")
+    assert _compare(identity(0.1), identity(0.5)) == (["recipe"], "lr 0.1 there, 0.5 here")
+    flipped = identity(0.1, augment=Augment(flip=0.0), epochs=3)
+    assert _compare(identity(0.1), flipped) == (
+        ["recipe"],
+        "epochs 15 there, 3 here; augment.flip 0.5 there, 0.0 here",
+    )
+    assert _compare(identity(0.03, 0.1, 0.3), identity(0.5)) == (
+        ["recipe"],
+        "3 runs there, 1 here; lr 0.03, 0.1, 0.3 there, 0.5 here",
+    )
+    assert _compare(identity(0.1), identity(0.1, 0.1)) == (["runs"], "1 run there, 2 here")
+    kept = {**identity(0.1), "features": None}
+    assert _compare(identity(0.1), kept) == (["features"], 'features "float16" there, null here')
+
+
+def test_offline_the_hub_is_quiet_and_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    quiet_libraries()
+    assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.ERROR)
+
+    def fail(source: str) -> None:
+        raise OSError("no network.")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)
+    way_out = r"\(no network\)\..*`hf download owner/name --local-dir FOLDER`, then -b FOLDER\.$"
+    with pytest.raises(BackboneError, match=way_out):
+        memoro.load_backbone("owner/name")
+    with pytest.raises(BackboneError, match=r"pass its folder\.$"):
+        memoro.load_backbone("./owner")
