@@ -124,11 +124,11 @@ def _time_steps(
 def _time_to_goal(
     data: str, goal: float, backbone: Backbone, plot: Path | None, as_json: bool, **how: Any
 ) -> dict[str, Any]:
-    from memoro.bench.reach import APPROACHES, bench_reach, draw_reach
+    from memoro.bench.reach import bench_reach, draw_reach, epoch_count
     from memoro.progress import bar
     from memoro.report import reach_table
 
-    with bar("time to accuracy", how["epochs"] * len(APPROACHES)) as tick:
+    with bar("time to accuracy", epoch_count(how["epochs"])) as tick:
         found = bench_reach(backbone, data, goal, tick=tick, **how)
     title = f"{Path(data).stem} on {backbone.name}: seconds of training to an accuracy of {goal:g}"
     if not as_json:
