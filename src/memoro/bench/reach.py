@@ -170,7 +170,7 @@ def draw_reach(path: Path, title: str, found: Sequence[Reach]) -> Path:
         axes.plot(seconds, accuracy, f"o{style}", color=f"C{number}", label=label, markersize=4)
     if found:
         axes.axhline(found[0].goal, color="#555555", linewidth=1, linestyle=":")
-    axes.set(title=title, xlabel="seconds of training", ylabel="test accuracy", xscale="log")
+    axes.set(title=title, xlabel="seconds of training", ylabel="test accuracy", xlim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)

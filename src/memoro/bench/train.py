@@ -155,8 +155,9 @@ def draw_growth(path: Path, results: Mapping[str, Sequence[TrainRow]]) -> Path:
                 if row.name == name:
                     axes.axhline(row.step, color=shade, linewidth=1, linestyle=":")
                     axes.annotate(f"one {name} run", (1, row.step), color=shade, va="bottom", fontsize=8)
-        axes.set(title=model, xlabel="runs in one pass", ylabel="base passes a step", ylim=(0, None))
+        top = 1.25 * max((row.step for row in rows), default=1.0)  # the legend stands above the lines
+        axes.set(title=model, xlabel="runs in one pass", ylabel="base passes a step", ylim=(0, top))
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
     figure.savefig(path, dpi=120)
     return path
