@@ -1,9 +1,9 @@
-"""Compares training on recomputed base passes with training on kept ones: accuracy, loss, size and seconds.
+"""Compares training on recomputed base passes with training on kept ones: accuracy, loss and size.
 
     python scripts/compare_cache.py a.zip --backbone FOLDER --out results/cache.md
 
 Every row trains the same runs (the same seeds, rate, order and views of the images); only where base passes come from
-differs. Kept features are computed into a new folder for each row, so that its seconds start from nothing.
+differs. Kept features are computed into a new folder for each row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,8 +25,8 @@ RECOMPUTED = "recomputed"
 
 def train(
     backbone: memoro.Backbone, splits: Any, views: int, source: str, options: argparse.Namespace
-) -> tuple[list[FitResult], float, float]:
-    """The runs of one row, the seconds they took, and the gigabytes that were kept."""
+) -> tuple[list[FitResult], float]:
+    """The runs of one row, and the gigabytes that were kept."""
     lessons = []
     for seed in range(options.seeds):
         plan = TaskPlan(splits.name, splits.labels, cells=options.cells, seed=seed)
@@ -36,11 +35,9 @@ def train(
         lessons.append(Lesson(task, recipe, REGIMES["memory"], splits, size))
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         cache = None if source == RECOMPUTED else Cache(Path(folder), dtype=source)  # type: ignore[arg-type]
-        begun = time.monotonic()
         results = teach(backbone, lessons, cache=cache, quiet=False)
-        seconds = time.monotonic() - begun
         kept = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-    return results, seconds, kept / 1e9
+    return results, kept / 1e9
 
 
 def compare(backbone: memoro.Backbone, source: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -50,7 +47,7 @@ def compare(backbone: memoro.Backbone, source: str, options: argparse.Namespace)
     for views in options.views:
         exact: list[FitResult] = []
         for way in (RECOMPUTED, *get_args(StoreDtype)):
-            results, seconds, size = train(backbone, splits, views, way, options)
+            results, size = train(backbone, splits, views, way, options)
             exact = exact or results
             apart = [
                 abs(epoch["train_loss"] - right["train_loss"]) / right["train_loss"]
@@ -67,7 +64,6 @@ def compare(backbone: memoro.Backbone, source: str, options: argparse.Namespace)
                 "first_epoch_apart": max(apart[:: options.epochs]),
                 "same_answers": statistics.mean(same),
                 "gigabytes": size,
-                "seconds": seconds,
             }
             print(views, way, rows[f"{views} {way}"], flush=True)
     return rows
@@ -84,23 +80,20 @@ def write(path: Path, results: dict[str, Any], options: argparse.Namespace) -> N
         "Every row trains the same runs on the same views; only where base passes come from differs.",
         "Accuracy on the test split, mean ± standard deviation of the seeds; *loss* is the largest relative difference",
         "from the recomputed runs' training loss, in the first epoch and in any; *same answers* the share of test",
-        "images with the same answer as from the recomputed run. Seconds are of this machine, from nothing to the",
-        "measured tasks.",
+        "images with the same answer as from the recomputed run.",
         "",
         "Made by `scripts/compare_cache.py`.",
     ]
     for name, rows in results.items():
-        lines += ["", f"## {name}", "", "| views | base passes | accuracy | loss | same answers | GB | seconds |"]
-        lines += ["|---|---|---|---|---|---|---|"]
+        lines += ["", f"## {name}", "", "| views | base passes | accuracy | loss | same answers | GB |"]
+        lines += ["|---|---|---|---|---|---|"]
         for key, row in rows.items():
             views, way = key.split(" ")
             mean, spread = statistics.mean(row["accuracy"]), statistics.stdev(row["accuracy"])
             loss = f"{row['first_epoch_apart']:.1e}, {row['loss_apart']:.1e}" if way != RECOMPUTED else ""
             same = f"{row['same_answers']:.3f}" if way != RECOMPUTED else ""
             size = f"{row['gigabytes']:.2f}" if way != RECOMPUTED else ""
-            lines.append(
-                f"| {views} | {way} | {mean:.3f} ± {spread:.3f} | {loss} | {same} | {size} | {row['seconds']:.0f} |"
-            )
+            lines.append(f"| {views} | {way} | {mean:.3f} ± {spread:.3f} | {loss} | {same} | {size} |")
     path.write_text("\n".join(lines) + "\n")
 
 
