@@ -125,6 +125,8 @@ def main() -> None:
     results = json.loads(file.read_text()) if file.is_file() else {"backbones": {}, "speeds": {}}
     loaded = {Path(name).name: load(name) for name in options.backbone}
     results["speeds"] = speeds(loaded)
+    if any(results["backbones"].values()):
+        write(options.out, results)
     for source in options.data:
         for name, (backbone, side) in loaded.items():
             found = results["backbones"].setdefault(name, {})
