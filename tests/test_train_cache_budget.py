@@ -47,7 +47,7 @@ def test_a_disk_that_is_nearly_full(
 ) -> None:
     usage = shutil.disk_usage(cache.folder.parent)
     monkeypatch.setattr(cached.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(CacheError, match=r"the disk has 0.0 MB left.*--cache-folder"):
+    with pytest.raises(CacheError, match=r"the disk has 1.0 kB left.*--cache-folder"):
         fill(keeper(backbone, images, cache))
     assert not files(cache)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 """What rounding may make of a task's logits, as a share of the largest of them: products of other shapes add up in
-another order. Twenty tasks and more were seen to stay below a tenth of it."""
+another order. On a CPU, 21 tasks stayed below a tenth of it in float32 and float64; of half precision it is a guess."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from memoro.data.augment import output_size
 from memoro.engine import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.featurestore import FeatureStore, Layout, StoreDtype, default_folder, make_room, total_bytes, touch
+from memoro.report import say_bytes
 
 GIGABYTE = 10**9
 
@@ -170,7 +171,7 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
             "--no-cache."
         ) from None
     if needed > 0.95 * free:
-        raise CacheError(_too_big(loaders, needed, f"the disk has {say_size(free)} left", "--cache-folder"))
+        raise CacheError(_too_big(loaders, needed, f"the disk has {say_bytes(free)} left", "--cache-folder"))
     for loader in loaders:
         loader.store.refresh()  # what one has computed may serve another
         loader.fill(tick)
@@ -186,11 +187,7 @@ def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str
     views, layers = max(len(loader.views) for loader in loaders), loaders[0].store.layout.layers
     choices = [f"a larger one ({option})", "--no-cache, which computes each pass anew"]
     if views > 1:
-        choices.insert(0, f"fewer views (--views 1: {say_size(size / views)})")
+        choices.insert(0, f"fewer views (--views 1: {say_bytes(size / views)})")
     if layers > 4:
-        choices.insert(0, f"a later fork (4 layers: {say_size(size * 4 / layers)})")
-    return f"the features take {say_size(size)}, and {limit}. Choose {', '.join(choices[:-1])} or {choices[-1]}."
-
-
-def say_size(size: float) -> str:
-    return f"{size / GIGABYTE:.1f} GB" if size >= GIGABYTE / 10 else f"{size / 1e6:.1f} MB"
+        choices.insert(0, f"a later fork (4 layers: {say_bytes(size * 4 / layers)})")
+    return f"the features take {say_bytes(size)}, and {limit}. Choose {', '.join(choices[:-1])} or {choices[-1]}."

@@ -102,13 +102,13 @@ def run_order(
         for plan, splits, number in zip(plans, sets.values(), folds, strict=True)
     ]
     for note in _idle(order, recipe, folds):
-        console.print(f"note: {note}", markup=False, highlight=False)
+        console.print(f"note: {note}")
     for subject in subjects:
         for note in subject.splits.notes:
-            console.print(f"note: {note}", markup=False, highlight=False)
+            console.print(f"note: {note}")
     folder = order.folder or Path("runs") / "+".join(sets)
     if order.resume and not (folder / CHECKPOINT).is_file():
-        console.print(f"note: no checkpoint in {folder}: starting at the beginning.", markup=False, highlight=False)
+        console.print(f"note: no checkpoint in {folder}: starting at the beginning.")
     common: dict[str, Any] = {
         "cache": cache,
         "folder": folder,
@@ -121,10 +121,10 @@ def run_order(
     points = order.grid.points()
     if len(points) > 1 and not order.must_sweep and not all(_can_choose(subject) for subject in subjects):
         points = points[len(points) // 2 :][:1]
-        console.print(f"note: nothing to choose a learning rate by: {points[0][2]:g} is taken.", highlight=False)
+        console.print(f"note: nothing to choose a learning rate by: {points[0][2]:g} is taken.")
     if len(points) > 1 and not regime.composes:
         text = f"note: regime {regime.name!r} changes base tokens: each of its {len(points)} runs has its own passes."
-        console.print(text, markup=False, highlight=False)
+        console.print(text)
     if len(points) > 1:
         swept = run_sweeps(
             backbone, subjects, regime, order.grid, recipe, preprocessing, halving=order.halving, **common
@@ -150,14 +150,14 @@ def run_order(
     records: list[dict[str, Any]] = []
     shown: list[RenderableType] = []
     for subject, found in zip(subjects, trained, strict=True):
-        if found.rows and subject.splits.test is None:
-            text = f"note: {subject.plan.name} has no test images: it was chosen by the figures below, so expect less."
-            console.print(text, markup=False, highlight=False)
         if not found.result.metrics:
             reason = found.result.notes[-1] if found.result.notes else "no finite numbers"
             records.append({"task": subject.plan.name, "failed": reason})
             shown.append(f"{subject.plan.name}: nothing was written: {reason}.")
             continue
+        if found.rows and subject.splits.test is None:
+            text = f"note: {subject.plan.name} has no test images: it was chosen by the figures below, so expect less."
+            console.print(text)
         record, tables = _deliver(subject, found, order, folder)
         records.append(record)
         shown += tables

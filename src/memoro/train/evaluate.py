@@ -15,6 +15,7 @@ from memoro.errors import DataError
 from memoro.extras import need
 from memoro.preprocessing import Preprocessing
 from memoro.regimes.baseline import Baseline, by_name
+from memoro.report import say_images
 from memoro.task import HeadKind, Task
 from memoro.train.course import collect_logits
 from memoro.train.fit import check_labels
@@ -69,7 +70,7 @@ def evaluate(
             if isinstance(alone := members[name], Baseline):
                 passes.append((alone.spec.preprocessing or backbone.preprocessing, [name], OwnPass([alone])))
         for preprocessing, together, ask in passes:
-            say(f"{images.name}: one pass over {_count(images)} for {', '.join(together)}")
+            say(f"{images.name}: one pass over {say_images(len(images))} for {', '.join(together)}")
             loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
             logits, targets = collect_logits(ask, backbone, loader)
             for name, out in zip(together, logits, strict=True):
@@ -80,17 +81,13 @@ def evaluate(
 
 def _untested(images: ImageSet, split: str, names: list[str]) -> str:
     name, _, _ = images.name.rpartition(":")
-    measured = f"all {_count(images)}" if split == "all" else f"the {_count(images)} of {split}"
+    measured = f"all {say_images(len(images))}" if split == "all" else f"the {say_images(len(images))} of {split}"
     trained = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} were"
     if split == "all":
         known = f"If {trained} trained on them, this says nothing about new ones."
     else:
         known = f"If {trained} chosen by them, this says too much good of new ones."
     return f"note: {name or images.name} has no test split: measured on {measured}. {known}"
-
-
-def _count(images: ImageSet) -> str:
-    return "1 image" if len(images) == 1 else f"{len(images)} images"
 
 
 def _asker(model: Composition, names: list[str]) -> Callable[[Tensor], list[Tensor]]:

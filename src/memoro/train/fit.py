@@ -19,8 +19,9 @@ from memoro.errors import CacheError, TrainingError
 from memoro.extras import need
 from memoro.progress import bar, plain_console
 from memoro.regimes import Baseline, Regime, find_regime
+from memoro.report import say_bytes
 from memoro.task import Task
-from memoro.train.cached import Cache, estimate, fill_caches, say_size
+from memoro.train.cached import Cache, estimate, fill_caches
 from memoro.train.checkpoint import read_identity
 from memoro.train.lessons import Courses, Lesson
 from memoro.train.loop import Training, Watcher, run_training
@@ -246,7 +247,7 @@ def _fill(courses: Courses, cache: Cache, processes: Processes, quiet: bool) -> 
         views, size = estimate(courses.cached)
         try:
             with ExitStack() as stack:
-                title = f"features ({say_size(size)})"
+                title = f"features ({say_bytes(size)})"
                 tick = stack.enter_context(bar(title, views)) if views and not quiet else (lambda images: None)
                 fill_caches(courses.cached, cache, tick)
         except CacheError as error:
