@@ -22,6 +22,7 @@ import json
 import math
 import os
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ from distillation.narrowing import shrink
 from distillation.sources import Source
 from distillation.teacher import Teacher
 from distillation.tokencache import TokenCache
-from distillation.views import cut_views, plan_views, to_tensor
+from distillation.views import View, is_mixed, plan_views, to_tensor
 
 STUDENT: dict[str, Any] = {
-    "image_size": 64,
-    "patch_size": 8,
+    "image_size": 112,
+    "patch_size": 14,
     "hidden_size": 192,
     "num_attention_heads": 3,
     "num_hidden_layers": 12,
@@ -52,18 +53,44 @@ STUDENT: dict[str, Any] = {
 REPORT_EVERY, SAVE_EVERY = 50, 200  # steps
 
 
+class Labels:
+    """The classes of all sources that have any, one after the other, and the class of each row of the plan."""
+
+    def __init__(self, sources: list[Source], plan: list[View], seed: int) -> None:
+        pairs = [(view.source, sources[view.source].class_of(view.name)) for view in plan]
+        classes = {pair: at for at, pair in enumerate(sorted({pair for pair in pairs if pair[1] is not None}))}
+        self.source_of_class = torch.tensor([source for source, _ in classes], dtype=torch.long)
+        self.source_of_row = torch.tensor([view.source for view in plan])
+        self.of_row = torch.tensor(
+            [
+                -1 if pair[1] is None or is_mixed(view, row, seed) else classes[pair]
+                for row, (pair, view) in enumerate(zip(pairs, plan, strict=True))
+            ]
+        )
+
+    def loss(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Cross-entropy over the classes of each row's own source; rows without a label do not count."""
+        others = self.source_of_class[None] != self.source_of_row[rows][:, None]
+        labels = self.of_row[rows]
+        labelled = labels >= 0
+        if not labelled.any():
+            return logits.sum() * 0
+        return F.cross_entropy(logits.masked_fill(others, -1e9)[labelled], labels[labelled])
+
+
 class Matcher(nn.Module):
-    """The student with two linear maps from its width to the teacher's. They are thrown away in the end."""
+    """The student with linear maps from its width to the teacher's and to the labels. They are thrown away in the end."""
 
     class_mean: Tensor
     class_std: Tensor
     patch_mean: Tensor
     patch_std: Tensor
 
-    def __init__(self, student: Any, tokens: Tensor) -> None:
+    def __init__(self, student: Any, tokens: Tensor, classes: int) -> None:
         super().__init__()
         self.vit, width, dim = student.vit, student.config.hidden_size, tokens.shape[-1]
         self.class_map, self.patch_map = nn.Linear(width, dim), nn.Linear(width, dim)
+        self.label_map = nn.Linear(width, max(classes, 1))
         # tokens are compared in units of their own spread, so that no loud channel drowns the quiet ones
         for name, part in (("class", tokens[:, 0]), ("patch", tokens[:, 1:].flatten(0, 1))):
             self.register_buffer(f"{name}_mean", part.mean(0))
@@ -81,11 +108,12 @@ class Matcher(nn.Module):
         set_linear(self.class_map, *least_squares(states[:, 0], first, torch.ones(len(first))))
         set_linear(self.patch_map, *least_squares(states[:, 1:], rest, torch.ones(rest.shape[:2])))
 
-    def forward(self, pixels: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What share of the teacher's variance the student misses: of class tokens and of patch tokens."""
+    def forward(self, pixels: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What part of the teacher's variance the student misses, of class tokens and of patch tokens; label logits."""
         states = self.vit(pixels).last_hidden_state
         first, rest = self.standard(tokens)
-        return F.mse_loss(self.class_map(states[:, 0]), first), F.mse_loss(self.patch_map(states[:, 1:]), rest)
+        missed = F.mse_loss(self.class_map(states[:, 0]), first), F.mse_loss(self.patch_map(states[:, 1:]), rest)
+        return *missed, self.label_map(states[:, 0])
 
 
 def new_optimizer(matcher: Matcher) -> torch.optim.Optimizer:
@@ -106,7 +134,7 @@ def new_optimizer(matcher: Matcher) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98))
 
 
-def train(matcher: Matcher, cache: TokenCache, args: argparse.Namespace) -> None:
+def train(matcher: Matcher, cache: TokenCache, labels: Labels, args: argparse.Namespace) -> None:
     """AdamW, warm-up, cosine decay. Checkpoints hold all state: a stopped run goes on as if it had not.
 
     The rate depends on the step and on `--steps` alone: resumed with another number, it ends sooner or later.
@@ -122,14 +150,17 @@ def train(matcher: Matcher, cache: TokenCache, args: argparse.Namespace) -> None
         first = state["step"]
         print(f"resumed at step {first}", flush=True)
     run = torch.compile(matcher) if args.compile else matcher
-    begun, missed = time.monotonic(), torch.zeros(2)
+    begun, missed = time.monotonic(), torch.zeros(3)
+    weights = torch.tensor([1.0, 1.0, args.label_weight])
     matcher.train()
     for done in range(first + 1, args.steps + 1):
         rate = args.lr * min(1.0, done / 100) * (0.5 + 0.5 * math.cos(math.pi * (done - 1) / args.steps))
         for group in optimizer.param_groups:
             group["lr"] = rate * group["scale"]
-        losses = torch.stack(run(*cache.draw(args.batch, generator)))
-        losses.sum().backward()
+        rows, pixels, tokens = cache.draw(args.batch, generator)
+        *distances, logits = run(pixels, tokens)
+        losses = torch.stack([*distances, labels.loss(logits, rows)])
+        (losses * weights).sum().backward()
         nn.utils.clip_grad_norm_(matcher.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -137,7 +168,7 @@ def train(matcher: Matcher, cache: TokenCache, args: argparse.Namespace) -> None
         if done % REPORT_EVERY == 0:
             speed = (done - first) * args.batch / (time.monotonic() - begun)
             left = (args.steps - done) * args.batch / speed / 60
-            text = f"missed of class tokens {missed[0]:.3f}, of patch tokens {missed[1]:.3f}"
+            text = f"missed of class tokens {missed[0]:.3f}, of patch tokens {missed[1]:.3f}, label loss {missed[2]:.3f}"
             print(f"step {done}/{args.steps}: {text}; {speed:.0f} views/s, {left:.0f} min left", flush=True)
             missed.zero_()
         if done % SAVE_EVERY == 0 or done == args.steps:
@@ -151,15 +182,16 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Distil a small ViT from a large one.")
     add = parser.add_argument
     add("--teacher", required=True, help="hub id or folder of a ViT with a class token")
-    add("--data", required=True, nargs="+", type=Path, help="zip files or folders of images")
+    add("--data", required=True, nargs="+", help="zip files or folders of images; PATH:20 takes 20 views of each image (4)")
     add("--out", required=True, type=Path, help="folder for the finished model")
     add("--work", type=Path, default=Path("distill-work"), help="folder for cache and checkpoint")
     add("--classes", type=Path, help="source whose folders the classifier learns (default: first of --data)")
     add("--resume", action="store_true", help="go on from the checkpoint in --work")
     add("--start", choices=("shrink", "random"), default="shrink", help="narrow copy of teacher, or noise")
     add("--shrink-images", type=int, default=1024, help="images that the narrow copy is fitted on")
-    add("--views-per-source", type=int, default=6000, help="views of one source, about (2 to 10 per image)")
+    add("--label-weight", type=float, default=0.1, help="weight of the labels of sources with class folders")
     add("--limit-views", type=int, help="let the teacher see only the first so many views of the plan")
+    add("--teacher-only", action="store_true", help="fill the cache and stop: a second process can train meanwhile")
     add("--steps", type=int, default=8000)
     add("--batch", type=int, default=32)
     add("--lr", type=float, default=2e-3, help="largest step, relative to the size of the weights")
@@ -175,30 +207,33 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     args.work.mkdir(parents=True, exist_ok=True)
-    sources = [Source(path) for path in args.data]
-    plan = plan_views(sources, args.views_per_source, 2, 10, args.seed)
+    sources = [Source.parse(text) for text in args.data]
+    plan = plan_views(sources, args.seed)
     side = STUDENT["image_size"]
     grid = side // STUDENT["patch_size"]
     teacher = Teacher(args.teacher, grid, args.compile)
+    if teacher.side != side:
+        raise SystemExit(f"the student's {grid} x {grid} patches are {teacher.side} px to the teacher: make its image_size that")
     # another plan gets another cache
-    key = json.dumps([plan, args.teacher, side, grid, args.seed])
+    key = json.dumps([[astuple(view) for view in plan], args.teacher, side, grid, args.seed])
     folder = args.work / f"cache-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     cache = TokenCache.open(folder, len(plan), side, grid**2 + 1, teacher.dim)
     cache.fill(sources, plan, teacher, args.seed, args.limit_views or len(plan))
+    if args.teacher_only:
+        return
 
     student = ViTForImageClassification(ViTConfig(**STUDENT)).eval()
     sample = np.random.default_rng(args.seed).permutation(cache.done)[:1024]
     pixels, tokens = to_tensor(cache.pixels[sample]), torch.from_numpy(cache.tokens[sample]).float()
-    matcher = Matcher(student, tokens)
+    labels = Labels(sources, plan, args.seed)
+    matcher = Matcher(student, tokens, len(labels.source_of_class))
     if not (args.resume and (args.work / "checkpoint.pt").exists()):
         if args.start == "shrink":
-            rows, sides = range(min(args.shrink_images, len(plan))), (side, teacher.side)
-            readable, small, large = cut_views(sources, plan, rows, sides, args.seed)
-            shrink(teacher, student, small[readable], large[readable])
+            shrink(teacher, student, cache.pixels[: min(args.shrink_images, cache.done)])
         matcher.solve_maps(pixels, tokens)
     del teacher
-    train(matcher, cache, args)
-    add_classifier(student, Source(args.classes or args.data[0]), args.seed)
+    train(matcher, cache, labels, args)
+    add_classifier(student, Source(args.classes) if args.classes else sources[0], args.seed)
     export(student, args.out)
     print(f"written: {args.out}", flush=True)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from distillation.linear import set_linear
 from distillation.sources import Source
-from distillation.views import cut_views, to_tensor
+from distillation.views import View, cut_views, to_tensor
 
 
 def solve_classifier(features: Tensor, labels: Tensor, classes: int, c: float) -> tuple[Tensor, Tensor]:
@@ -36,8 +36,8 @@ def solve_classifier(features: Tensor, labels: Tensor, classes: int, c: float) -
 
 def add_classifier(student: Any, source: Source, seed: int) -> None:
     """Give the student a classifier of its own on its frozen class token: folders are classes."""
-    plan = [(0, name, 0) for name in source.names]
-    readable, pixels = cut_views([source], plan, range(len(plan)), (student.config.image_size,), seed)
+    plan = [View(0, name, 0) for name in source.names]
+    readable, pixels = cut_views([source], plan, range(len(plan)), student.config.image_size, seed)
     names = [Path(name).parent.name for name, good in zip(source.names, readable, strict=True) if good]
     classes = sorted(set(names))
     labels = torch.tensor([classes.index(name) for name in names])

@@ -34,7 +34,7 @@ def best_heads(context: Tensor, update: Tensor, weights: Tensor, heads: int, kee
 
 
 @torch.no_grad()
-def shrink(teacher: Teacher, student: Any, small: np.ndarray, large: np.ndarray) -> None:
+def shrink(teacher: Teacher, student: Any, images: np.ndarray) -> None:
     """Make the student a narrow copy of a DINOv2-like teacher of the same depth.
 
     The teacher's residual stream is projected onto the directions that matter most over all layers. Then,
@@ -45,9 +45,9 @@ def shrink(teacher: Teacher, student: Any, small: np.ndarray, large: np.ndarray)
     config, big, count = student.config, teacher.model, teacher.grid**2 + 1
     if getattr(big, "encoder", None) is None or len(big.encoder.layer) != config.num_hidden_layers:
         raise SystemExit("the teacher is not DINOv2-like or not as deep as the student: use --start random")
-    views, pixels = to_tensor(large, teacher.mean, teacher.std), to_tensor(small)
+    views, pixels = to_tensor(images, teacher.mean, teacher.std), to_tensor(images)
     keep = torch.tensor([0, *range(1 - count, 0)])  # all tokens but registers
-    weights = torch.ones(len(small), count)
+    weights = torch.ones(len(images), count)
     weights[:, 0] = 16.0  # one class token against many patches, but it is what heads will read
 
     def norm(x: Tensor) -> Tensor:

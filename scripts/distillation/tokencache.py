@@ -40,13 +40,13 @@ class TokenCache:
 
     def fill(self, sources: list[Source], plan: list[View], teacher: Teacher, seed: int, end: int) -> None:
         """Let the teacher see what it has not seen yet, up to the view `end`."""
-        begun, first, sides = time.monotonic(), self.done, (self.pixels.shape[1], teacher.side)
+        begun, first = time.monotonic(), self.done
         while (low := self.done) < end:
             high = min(low + 64, end)
-            readable, small, large = cut_views(sources, plan, range(low, high), sides, seed)
+            readable, pixels = cut_views(sources, plan, range(low, high), teacher.side, seed)
             if readable.any():  # a neighbour takes the place of what cannot be read
-                small[~readable], large[~readable] = small[readable][0], large[readable][0]
-            self.pixels[low:high], self.tokens[low:high] = small, teacher.tokens(large).half().numpy()
+                pixels[~readable] = pixels[readable][0]
+            self.pixels[low:high], self.tokens[low:high] = pixels, teacher.tokens(pixels).half().numpy()
             self.done = high
             if high == end or high // 64 % 20 == 0:
                 self.pixels.flush()
@@ -56,14 +56,14 @@ class TokenCache:
                 left = (end - high) / rate / 60
                 print(f"teacher: {high}/{end} views, {rate:.0f}/s, {left:.0f} min left", flush=True)
 
-    def draw(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Random views, mirrored at random (the teacher's grid as well), a little brighter or darker."""
-        rows = torch.randint(self.done, (size,), generator=generator).numpy()
-        pixels, tokens = torch.from_numpy(self.pixels[rows]), torch.from_numpy(self.tokens[rows]).float()
+    def draw(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of the plan, and their views, mirrored at random (the teacher's grid as well), a little brighter or darker."""
+        rows = torch.randint(self.done, (size,), generator=generator)
+        pixels, tokens = torch.from_numpy(self.pixels[rows.numpy()]), torch.from_numpy(self.tokens[rows.numpy()]).float()
         grid = math.isqrt(tokens.shape[1] - 1)
         mirrored = (torch.rand(size, generator=generator) < 0.5)[:, None, None, None]
         patches = tokens[:, 1:].unflatten(1, (grid, grid))
         patches = torch.where(mirrored, patches.flip(2), patches).flatten(1, 2)
         contrast, brightness = (torch.rand(2, size, 1, 1, 1, generator=generator) - 0.5) * 0.2
         images = to_tensor(torch.where(mirrored, pixels.flip(2), pixels)) * (1 + contrast) + brightness
-        return images, torch.cat([tokens[:, :1], patches], dim=1)
+        return rows, images, torch.cat([tokens[:, :1], patches], dim=1)

@@ -1,39 +1,49 @@
-"""Views: crops of images, planned ahead, cut as bytes, normalised for a model."""
+"""Views: crops of images, sometimes filtered or mixed, planned ahead, cut as bytes, normalised for a model."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 
 from distillation.sources import Source
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the student's: ImageNet's
-View = tuple[int, str, int]  # number of the source, name of the image, number of the view: 0 is the whole image
+MIXED, FILTERED = 0.25, 0.4
+"""Probability that a crop is mixed with another image, and that it goes through a filter."""
 
 
-def plan_views(sources: list[Source], target: int, low: int, high: int, seed: int) -> list[View]:
-    """Everything the teacher is to see.
+@dataclass(frozen=True)
+class View:
+    """View 0 of an image is the whole image, untouched; the others are random crops."""
 
-    A source of n images gets about `target` views, but at least `low` and at most `high` per image; its whole
-    images come first. Sources are interleaved in proportion: any beginning of the plan is a fair sample.
+    source: int
+    name: str
+    number: int
+
+
+def plan_views(sources: list[Source], seed: int) -> list[View]:
+    """Everything the teacher will see: as many views of each image as its source asks for, whole images first.
+
+    Sources are interleaved in proportion, so that any prefix of the plan is a fair sample.
     """
     rng, keyed = np.random.default_rng(seed), []
     for index, source in enumerate(sources):
-        views = min(high, max(low, round(target / len(source.names))))
-        order = [(name, view) for view in range(views) for name in rng.permutation(source.names).tolist()]
-        keyed += [((rank + 0.5) / len(order), (index, name, view)) for rank, (name, view) in enumerate(order)]
-    return [item for _, item in sorted(keyed)]
+        order = [(name, view) for view in range(source.views) for name in rng.permutation(source.names).tolist()]
+        keyed += [((rank + 0.5) / len(order), index, View(index, name, view)) for rank, (name, view) in enumerate(order)]
+    return [view for _, _, view in sorted(keyed, key=lambda item: item[:2])]
 
 
 def random_box(size: tuple[int, int], rng: np.random.Generator) -> tuple[float, float, float, float]:
-    """The box of a random crop: 30 to 100 % of the area, sides between 3:4 and 4:3."""
+    """The box of a random crop, sides between 3:4 and 4:3: at least 10 % of a photograph, 30 % of a small image."""
     width, height = size
+    smallest = 0.1 if min(size) >= 128 else 0.3
     for _ in range(10):
-        area, ratio = width * height * rng.uniform(0.3, 1.0), (4 / 3) ** rng.uniform(-1, 1)
+        area, ratio = width * height * rng.uniform(smallest, 1.0), (4 / 3) ** rng.uniform(-1, 1)
         w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
         if w <= width and h <= height:
             x, y = rng.uniform(0, width - w), rng.uniform(0, height - h)
@@ -41,24 +51,66 @@ def random_box(size: tuple[int, int], rng: np.random.Generator) -> tuple[float, 
     return 0, 0, width, height
 
 
-def cut_views(
-    sources: list[Source], plan: list[View], rows: range, sides: tuple[int, ...], seed: int
-) -> tuple[np.ndarray, ...]:
-    """Which rows of the plan are readable, then their bytes, once per side length.
+def random_filter(image: Image.Image, rng: np.random.Generator) -> Image.Image:
+    """The image in another style, so that the student also learns what the teacher makes of drawings and greys."""
+    kind = rng.integers(6)
+    if kind == 0:
+        return ImageOps.grayscale(image).convert("RGB")
+    if kind == 1:  # dark lines on white, like a sketch
+        smooth = ImageOps.grayscale(image).filter(ImageFilter.GaussianBlur(rng.uniform(0.3, 1.2)))
+        return ImageOps.autocontrast(smooth.filter(ImageFilter.CONTOUR)).convert("RGB")
+    if kind == 2:
+        return ImageOps.invert(image)
+    if kind == 3:
+        return ImageOps.posterize(image, int(rng.integers(1, 4)))
+    if kind == 4:
+        return image.filter(ImageFilter.GaussianBlur(rng.uniform(0.5, 2.0)))
+    channels = np.asarray(image, np.float32) / 255
+    gain, gamma = rng.uniform(0.6, 1.4, 3), rng.uniform(0.6, 1.6)
+    return Image.fromarray((np.clip(channels**gamma * gain, 0, 1) * 255).astype(np.uint8))
 
-    A crop depends on seed and row alone, so that a resumed run cuts what the first one would have cut.
+
+def is_mixed(view: View, row: int, seed: int) -> bool:
+    """Whether this row of the plan shows two images: then it has no label."""
+    return view.number > 0 and np.random.default_rng((seed, row)).random() < MIXED
+
+
+def cut_one(sources: list[Source], plan: list[View], row: int, side: int, seed: int) -> Image.Image | None:
+    """One view as a square image, or None where a file cannot be read."""
+    view, rng = plan[row], np.random.default_rng((seed, row))
+    if (image := sources[view.source].read(view.name)) is None:
+        return None
+    square, bicubic = (side, side), Image.Resampling.BICUBIC
+    if view.number == 0:
+        return image.resize(square, bicubic)
+    mixed = rng.random() < MIXED
+    cut = image.resize(square, bicubic, random_box(image.size, rng))
+    if rng.random() < FILTERED:
+        cut = random_filter(cut, rng)
+    if mixed:
+        other = plan[int(rng.integers(len(plan)))]
+        if (second := sources[other.source].read(other.name)) is None:
+            return None
+        second = second.resize(square, bicubic, random_box(second.size, rng))
+        if rng.random() < 0.5:
+            return Image.blend(cut, second, rng.uniform(0.2, 0.5))
+        box = tuple(round(edge) for edge in random_box(square, rng))
+        cut.paste(second.crop(box), box)
+    return cut
+
+
+def cut_views(
+    sources: list[Source], plan: list[View], rows: range, side: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows of the plan are readable, and their bytes.
+
+    A view depends on seed and row alone, so that a resumed run cuts what the first one would have cut.
     """
-    views = [np.zeros((len(rows), side, side, 3), np.uint8) for side in sides]
-    readable = np.zeros(len(rows), bool)
+    pixels, readable = np.zeros((len(rows), side, side, 3), np.uint8), np.zeros(len(rows), bool)
     for at, row in enumerate(rows):
-        index, name, view = plan[row]
-        if (image := sources[index].read(name)) is None:
-            continue
-        readable[at] = True
-        box = random_box(image.size, np.random.default_rng((seed, row))) if view else None
-        for side, pixels in zip(sides, views, strict=True):
-            pixels[at] = np.asarray(image.resize((side, side), Image.Resampling.BICUBIC, box))
-    return readable, *views
+        if (image := cut_one(sources, plan, row, side, seed)) is not None:
+            readable[at], pixels[at] = True, np.asarray(image)
+    return readable, pixels
 
 
 def to_tensor(pixels: np.ndarray | Tensor, mean: tuple[float, ...] = MEAN, std: tuple[float, ...] = STD) -> Tensor:
