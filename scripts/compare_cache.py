@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import memoro
-from memoro.featurestore import StoreDtype
+from memoro.engine.featurestore import StoreDtype
 from memoro.regimes import REGIMES, TaskPlan
-from memoro.train import Cache, FitResult, Lesson, Recipe, teach
+from memoro.training import Cache, FitResult, Recipe, RunSpec, train_runs
 
 RECOMPUTED = "recomputed"
 
@@ -27,15 +27,15 @@ def train(
     backbone: memoro.Backbone, splits: Any, views: int, source: str, options: argparse.Namespace
 ) -> tuple[list[FitResult], float]:
     """The runs of one row, and the gigabytes that were kept."""
-    lessons = []
+    specs = []
     for seed in range(options.seeds):
         plan = TaskPlan(splits.name, splits.labels, cells=options.cells, seed=seed)
         recipe = Recipe(lr=options.lr, epochs=options.epochs, seed=seed, views=views)
         task, size = REGIMES["memory"].build(backbone, plan), backbone.preprocessing.at(options.image_size)
-        lessons.append(Lesson(task, recipe, REGIMES["memory"], splits, size))
+        specs.append(RunSpec(task, recipe, REGIMES["memory"], splits, size))
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         cache = None if source == RECOMPUTED else Cache(Path(folder), dtype=source)  # type: ignore[arg-type]
-        results = teach(backbone, lessons, cache=cache, quiet=False)
+        results = train_runs(backbone, specs, cache=cache, quiet=False)
         kept = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     return results, kept / 1e9
 

@@ -22,7 +22,7 @@ import memoro
 from memoro.data import Augment
 from memoro.data.splits import fold_numbers
 from memoro.regimes import REGIMES, TaskPlan
-from memoro.train import Cache, Lesson, Recipe, teach
+from memoro.training import Cache, Recipe, RunSpec, train_runs
 
 WAYS = {"head": ("head", 0), "memory, 0 cells": ("memory", 0), "5 cells": ("memory", 5), "10 cells": ("memory", 10)}
 
@@ -33,7 +33,7 @@ def compare(backbone: memoro.Backbone, source: str, options: argparse.Namespace)
     assert splits.test is not None, f"{source} has no test split"
     assert splits.train is not None
     size, number = backbone.preprocessing.at(options.image_size), fold_numbers(splits.train, options.folds, 0)
-    lessons, tags = [], []
+    specs, tags = [], []
     for way in options.ways:
         regime, cells = WAYS[way]
         for lr in options.head_lr if regime == "head" else options.lr:
@@ -43,10 +43,10 @@ def compare(backbone: memoro.Backbone, source: str, options: argparse.Namespace)
                 augment = Augment(scale=(options.crop_scale, 1.0))
                 recipe = Recipe(lr=lr, epochs=options.epochs, seed=seed, views=options.views, augment=augment)
                 task = REGIMES[regime].build(backbone, plan)
-                lessons.append(Lesson(task, recipe, REGIMES[regime], splits, size, held))
+                specs.append(RunSpec(task, recipe, REGIMES[regime], splits, size, held))
                 tags.append((way, lr, held is not None))
     started = time.monotonic()
-    results = teach(backbone, lessons, cache=Cache(options.cache), quiet=False)
+    results = train_runs(backbone, specs, cache=Cache(options.cache), quiet=False)
     found: dict[str, Any] = {"train": len(splits.train), "test": len(splits.test)}
     seconds = round(time.monotonic() - started)
     for way in options.ways:

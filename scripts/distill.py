@@ -79,7 +79,7 @@ class Labels:
 
 
 class Matcher(nn.Module):
-    """The student with linear maps from its width to the teacher's and to the labels. They are thrown away in the end."""
+    """The student with linear maps from its width to the teacher's and to the labels, which are dropped at the end."""
 
     class_mean: Tensor
     class_std: Tensor
@@ -168,7 +168,9 @@ def train(matcher: Matcher, cache: TokenCache, labels: Labels, args: argparse.Na
         if done % REPORT_EVERY == 0:
             speed = (done - first) * args.batch / (time.monotonic() - begun)
             left = (args.steps - done) * args.batch / speed / 60
-            text = f"missed of class tokens {missed[0]:.3f}, of patch tokens {missed[1]:.3f}, label loss {missed[2]:.3f}"
+            text = (
+                f"missed of class tokens {missed[0]:.3f}, of patch tokens {missed[1]:.3f}, label loss {missed[2]:.3f}"
+            )
             print(f"step {done}/{args.steps}: {text}; {speed:.0f} views/s, {left:.0f} min left", flush=True)
             missed.zero_()
         if done % SAVE_EVERY == 0 or done == args.steps:
@@ -182,7 +184,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Distil a small ViT from a large one.")
     add = parser.add_argument
     add("--teacher", required=True, help="hub id or folder of a ViT with a class token")
-    add("--data", required=True, nargs="+", help="zip files or folders of images; PATH:20 takes 20 views of each image (4)")
+    add(
+        "--data",
+        required=True,
+        nargs="+",
+        help="zip files or folders of images; PATH:20 takes 20 views of each image (4)",
+    )
     add("--out", required=True, type=Path, help="folder for the finished model")
     add("--work", type=Path, default=Path("distill-work"), help="folder for cache and checkpoint")
     add("--classes", type=Path, help="source whose folders the classifier learns (default: first of --data)")
@@ -213,7 +220,9 @@ def main() -> None:
     grid = side // STUDENT["patch_size"]
     teacher = Teacher(args.teacher, grid, args.compile)
     if teacher.side != side:
-        raise SystemExit(f"the student's {grid} x {grid} patches are {teacher.side} px to the teacher: make its image_size that")
+        raise SystemExit(
+            f"the student's {grid} x {grid} patches are {teacher.side} px to the teacher: make its image_size that"
+        )
     # another plan gets another cache
     key = json.dumps([[astuple(view) for view in plan], args.teacher, side, grid, args.seed])
     folder = args.work / f"cache-{hashlib.sha256(key.encode()).hexdigest()[:12]}"

@@ -23,8 +23,8 @@ from memoro.bench.clock import best_times
 from memoro.data import Augment
 from memoro.data.splits import hold_out
 from memoro.regimes import REGIMES, TaskPlan
-from memoro.train import Cache, Recipe
-from memoro.train.sweep import Grid, Subject, run_sweeps
+from memoro.training import Cache, Recipe
+from memoro.training.sweep import Grid, Subject, run_sweeps
 
 RATES = (0.03, 0.1, 0.3, 1.0, 3.0)
 FOLDS = 4

@@ -15,15 +15,15 @@ from test_train_fit import LABELS, QUICK
 from test_train_recipe import save_squares
 from torch import Tensor
 
-from memoro import featurestore
 from memoro.backbones import Backbone
 from memoro.data import Augment, ImageSet, Loader, Splits, load_data
-from memoro.engine import Features
-from memoro.featurestore import Layout
-from memoro.task import Task, new_task
-from memoro.train import Cache, cached, fit
-from memoro.train.cached import CachedLoader, fill_caches
-from memoro.train.runs import SharedPass
+from memoro.engine import featurestore
+from memoro.engine.featurestore import RecordFormat
+from memoro.engine.streams import Features
+from memoro.tasks.task import Task, new_task
+from memoro.training import Cache, cached, fit
+from memoro.training.cached import CachedLoader, fill_caches
+from memoro.training.run import SharedPass
 
 SIZE = 20
 
@@ -48,7 +48,7 @@ def cache(tmp_path: Path) -> Cache:
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch, backbone: Backbone) -> int:
     """Two records to a file."""
-    layout = Layout(0, 5, 24, 3, 1 + (SIZE // 4) ** 2, "float32")
+    layout = RecordFormat(0, 5, 24, 3, 1 + (SIZE // 4) ** 2, "float32")
     monkeypatch.setattr(featurestore, "SHARD_BYTES", 2 * layout.size + 1)
     return layout.size
 

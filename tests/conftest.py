@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memoro.backbones import Backbone, load_backbone
-from memoro.task import Task, new_task
+from memoro.tasks.task import Task, new_task
 
 torch.set_num_threads(1)  # tiny models, and two test processes
 

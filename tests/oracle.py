@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.lineage import Lineage
-from memoro.task import Task
+from memoro.tasks.lineage import Lineage
+from memoro.tasks.task import Task
 
 
 def run_oracle(backbone: Backbone, tasks: Sequence[Task], lineage: Lineage, pixels: Tensor) -> dict[str, Tensor]:

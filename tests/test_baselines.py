@@ -113,7 +113,7 @@ def test_trained_parameters_and_only_they_move(case: Case, name: str) -> None:
 
 
 def picks_kernel_tensor(model: torch.nn.Module, tensor: Tensor) -> bool:
-    """Whether it is one of the few whose flag the frozen view keeps, see `shadow`."""
+    """Whether it is one of the few whose flag the frozen view keeps, see `frozen_view`."""
     pointers = {p.data_ptr() for module in model.modules() if picks_kernel(module) for p in module.parameters()}
     return tensor.data_ptr() in pointers
 
@@ -192,13 +192,13 @@ def test_memory_starts_as_in_the_masked_regime(backbone: Backbone) -> None:
 def test_a_deep_copy_stands_alone(backbone: Backbone, name: str) -> None:
     model = shaken(build(backbone, name))
     model.describe(metrics={"accuracy": 0.5})
-    twin, pixels = copy.deepcopy(model), images(2)
+    trainable_copy, pixels = copy.deepcopy(model), images(2)
     before = model(pixels)
-    assert twin.spec == model.spec
-    assert torch.equal(twin(pixels), before)
-    train(twin, pixels, torch.tensor([0, 1]), steps=3)
+    assert trainable_copy.spec == model.spec
+    assert torch.equal(trainable_copy(pixels), before)
+    train(trainable_copy, pixels, torch.tensor([0, 1]), steps=3)
     assert torch.equal(model(pixels), before)
-    assert not torch.equal(twin(pixels), before)
+    assert not torch.equal(trainable_copy(pixels), before)
 
 
 # ---------------------------------------------------------------------------------------------------------- errors

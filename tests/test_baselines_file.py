@@ -19,7 +19,7 @@ from test_baselines import build, images, pairs, shaken, train
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
-from memoro.preprocessing import Preprocessing
+from memoro.images import Preprocessing
 from memoro.regimes import METHODS, Baseline
 from memoro.regimes.baselinefile import is_baseline, load_baseline, save_baseline
 

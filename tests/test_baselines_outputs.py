@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import memoro
-from memoro.backbones.families import LAYOUTS
+from memoro.backbones.families import FAMILY_SPECS
 from memoro.backbones.huggingface import _layers, find_trunk
 
 everywhere = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -24,7 +24,7 @@ def last_tokens(case: Case, model: Any, pixels: Tensor) -> Tensor:
     """What leaves the last layer of the original model, by its own forward."""
     model, seen = copy.deepcopy(model).eval(), []
     trunk = find_trunk(model)
-    layers = _layers(trunk, LAYOUTS[trunk.config.model_type])
+    layers = _layers(trunk, FAMILY_SPECS[trunk.config.model_type])
     layers[-1].register_forward_hook(lambda _, __, out: seen.append(out[0] if isinstance(out, tuple) else out))
     extra = {}
     if case.name == "mae":

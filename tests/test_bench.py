@@ -13,8 +13,8 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.bench.dense import DenseMask
 from memoro.bench.engine import bench_engine, candidate_count
-from memoro.bench.reach import APPROACHES, Approach, Reach, bench_reach, draw_reach, epoch_count
 from memoro.bench.steps import MODELS, Setting, build_step, list_ways
+from memoro.bench.time_to_accuracy import APPROACHES, Approach, TimeToAccuracy, bench_reach, draw_reach, epoch_count
 from memoro.bench.train import bench_loader, bench_train, draw_growth, tick_count
 from memoro.regimes import METHODS
 
@@ -81,7 +81,7 @@ def test_time_to_an_accuracy(backbone: Backbone, tmp_path: Path) -> None:
     ways.append(Approach("memory, from cache", "memory", "sgd", 1e30, cached=True))
     ticks: list[int] = []
 
-    def measure(goal: float) -> list[Reach]:
+    def measure(goal: float) -> list[TimeToAccuracy]:
         data, tick = str(tmp_path / "squares"), ticks.append
         return bench_reach(backbone, data, goal, approaches=ways, cells=1, epochs=3, batch=8, workers=0, tick=tick)
 

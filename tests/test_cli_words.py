@@ -18,19 +18,19 @@ from PIL import Image
 from rich.console import Console
 
 import memoro
-from memoro import receipt
 from memoro.backbones import Backbone
 from memoro.cli import app, main
+from memoro.console import bar, plain_console, quiet_libraries, say_bytes
 from memoro.data import Augment, load_data
+from memoro.engine import verify
 from memoro.errors import BackboneError, DataError
-from memoro.predictions import predictions_table
-from memoro.progress import bar, plain_console, quiet_libraries
+from memoro.evaluation.predictions import predictions_table
+from memoro.evaluation.report import fit_table, inspect_table, inspect_tasks, metrics_table, sweep_table
 from memoro.regimes import METHODS, TaskPlan
-from memoro.report import fit_table, inspect_table, inspect_tasks, metrics_table, say_bytes, sweep_table
-from memoro.train.checkpoint import _compare
-from memoro.train.recipe import Recipe
-from memoro.train.sweep import SweepRow
-from memoro.train.watch import ProgressBar
+from memoro.training.checkpoint import _compare
+from memoro.training.recipe import Recipe
+from memoro.training.runfolder import ProgressBar
+from memoro.training.sweep import SweepRow
 
 STRANGE = "x[bold]y:cat:"
 
@@ -153,7 +153,7 @@ def test_verify_says_what_its_number_is(
     said = shell(*both).out
     assert "tasks     2, largest difference of a logit, alone against composed: " in said
     assert "; rounding stays below " in said
-    monkeypatch.setitem(receipt.ROUNDING, torch.float32, -1.0)  # so that any difference is too much
+    monkeypatch.setitem(verify.ROUNDING, torch.float32, -1.0)  # so that any difference is too much
     assert "DIFFERENT: rounding stays below" in shell(*both, code=1).out
     assert '"tasks_equal": false' in shell(*both, "--json", code=1).out
     help_text = " ".join(shell("verify", "--help").out.split())
@@ -161,9 +161,7 @@ def test_verify_says_what_its_number_is(
 
 
 def test_a_task_beyond_its_bound_is_named_before_a_larger_difference() -> None:
-    made = receipt.Receipt(
-        True, 0.0, {"a": 1e-3, "b": 2e-4}, {"a": 1e-2, "b": 1e-4}, 2, "x", "f" * 64, "float32", "cpu"
-    )
+    made = verify.Receipt(True, 0.0, {"a": 1e-3, "b": 2e-4}, {"a": 1e-2, "b": 1e-4}, 2, "x", "f" * 64, "float32", "cpu")
     assert not made.tasks_equal
     assert "0.0002 (b); DIFFERENT" in str(made)
 
@@ -217,16 +215,16 @@ def test_predict_without_a_readable_image_shows_no_table(shell: Shell, pets: Pat
 
 
 def test_the_bar_ends_on_the_last_validation_and_says_whose() -> None:
-    def course(runs: int) -> Any:
+    def group(runs: int) -> Any:
         return SimpleNamespace(runs=[None] * runs, progress=SimpleNamespace(step=0))
 
     for runs, title in ((1, "pets"), (15, "best of 15 runs")):
         shown = ProgressBar("pets", 2, quiet=True)
-        shown.begin([course(runs)])
-        shown.step(course(runs), {"epoch": 1, "loss": 0.5})
-        shown.epoch(course(runs), [{"val_accuracy": 0.25}])
-        shown.step(course(runs), {"epoch": 2, "loss": 0.4})
-        shown.epoch(course(runs), [{"val_accuracy": 0.5}, {"val_accuracy": 0.75}])
+        shown.begin([group(runs)])
+        shown.step(group(runs), {"epoch": 1, "loss": 0.5})
+        shown.epoch(group(runs), [{"val_accuracy": 0.25}])
+        shown.step(group(runs), {"epoch": 2, "loss": 0.4})
+        shown.epoch(group(runs), [{"val_accuracy": 0.5}, {"val_accuracy": 0.75}])
         [job] = shown._bar.tasks
         assert (job.description, job.completed) == (title, 2)
         assert job.fields["figures"] == "epoch 2 loss 0.400 val 0.750"

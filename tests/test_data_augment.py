@@ -13,11 +13,9 @@ from PIL import Image
 from test_data_images import picture, to_bytes
 
 from memoro.data import Augment
-from memoro.data.augment import Crop
-from memoro.data.draws import Purpose, order, uniform
+from memoro.data.augment import Crop, Purpose, order, uniform
 from memoro.errors import DataError
-from memoro.images import open_image
-from memoro.preprocessing import Preprocessing
+from memoro.images import Preprocessing, open_image
 
 WIDE = Preprocessing(resize=26, crop=(22, 18))
 IMAGE = picture(0, (61, 47))

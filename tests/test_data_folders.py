@@ -15,8 +15,7 @@ import torch
 from test_data_images import picture, save_classes, to_bytes
 
 from memoro.data import ImageSet, Splits, load_data
-from memoro.data.archive import Members
-from memoro.data.layout import arrange
+from memoro.data.folders import Members, arrange
 from memoro.errors import DataError, ImageError
 
 

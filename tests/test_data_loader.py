@@ -12,7 +12,7 @@ from test_data_images import picture, save_classes, to_bytes
 
 from memoro.data import Augment, Batch, ImageSet, Loader, load_data
 from memoro.errors import DataError
-from memoro.preprocessing import Preprocessing
+from memoro.images import Preprocessing
 
 SMALL = Preprocessing(resize=13, crop=(11, 7), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
 

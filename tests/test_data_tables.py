@@ -14,7 +14,7 @@ from test_data_images import picture, save_classes, to_bytes
 
 from memoro.data import KNOWN, Loader, load_data, load_stream
 from memoro.errors import DataError
-from memoro.preprocessing import Preprocessing
+from memoro.images import Preprocessing
 
 SMALL = Preprocessing(resize=12, crop=(10, 8))
 NAMES = ["zebra", "ant", "bee"]

@@ -29,7 +29,7 @@ def distill(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, with a student to match the teacher, that saves every third step."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     script = importlib.import_module("distill")
-    monkeypatch.setattr(script, "STUDENT", {**script.STUDENT, **SIZES, "image_size": 16, "patch_size": 4})
+    monkeypatch.setattr(script, "STUDENT", {**script.STUDENT, **SIZES, "image_size": 8, "patch_size": 2})
     monkeypatch.setattr(script, "SAVE_EVERY", 3)
     return script
 
@@ -60,8 +60,8 @@ def data(tmp_path: Path) -> Path:
 
 def run(script: ModuleType, teacher: Path, data: Path, out: Path, *options: str) -> dict[str, torch.Tensor]:
     """The weights in the end, in full precision."""
-    places = {"--teacher": teacher, "--data": data, "--out": out, "--work": f"{out}-work"}
-    sizes = {"--steps": STEPS, "--batch": 4, "--views-per-source": 30}
+    places = {"--teacher": teacher, "--data": f"{data}:3", "--out": out, "--work": f"{out}-work"}
+    sizes = {"--steps": STEPS, "--batch": 4}
     given = [str(part) for option in (places | sizes).items() for part in option]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["distill.py", *given, *options])
@@ -84,7 +84,7 @@ def test_model_loads_and_only_readable_training_images_count(
     backbone = load_backbone(tmp_path / "out")
     assert (backbone.dim, backbone.depth, backbone.labels) == (12, 2, ("a", "b"))
     assert backbone.preprocessing is not None
-    assert backbone.preprocessing.size == (16, 16)
+    assert backbone.preprocessing.size == (8, 8)
 
 
 def test_resumed_run_gives_the_same_weights(
@@ -111,14 +111,21 @@ def test_resumed_run_gives_the_same_weights(
 
 
 def test_zip_and_folder_give_the_same_views(distill: ModuleType, data: Path, tmp_path: Path) -> None:
+    from distillation.views import cut_views, is_mixed, plan_views
+
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         for path in data.rglob("*.png"):
             archive.write(path, path.relative_to(data))
     cut = []
     for source in (distill.Source(data), distill.Source(tmp_path / "data.zip")):
-        plan = distill.plan_views([source], 30, 2, 10, 0)
-        assert not any("unseen" in name for _, name, _ in plan)
-        cut.append(distill.cut_views([source], plan, range(len(plan)), (8,), 0))
+        plan = plan_views([source], 0)
+        assert len(plan) == 4 * 26
+        assert not any("unseen" in view.name for view in plan)
+        cut.append(cut_views([source], plan, range(len(plan)), 8, 0))
+        mixed = [is_mixed(view, row, 0) for row, view in enumerate(plan)]
+        assert any(mixed)
+        assert not any(shown for shown, view in zip(mixed, plan, strict=True) if view.number == 0)  # whole images
+        assert (distill.Labels([source], plan, 0).of_row == -1).tolist() == mixed
     for one, other in zip(*cut, strict=True):
         assert np.array_equal(one, other)
 

@@ -15,8 +15,8 @@ from oracle import run_oracle
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.lineage import trace_lineage
-from memoro.task import Task
+from memoro.tasks.lineage import trace_lineage
+from memoro.tasks.task import Task
 
 # Two formulations of the same arithmetic in float64.
 TOLERANCE = 1e-10

@@ -10,7 +10,7 @@ from conftest import random_task
 from families import CASES, FAMILIES, Case
 
 import memoro
-from memoro.backbones.families import LAYOUTS
+from memoro.backbones.families import FAMILY_SPECS
 
 everywhere = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 attentions = pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -18,16 +18,16 @@ attentions = pytest.mark.parametrize("attention", ["eager", "sdpa"])
 
 def reference(case: Case, model: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     """The untouched model in eval mode: a copy of its own, run by transformers' code alone."""
-    twin = copy.deepcopy(model).eval()
+    copied = copy.deepcopy(model).eval()
     if case.name == "mae":
-        twin.config.mask_ratio = 0.0
-        patches = (pixels.shape[-1] // twin.config.patch_size) ** 2
+        copied.config.mask_ratio = 0.0
+        patches = (pixels.shape[-1] // copied.config.patch_size) ** 2
         noise = torch.arange(patches).expand(len(pixels), -1)
-        out = twin(pixels.to(twin.dtype), noise=noise, interpolate_pos_encoding=pixels.shape[-1] != 20)
+        out = copied(pixels.to(copied.dtype), noise=noise, interpolate_pos_encoding=pixels.shape[-1] != 20)
         return out.last_hidden_state[:, 0]
     fixed = not case.name.startswith(("dinov2", "dinov3", "beit"))
     extra = {"interpolate_pos_encoding": True} if fixed and pixels.shape[-1] != 20 else {}
-    out = twin(pixels.to(twin.dtype), **extra)
+    out = copied(pixels.to(copied.dtype), **extra)
     for name in ("logits", "image_embeds", "pooler_output"):
         if getattr(out, name, None) is not None:
             return getattr(out, name)
@@ -37,8 +37,8 @@ def reference(case: Case, model: torch.nn.Module, pixels: torch.Tensor) -> torch
 
 def test_the_registry_covers_every_family() -> None:
     built = {memoro.load_backbone(case.model()).family for case in CASES}
-    assert built == {layout.title for layout in LAYOUTS.values()}
-    assert len(FAMILIES) == len(LAYOUTS) >= 10
+    assert built == {family.title for family in FAMILY_SPECS.values()}
+    assert len(FAMILIES) == len(FAMILY_SPECS) >= 10
 
 
 @everywhere

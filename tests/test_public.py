@@ -22,7 +22,7 @@ def test_public_names() -> None:
 
 
 def test_submodules_do_not_hide_functions() -> None:
-    code = "import memoro.composition, memoro; assert callable(memoro.compose), memoro.compose"
+    code = "import memoro.engine.composition, memoro; assert callable(memoro.compose), memoro.compose"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

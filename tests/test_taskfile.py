@@ -21,7 +21,7 @@ from safetensors.torch import save, save_file
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
-from memoro.task import Task
+from memoro.tasks.task import Task
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_reading_allocates_no_more_than_stated(small_file: bytes, tmp_path: Path
         (tmp_path / f"{number}.safetensors").write_bytes(bytes(mutated))
     code = (
         "import resource, sys, pathlib, memoro\n"
-        "from memoro.taskfile import load_tasks\n"
+        "from memoro.tasks.taskfile import load_tasks\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)\n"
         "bad = 0\n"

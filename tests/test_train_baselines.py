@@ -20,7 +20,7 @@ from memoro.data import Splits, load_data
 from memoro.errors import CompositionError, TrainingError
 from memoro.regimes import METHODS, REGIMES, TaskPlan, find_regime
 from memoro.regimes.baselinefile import is_baseline
-from memoro.train import Cache, FitResult, Lesson, Recipe, fit, loop, teach
+from memoro.training import Cache, FitResult, Recipe, RunSpec, fit, loop, train_runs
 
 __all__ = ["double", "squares"]  # fixtures
 PLAN = TaskPlan("model", LABELS, cells=2, width=3, rank=2, seed=1)
@@ -65,14 +65,14 @@ def test_what_was_trained_is_what_a_file_answers(
 # ------------------------------------------------------------------------------------------------------- company
 
 
-def lessons_of(names: list[str], backbone: Backbone, splits: Splits, **changes: Any) -> list[Lesson]:
+def lessons_of(names: list[str], backbone: Backbone, splits: Splits, **changes: Any) -> list[RunSpec]:
     recipe = Recipe(**{"epochs": 2, "batch_size": 8, "lr": 0.03, "warmup": 1, **changes})
     size = backbone.preprocessing.at(20)
-    return [Lesson(build(name, backbone), recipe, find_regime(name), splits, size) for name in names]
+    return [RunSpec(build(name, backbone), recipe, find_regime(name), splits, size) for name in names]
 
 
 def learn(names: list[str], backbone: Backbone, splits: Splits, **options: Any) -> dict[str, FitResult]:
-    results = teach(backbone, lessons_of(names, backbone, splits), workers=0, **options)
+    results = train_runs(backbone, lessons_of(names, backbone, splits), workers=0, **options)
     return dict(zip(names, results, strict=True))
 
 
@@ -98,10 +98,10 @@ def test_tasks_and_baselines_side_by_side_equal_each_alone(double: Backbone, squ
 def test_features_are_kept_for_tasks_only(backbone: Backbone, squares: Path, tmp_path: Path) -> None:
     splits = load_data(squares, labels=LABELS, workers=0, quiet=True)
     wanted = Cache(tmp_path / "kept", dtype="float32", required=False)
-    lessons = lessons_of(["memory", "full"], backbone, splits, views=1)
-    results = teach(backbone, lessons, cache=wanted, workers=0)
+    specs = lessons_of(["memory", "full"], backbone, splits, views=1)
+    results = train_runs(backbone, specs, cache=wanted, workers=0)
     assert list((tmp_path / "kept").rglob("*.bin"))
-    again = teach(backbone, lessons_of(["memory", "full"], backbone, splits, views=1), workers=0)
+    again = train_runs(backbone, lessons_of(["memory", "full"], backbone, splits, views=1), workers=0)
     for left, right in zip(results, again, strict=True):
         assert left.metrics["loss"] == pytest.approx(right.metrics["loss"], abs=1e-5)  # float32
     fit(backbone, build("full", backbone), splits, cache=Cache(tmp_path / "no", required=False), epochs=1, **QUICK)
@@ -130,7 +130,7 @@ def test_a_resumed_baseline_is_the_same(
         fit(backbone, model, squares, folder=tmp_path / folder, **options)
         return model
 
-    monkeypatch.setattr("memoro.train.folder.draw_run", lambda *given: [])
+    monkeypatch.setattr("memoro.training.runfolder.draw_run", lambda *given: [])
     calm, step, calls = train("calm"), loop._step, iter(range(100))
 
     def stop(*given: Any) -> None:
@@ -158,7 +158,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A folder with a backbone and a set, and a function that runs a command in it."""
     make_root(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("memoro.train.folder.draw_run", lambda *given: [])
+    monkeypatch.setattr("memoro.training.runfolder.draw_run", lambda *given: [])
 
     def run(*arguments: object, code: int = 0) -> Any:
         done = CliRunner().invoke(app, [str(argument) for argument in arguments])

@@ -19,12 +19,12 @@ from test_train_resume import FIT
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import ImageSet, Splits
 from memoro.data.splits import fold_numbers
+from memoro.engine.featurestore import default_folder
 from memoro.errors import CacheError, TrainingError
-from memoro.featurestore import default_folder
 from memoro.regimes import find_regime
-from memoro.task import new_task
-from memoro.train import Cache, Lesson, Recipe, teach
-from memoro.train.lessons import Courses
+from memoro.tasks.task import new_task
+from memoro.training import Cache, Recipe, RunSpec, train_runs
+from memoro.training.group import RunGroups
 
 __all__ = ["cache", "images", "splits"]  # fixtures
 
@@ -90,12 +90,12 @@ def test_exams_share_the_memory_that_they_read_into(backbone: Backbone, splits: 
     held = [np.flatnonzero(fold_numbers(splits.train, 3, 0) == fold) for fold in range(3)]
     task, size = partial(new_task, backbone, "t", LABELS), backbone.preprocessing.at(SIZE)
     recipe, regime = Recipe(views=1, accumulate=2, batch_size=4), find_regime("memory")
-    lessons = [Lesson(task(), recipe, regime, splits, size, some) for some in held]
-    courses = Courses(backbone, lessons, cache=cache, workers=0)
-    train, *exams = courses.cached
-    assert len(exams) == 3
-    assert len({id(loader._room) for loader in exams}) == 1
-    assert exams[0]._room is not train._room
+    specs = [RunSpec(task(), recipe, regime, splits, size, some) for some in held]
+    groups = RunGroups(backbone, specs, cache=cache, workers=0)
+    train, *val_sets = groups.cached
+    assert len(val_sets) == 3
+    assert len({id(loader._buffers) for loader in val_sets}) == 1
+    assert val_sets[0]._room is not train._room
 
 
 def test_where_it_lies_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_cache: Path) -> None:
@@ -136,8 +136,8 @@ def test_the_number_of_views_is_fixed(
     assert splits.train is not None
     assert splits.val is not None
     assert count() == 3 * len(splits.train) + len(splits.val)
-    lesson = Lesson(
+    spec = RunSpec(
         new_task(backbone, "t", LABELS), Recipe(), find_regime("memory"), splits, backbone.preprocessing.at(SIZE)
     )
     with pytest.raises(TrainingError, match="fixed number of views"):
-        teach(backbone, [lesson], cache=cache, workers=0)
+        train_runs(backbone, [spec], cache=cache, workers=0)

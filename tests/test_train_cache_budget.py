@@ -1,4 +1,4 @@
-"""Room for the feature cache: its budget, what makes way, and a disk that is full."""
+"""Buffers for the feature cache: its budget, what makes way, and a disk that is full."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from families import CASES
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import ImageSet, Splits
+from memoro.engine.featurestore import make_room, total_bytes
 from memoro.errors import CacheError
-from memoro.featurestore import make_room, total_bytes
-from memoro.train import Cache, cached
+from memoro.training import Cache, cached
 
 __all__ = ["cache", "images", "small_shards", "splits"]  # fixtures
 

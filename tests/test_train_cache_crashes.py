@@ -15,13 +15,13 @@ import torch
 from caches import answers, cache, curve, files, fill, images, in_fork, keeper, small_shards, splits, tasks_of
 from test_train_resume import at_call, no_pictures, often
 
-from memoro import featurestore
 from memoro.backbones import Backbone
 from memoro.data import ImageSet, Splits
-from memoro.engine import Features
+from memoro.engine import featurestore
+from memoro.engine.featurestore import ABANDONED, clear_abandoned
+from memoro.engine.streams import Features
 from memoro.errors import TrainingError
-from memoro.featurestore import ABANDONED, clear_abandoned
-from memoro.train import Cache, cached, loop
+from memoro.training import Cache, cached, loop
 
 __all__ = ["cache", "images", "no_pictures", "often", "small_shards", "splits"]  # fixtures
 

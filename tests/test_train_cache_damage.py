@@ -14,7 +14,7 @@ from caches import cache, files, fill, images, keeper, small_shards, splits, who
 
 from memoro.backbones import Backbone
 from memoro.data import ImageSet
-from memoro.train import Cache
+from memoro.training import Cache
 
 __all__ = ["cache", "images", "small_shards", "splits"]  # fixtures
 

@@ -20,12 +20,12 @@ from test_train_recipe import save_square, save_squares
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import Augment, ImageSet, Splits, load_data
 from memoro.data.splits import fold_numbers
+from memoro.engine.featurestore import clear, total_bytes
 from memoro.errors import DataError
-from memoro.featurestore import clear, total_bytes
 from memoro.regimes import find_regime
-from memoro.task import new_task
-from memoro.train import Cache, Lesson, Recipe, teach
-from memoro.train.cached import estimate
+from memoro.tasks.task import new_task
+from memoro.training import Cache, Recipe, RunSpec, train_runs
+from memoro.training.cached import estimate
 
 __all__ = ["cache", "images", "splits"]  # fixtures
 
@@ -135,8 +135,8 @@ def test_training_keeps_the_layers_from_the_first_fork_on(backbone: Backbone, sp
         new_task(backbone, "child", LABELS, cells=1, from_layer=3, extends=[parent]),
     ]
     regime, size = find_regime("memory"), backbone.preprocessing.at(SIZE)
-    lessons = [Lesson(task, Recipe(epochs=1, views=1), regime, splits, size) for task in tasks]
-    teach(backbone, lessons, cache=cache, workers=0)
+    specs = [RunSpec(task, Recipe(epochs=1, views=1), regime, splits, size) for task in tasks]
+    train_runs(backbone, specs, cache=cache, workers=0)
     assert {json.loads(index.read_text())["layout"]["first"] for index in files(cache, "json")} == {2}
 
 
@@ -151,8 +151,8 @@ def test_copies_and_folds_share_records(backbone: Backbone, splits: Splits, cach
     shutil.rmtree(cache.folder)
     number = fold_numbers(own.train, 3, 0)
     regime, size = find_regime("memory"), backbone.preprocessing.at(SIZE)
-    lessons = [
-        Lesson(
+    specs = [
+        RunSpec(
             new_task(backbone, "t", LABELS),
             Recipe(epochs=2, views=2),
             regime,
@@ -163,7 +163,7 @@ def test_copies_and_folds_share_records(backbone: Backbone, splits: Splits, cach
         for fold in range(3)
     ]
     with counted() as count:
-        teach(backbone, lessons, cache=cache, workers=0)
+        train_runs(backbone, specs, cache=cache, workers=0)
     assert count() == 12 + 13  # plain ones once, a random view of each copy, nothing for the folds
     loaders = [keeper(backbone, own.train, Cache(tmp_path / "n")), keeper(backbone, own.train, Cache(tmp_path / "n"))]
     assert estimate(loaders)[0] == 12  # nothing is counted twice

@@ -13,9 +13,9 @@ from caches import cache, files, fill, images, in_fork, keeper, small_shards, sp
 
 from memoro.backbones import Backbone
 from memoro.data import ImageSet
+from memoro.engine.featurestore import clear
 from memoro.errors import CacheError
-from memoro.featurestore import clear
-from memoro.train import Cache
+from memoro.training import Cache
 
 __all__ = ["cache", "images", "small_shards", "splits"]  # fixtures
 

@@ -83,7 +83,7 @@ def make_root(root: Path) -> Path:
 def no_pictures() -> Iterator[None]:
     """None in forked commands: they would take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memoro.train.folder.draw_run", lambda *given: [])
+        patch.setattr("memoro.training.runfolder.draw_run", lambda *given: [])
         yield
 
 

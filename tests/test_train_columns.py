@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from courses import LOAD, lesson, root, same_result
+from run_groups import LOAD, root, run_spec, same_result
 from test_train_fit import PLAIN, double
 
 from memoro.backbones import Backbone
 from memoro.data import load_columns, load_data, splits
 from memoro.errors import DataError
-from memoro.train import Lesson, teach
-from memoro.train.lessons import Courses
+from memoro.training import RunSpec, train_runs
+from memoro.training.group import RunGroups
 
 __all__ = ["double", "root"]  # fixtures
 
@@ -40,28 +40,28 @@ def test_columns_of_a_table_are_one_course(double: Backbone, root: Path, monkeyp
         assert np.array_equal(one.train.rows, parts[0].train.rows)  # type: ignore[union-attr]
         assert not set(one.train.rows) & set(one.val.rows)
 
-    def lessons() -> list[Lesson]:
-        return [lesson(double, name, one, seed=at) for at, (name, one) in enumerate(columns.items())]
+    def specs() -> list[RunSpec]:
+        return [run_spec(double, name, one, seed=at) for at, (name, one) in enumerate(columns.items())]
 
-    [course] = Courses(double, lessons(), cache=None, workers=0).list
-    assert (len(course.runs), len(course.exams)) == (4, 1)
-    together = teach(double, lessons(), workers=0)
+    [group] = RunGroups(double, specs(), cache=None, workers=0).list
+    assert (len(group.runs), len(group.val_sets)) == (4, 1)
+    together = train_runs(double, specs(), workers=0)
     for number in (1, 2, 3):
-        same_result(together[number], teach(double, [lessons()[number]], workers=0)[0])
+        same_result(together[number], train_runs(double, [specs()[number]], workers=0)[0])
     # The first is cut as a set that knows of no others.
     own = load_data(root / "table" / "table.csv", label_column="x", val_fraction=0.25, **LOAD)
-    same_result(together[0], teach(double, [lesson(double, "x", own, seed=0)], workers=0)[0])
+    same_result(together[0], train_runs(double, [run_spec(double, "x", own, seed=0)], workers=0)[0])
 
 
 def test_columns_that_are_examined_on_the_same_images_keep_their_own_labels(double: Backbone, root: Path) -> None:
     columns = load_columns(root / "table" / "table.csv", ["x", "y"], val_fraction=0.25, **LOAD)
 
-    def lessons() -> list[Lesson]:  # other views: two courses, but one set of validation images
-        return [lesson(double, "x", columns["x"]), lesson(double, "y", columns["y"], augment=PLAIN)]
+    def specs() -> list[RunSpec]:  # other views: two groups, but one set of validation images
+        return [run_spec(double, "x", columns["x"]), run_spec(double, "y", columns["y"], augment=PLAIN)]
 
-    assert len(Courses(double, lessons(), cache=None, workers=0).list) == 2
-    for number, result in enumerate(teach(double, lessons(), workers=0)):
-        same_result(result, teach(double, [lessons()[number]], workers=0)[0])
+    assert len(RunGroups(double, specs(), cache=None, workers=0).list) == 2
+    for number, result in enumerate(train_runs(double, specs(), workers=0)):
+        same_result(result, train_runs(double, [specs()[number]], workers=0)[0])
 
 
 def test_columns_of_a_set_with_splits_of_its_own(root: Path, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from memoro.backbones import Backbone, load_backbone
 from memoro.data import Augment, Splits, load_data
 from memoro.errors import CompositionError, DataError, TrainingError
 from memoro.regimes import REGIMES, TaskPlan, find_regime
-from memoro.task import Task, new_task
-from memoro.train import FitResult, Lesson, Recipe, fit, teach
-from memoro.train.runs import Run, SharedPass
+from memoro.tasks.task import Task, new_task
+from memoro.training import FitResult, Recipe, RunSpec, fit, train_runs
+from memoro.training.run import Run, SharedPass
 
 PLAIN = Augment(crop="none", flip=0.0)
 QUICK: dict[str, Any] = {"image_size": 20, "workers": 0, "quiet": True}
@@ -129,7 +129,7 @@ def train_many(
 ) -> list[FitResult]:
     """Some of the variants in one pass; a bad one has a huge rate, or a weight without bounds."""
     base = Recipe(epochs=3, batch_size=9, augment=Augment(), warmup=2)
-    lessons = []
+    specs = []
     for number in numbers:
         shape, changes = VARIANTS[number]
         task = new_task(backbone, f"run {number}", LABELS, seed=number, **shape)
@@ -138,8 +138,8 @@ def train_many(
             task.class_token.data[0] += weight
         regime = find_regime("head" if task.from_layer == backbone.depth else "memory")
         recipe = replace(base, seed=number, **changes)
-        lessons.append(Lesson(task, recipe, regime, splits, backbone.preprocessing.at(20)))
-    return teach(backbone, lessons, workers=0)
+        specs.append(RunSpec(task, recipe, regime, splits, backbone.preprocessing.at(20)))
+    return train_runs(backbone, specs, workers=0)
 
 
 def test_runs_together_equal_each_alone(double: Backbone, squares: Path) -> None:
@@ -174,13 +174,13 @@ def test_a_pass_has_one_precision_and_no_ancestor_of_its_tasks(double: Backbone,
     tasks = [new_task(double, name, LABELS) for name in "ab"]
     child = new_task(double, "child", LABELS, extends=[tasks[0]])
 
-    def lesson(task: Task, **changes: Any) -> Lesson:
-        return Lesson(task, Recipe(**changes), find_regime("memory"), splits, double.preprocessing)
+    def run_spec(task: Task, **changes: Any) -> RunSpec:
+        return RunSpec(task, Recipe(**changes), find_regime("memory"), splits, double.preprocessing)
 
     with pytest.raises(TrainingError, match="one pass has one precision, not bf16 and no"):
-        teach(double, [lesson(tasks[0]), lesson(tasks[1], precision="bf16")])
+        train_runs(double, [run_spec(tasks[0]), run_spec(tasks[1], precision="bf16")])
     with pytest.raises(TrainingError, match="'child' extends 'a': train that first"):
-        teach(double, [lesson(tasks[0]), lesson(child)])
+        train_runs(double, [run_spec(tasks[0]), run_spec(child)])
 
 
 def test_accumulated_halves_equal_one_batch(double: Backbone, squares: Path) -> None:

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from courses import LOAD, lesson, root, sets, sweep
+from run_groups import LOAD, root, run_spec, sets, sweep
 from test_train_fit import PLAIN, distance, double
 
 from memoro.backbones import Backbone
 from memoro.data import load_data
 from memoro.errors import TrainingError
 from memoro.regimes import REGIMES, TaskPlan
-from memoro.train import FitResult, Lesson, Recipe
-from memoro.train.lessons import Courses
-from memoro.train.sweep import Grid, Subject, run_sweeps
+from memoro.training import FitResult, Recipe, RunSpec
+from memoro.training.group import RunGroups
+from memoro.training.sweep import Grid, Subject, run_sweeps
 
 __all__ = ["double", "root"]  # fixtures
 
@@ -44,17 +44,17 @@ def test_halving_stops_the_worse_half_and_changes_no_other(double: Backbone, roo
 @pytest.mark.parametrize(("epochs", "ends"), [(1, []), (4, [1, 2, 3]), (6, [2, 3, 5]), (15, [4, 8, 12])])
 def test_halving_comes_with_every_quarter(double: Backbone, root: Path, epochs: int, ends: list[int]) -> None:
     data = sets(root)[0]
-    lessons = [lesson(double, "t", data, cells=0, from_layer=5, epochs=epochs) for _ in range(16)]
-    [course] = Courses(double, lessons, cache=None, workers=0, halving=True).list
-    for at, run in enumerate(course.runs):
+    specs = [run_spec(double, "t", data, cells=0, from_layer=5, epochs=epochs) for _ in range(16)]
+    [group] = RunGroups(double, specs, cache=None, workers=0, halving=True).list
+    for at, run in enumerate(group.runs):
         run.best_score = (at / 16, 0.0)
     left = []
     for _ in range(epochs):
-        course.halve()
-        course.next_epoch()
-        left.append(course.active)
-    assert [at for at, runs in enumerate(left, start=1) if len(runs) < len([[*course.runs], *left][at - 1])] == ends
-    assert left[-1] == list(course.runs)[-(16 >> len(ends)) :]
+        group.halve()
+        group.next_epoch()
+        left.append(group.active)
+    assert [at for at, runs in enumerate(left, start=1) if len(runs) < len([[*group.runs], *left][at - 1])] == ends
+    assert left[-1] == list(group.runs)[-(16 >> len(ends)) :]
 
 
 def test_halving_ranks_each_task_apart(double: Backbone, root: Path) -> None:
@@ -76,11 +76,11 @@ def test_what_was_stopped_early_is_not_chosen_for_its_mean(
 ) -> None:
     scores = {(0.1, 0): 0.9, (0.1, 1): 0.5, (0.2, 0): 0.75, (0.2, 1): 0.76}
 
-    def taught(backbone: Backbone, lessons: Sequence[Lesson], **options: Any) -> list[FitResult]:
-        found = [(one.task, scores[one.recipe.lr, one.recipe.seed]) for one in lessons]
+    def trained_runs(backbone: Backbone, specs: Sequence[RunSpec], **options: Any) -> list[FitResult]:
+        found = [(one.task, scores[one.recipe.lr, one.recipe.seed]) for one in specs]
         metrics = {"split": "val", "loss": 1.0}
         return [FitResult(task, [{"val_accuracy": s, "val_loss": 1.0}], metrics, None, ()) for task, s in found]
 
-    monkeypatch.setattr("memoro.train.sweep.teach", taught)
+    monkeypatch.setattr("memoro.training.sweep.train_runs", trained_runs)
     found = sweep(double, sets(root)[0], Grid((0,), (5,), (0.1, 0.2), 2), halving=halving)
     assert found.best.history[0]["val_accuracy"] == (0.9 if halving else 0.76)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from courses import LOAD, lesson, root
+from run_groups import LOAD, root, run_spec
 from test_train_recipe import save_square, save_squares
 from test_train_resume import no_pictures
 from test_train_together_cli import shell, told
@@ -16,8 +16,8 @@ from test_train_together_cli import shell, told
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import load_data
 from memoro.errors import BackboneError, TrainingError
-from memoro.train import teach
-from memoro.train.sweep import SweepRow
+from memoro.training import train_runs
+from memoro.training.sweep import SweepRow
 
 __all__ = ["no_pictures", "root", "shell"]  # fixtures
 
@@ -85,21 +85,21 @@ def test_where_the_file_goes(shell: Callable[..., Any], root: Path) -> None:
 
 def test_one_task_cannot_learn_twice_at_once(backbone: Backbone, root: Path) -> None:
     data = load_data(root / "many", val_fraction=0, **LOAD)
-    twice = lesson(backbone, "t", data)
+    twice = run_spec(backbone, "t", data)
     with pytest.raises(TrainingError, match="stands there twice"):
-        teach(backbone, [twice, twice], workers=0)
+        train_runs(backbone, [twice, twice], workers=0)
 
 
 def test_a_model_that_was_changed_after_loading(vit: Any, root: Path) -> None:
     backbone, data = load_backbone(vit), load_data(root / "many", val_fraction=0, **LOAD)
-    given = lesson(backbone, "t", data, epochs=1)
-    teach(backbone, [given], workers=0)
+    given = run_spec(backbone, "t", data, epochs=1)
+    train_runs(backbone, [given], workers=0)
     with torch.no_grad():
         vit.vit.layers[0].mlp.fc1.weight.mul_(1.5)
     with pytest.raises(BackboneError, match="changed since it was loaded"):
-        teach(backbone, [given], workers=0)
+        train_runs(backbone, [given], workers=0)
     again = load_backbone(vit)
-    assert teach(again, [lesson(again, "t", data, epochs=1)], workers=0)[0].metrics
+    assert train_runs(again, [run_spec(again, "t", data, epochs=1)], workers=0)[0].metrics
 
 
 def test_what_went_beyond_all_bounds_is_never_the_best() -> None:

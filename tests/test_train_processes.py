@@ -26,9 +26,9 @@ from memoro.cli import app
 from memoro.data import Splits, load_data
 from memoro.errors import TrainingError
 from memoro.regimes import TaskPlan, find_regime
-from memoro.train import Cache, FitResult, Lesson, Recipe, fit, loop, teach
-from memoro.train.processes import find_processes
-from memoro.train.sweep import Grid, Subject, run_sweeps
+from memoro.training import Cache, FitResult, Recipe, RunSpec, fit, loop, train_runs
+from memoro.training.distributed import find_processes
+from memoro.training.sweep import Grid, Subject, run_sweeps
 
 LABELS = ["blue", "green", "red"]
 RECIPE = Recipe(epochs=3, batch_size=5, lr=0.05, warmup=2)
@@ -59,9 +59,9 @@ def mixed(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
     """A task and a baseline side by side; the task's features are kept."""
     made = {regime: model(regime, backbone, cells=1) for regime in ("memory", "memory-full")}
     recipe, preprocessing = replace(RECIPE, views=2), backbone.preprocessing.at(20)
-    lessons = [Lesson(made[name], recipe, find_regime(name), splits, preprocessing) for name in made]
+    specs = [RunSpec(made[name], recipe, find_regime(name), splits, preprocessing) for name in made]
     cache = Cache(root / "features", dtype="float32", required=False)
-    return teach(backbone, lessons, cache=cache, workers=0)
+    return train_runs(backbone, specs, cache=cache, workers=0)
 
 
 def interrupted(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:

@@ -14,11 +14,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from memoro.errors import TrainingError
-from memoro.train import Recipe
-from memoro.train.fit import build_recipe
-from memoro.train.metrics import confusion, measure, score
-from memoro.train.objective import class_weights, loss_sum
-from memoro.train.plots import draw_confusion, draw_curve
+from memoro.evaluation.metrics import confusion, measure, score
+from memoro.heads import class_weights, loss_sum
+from memoro.training import Recipe
+from memoro.training.fit import build_recipe
+from memoro.training.runfolder import draw_confusion, draw_curve
 
 COLOURS = {"red": (210, 40, 40), "green": (40, 200, 60), "blue": (50, 60, 210), "grey": (128, 128, 128)}
 
@@ -70,8 +70,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"lr": 0.0}, "lr 0.0: choose a number above 0"),
     ({"lr": math.nan}, "lr nan"),
     ({"lr": math.inf}, "lr inf"),
-    ({"label_smoothing": 1.0}, "shares from 0 to below 1"),
-    ({"momentum": -0.1}, "shares from 0 to below 1"),
+    ({"label_smoothing": 1.0}, "at least 0 and below 1"),
+    ({"momentum": -0.1}, "at least 0 and below 1"),
     ({"clip": -1.0}, "clip -1.0"),
     ({"clip": math.nan}, "clip nan"),
     ({"weight_decay": -0.1}, "weight decay -0.1"),
@@ -104,7 +104,7 @@ def test_optimisers_are_built_as_asked() -> None:
     [group] = adamw.param_groups
     assert (group["lr"], group["weight_decay"], group["params"]) == (0.002, 0.1, [weight])
     parts = {"class_token": nn.Parameter(torch.ones(2)), "memory": weight}
-    assert [g["share"] for g in Recipe().build_optimizer(parts).param_groups] == [1.0, 0.03]
+    assert [g["lr_scale"] for g in Recipe().build_optimizer(parts).param_groups] == [1.0, 0.03]
     assert [g["lr"] for g in Recipe(lr=0.5, memory_rate=0.2).build_optimizer(parts).param_groups] == [0.5, 0.1]
 
 

@@ -30,12 +30,12 @@ from memoro.backbones import Backbone, load_backbone
 from memoro.data import load_data
 from memoro.errors import MemoroError, TrainingError
 from memoro.regimes import find_regime
-from memoro.task import new_task
-from memoro.train import Lesson, Recipe, fit, loop, results, teach
-from memoro.train.checkpoint import KEY
-from memoro.train.folder import RunFolder
+from memoro.tasks.task import new_task
+from memoro.training import Recipe, RunSpec, fit, loop, train_runs
+from memoro.training.checkpoint import KEY
+from memoro.training.runfolder import RunFolder
 
-FIT = sys.modules["memoro.train.fit"]  # by its name it is the function
+FIT = sys.modules["memoro.training.fit"]  # by its name it is the function
 LABELS = ["red", "green", "blue"]
 STEPS, EPOCH = 20, 5  # in all, and in one epoch
 OPTIONS: dict[str, Any] = {"epochs": 4, "batch_size": 4, "lr": 0.05, "val_fraction": 0.25, "image_size": 20}
@@ -128,7 +128,7 @@ def progress_of(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memoro.train.folder.draw_run", lambda *given: [])  # half of the time here
+    monkeypatch.setattr("memoro.training.runfolder.draw_run", lambda *given: [])  # half of the time here
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +215,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {
     "between an epoch and its validation": (loop, "_end_epoch", 2, 2 * EPOCH),
     "between the last step and its validation": (loop, "_end_epoch", 4, STEPS),
     "between an epoch's figures and its checkpoint": (loop, "save_checkpoint", 1 + EPOCH + 1, EPOCH),
-    "after all of it": (results, "pass_for", 1, STEPS),
+    "after all of it": (FIT, "pass_for", 1, STEPS),
 }
 
 
@@ -244,7 +244,7 @@ def test_killed_while_a_checkpoint_is_written(
         die() if known else replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("memoro.taskfile.os.replace", only_old)
+        patch.setattr("memoro.files.os.replace", only_old)
         trainer.killed("killed")
     assert progress_of(tmp_path / "killed")["step"] == 6
     assert list((tmp_path / "killed").glob(".*.part"))
@@ -256,7 +256,7 @@ def test_a_new_start_does_not_meet_an_old_checkpoint(
 ) -> None:
     trainer.train("killed", lr=0.9, epochs=1)
     with monkeypatch.context() as patch:
-        patch.setattr("memoro.train.loop._step", at_call(3, loop._step))
+        patch.setattr("memoro.training.loop._step", at_call(3, loop._step))
         trainer.killed("killed")
     trainer.finish("killed")
 
@@ -272,10 +272,10 @@ def test_several_runs_are_resumed_together(backbone: Backbone, squares: Path, tm
         ]
         with pytest.MonkeyPatch.context() as patch:
             if stop:
-                patch.setattr("memoro.train.loop._step", at_call(stop, loop._step))
+                patch.setattr("memoro.training.loop._step", at_call(stop, loop._step))
             size, regime = backbone.preprocessing.at(20), find_regime("memory")
-            lessons = [Lesson(task, recipe, regime, splits, size) for task, recipe in settings]
-            found = teach(backbone, lessons, folder=tmp_path / name, resume=resume, workers=0)
+            specs = [RunSpec(task, recipe, regime, splits, size) for task, recipe in settings]
+            found = train_runs(backbone, specs, folder=tmp_path / name, resume=resume, workers=0)
         assert [bool(result.metrics) for result in found] == [True, False, True]
         return [result.task for result in found]
 

@@ -16,8 +16,8 @@ from memoro.backbones import Backbone
 from memoro.data import Augment, Splits
 from memoro.errors import TrainingError
 from memoro.regimes import REGIMES, TaskPlan
-from memoro.train import Recipe
-from memoro.train.sweep import Grid, Subject, SweepResult, run_sweeps
+from memoro.training import Recipe
+from memoro.training.sweep import Grid, Subject, SweepResult, run_sweeps
 
 
 @pytest.fixture

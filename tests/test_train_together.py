@@ -10,30 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from courses import LABELS, LOAD, lesson, root, same_result, sets
+from run_groups import LABELS, LOAD, root, run_spec, same_result, sets
 from test_train_fit import PLAIN, QUICK, distance, double
 from test_train_resume import at_call, figures, no_pictures, often
 
-from memoro import engine
 from memoro.backbones import Backbone
 from memoro.data import load_data
+from memoro.engine import streams
 from memoro.errors import TrainingError
-from memoro.task import Task, new_task
-from memoro.train import Cache, FitResult, Lesson, fit, fit_tasks, loop, teach
-from memoro.train.lessons import Courses
+from memoro.tasks.task import Task, new_task
+from memoro.training import Cache, FitResult, RunSpec, fit, fit_tasks, loop, train_runs
+from memoro.training.group import RunGroups
 
 __all__ = ["double", "no_pictures", "often", "root"]  # fixtures
 
 
-def several(backbone: Backbone, root: Path) -> list[Lesson]:
+def several(backbone: Backbone, root: Path) -> list[RunSpec]:
     """Other set sizes, batches, image sizes, heads, forks and recipes."""
     many, few, labels, number = sets(root)
     assert [one.kind for one in (many, few, labels, number)] == ["softmax", "softmax", "multilabel", "regression"]
     return [
-        lesson(backbone, "many", many),
-        lesson(backbone, "few", few, batch_size=4, epochs=4, lr=0.2, from_layer=2, data_seed=3),
-        lesson(backbone, "labels", labels, batch_size=7, optimizer="adamw", lr=0.01, size=24, views=2, epochs=3),
-        lesson(backbone, "number", number, batch_size=2, accumulate=3, cells=0, from_layer=5, augment=PLAIN),
+        run_spec(backbone, "many", many),
+        run_spec(backbone, "few", few, batch_size=4, epochs=4, lr=0.2, from_layer=2, data_seed=3),
+        run_spec(backbone, "labels", labels, batch_size=7, optimizer="adamw", lr=0.01, size=24, views=2, epochs=3),
+        run_spec(backbone, "number", number, batch_size=2, accumulate=3, cells=0, from_layer=5, augment=PLAIN),
     ]
 
 
@@ -42,34 +42,34 @@ def shape_of(task: Task) -> dict[str, Any]:
 
 
 def test_tasks_with_sets_of_their_own_come_out_as_if_alone(double: Backbone, root: Path) -> None:
-    assert len(Courses(double, several(double, root), cache=None, workers=0).list) == 4
-    together = teach(double, several(double, root), workers=0)
+    assert len(RunGroups(double, several(double, root), cache=None, workers=0).list) == 4
+    together = train_runs(double, several(double, root), workers=0)
     assert len({result.history[-1]["step"] for result in together}) == 3
     for number, result in enumerate(together):
         one = several(double, root)[number]
         start = new_task(double, "s", result.task.labels, head=result.task.kind, seed=1, **shape_of(result.task))
-        [alone] = teach(double, [one], workers=0)
+        [alone] = train_runs(double, [one], workers=0)
         same_result(result, alone)
         assert distance(result.task, start) > 1e-3
 
 
 def test_a_set_whose_run_diverges_leaves_the_others_alone(double: Backbone, root: Path) -> None:
-    def lessons() -> list[Lesson]:
+    def specs() -> list[RunSpec]:
         first, second, *_ = several(double, root)
         return [first, replace(second, recipe=replace(second.recipe, lr=1e300))]
 
-    good, bad = teach(double, lessons(), workers=0)
-    same_result(good, teach(double, lessons()[:1], workers=0)[0])
+    good, bad = train_runs(double, specs(), workers=0)
+    same_result(good, train_runs(double, specs()[:1], workers=0)[0])
     assert bad.metrics == {}
     assert "choose a smaller learning rate than 1e+300" in bad.notes[-1]
 
 
 def test_several_sets_from_the_cache(double: Backbone, root: Path, tmp_path: Path) -> None:
-    def lessons() -> list[Lesson]:
+    def specs() -> list[RunSpec]:
         return [replace(one, recipe=replace(one.recipe, views=2)) for one in several(double, root)[:3]]
 
     cache = Cache(tmp_path / "features", dtype="float32")
-    kept, fresh = teach(double, lessons(), cache=cache, workers=0), teach(double, lessons(), workers=0)
+    kept, fresh = train_runs(double, specs(), cache=cache, workers=0), train_runs(double, specs(), workers=0)
     for mine, wanted in zip(kept, fresh, strict=True):
         for name in ("train_loss", "val_loss"):
             assert [e[name] for e in mine.history] == pytest.approx([e[name] for e in wanted.history], abs=1e-4)
@@ -81,21 +81,21 @@ def test_a_token_is_computed_for_its_own_images_alone(
     double: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[tuple[int, ...], int]] = []
-    step = engine.step_stream
+    step = streams.step_stream
 
     def watch(block: Any, plan: Any, memory: Any, stream: Any, keys: Any, *rest: Any) -> Any:
         if block is double.anatomy.blocks[-1] and torch.is_grad_enabled():
             seen.append((tuple(stream.shape[:2]), len(keys)))
         return step(block, plan, memory, stream, keys, *rest)
 
-    monkeypatch.setattr(engine, "step_stream", watch)
+    monkeypatch.setattr(streams, "step_stream", watch)
     many, few = (load_data(root / name, val_fraction=0, **LOAD) for name in ("many", "few"))
-    lessons = [
-        lesson(double, "a", many, batch_size=9, epochs=1),
-        lesson(double, "b", many, batch_size=9, epochs=1, cells=0),
-        lesson(double, "c", few, batch_size=8, epochs=2),
+    specs = [
+        run_spec(double, "a", many, batch_size=9, epochs=1),
+        run_spec(double, "b", many, batch_size=9, epochs=1, cells=0),
+        run_spec(double, "c", few, batch_size=8, epochs=2),
     ]
-    teach(double, lessons, workers=0)
+    train_runs(double, specs, workers=0)
     # Two tokens for each of the nine images, one for each of the eight; the epochs are of two steps and of one.
     assert seen == [((9, 2), 9), ((8, 1), 8), ((9, 2), 9), ((8, 1), 8)]
 
@@ -123,9 +123,9 @@ def test_a_child_waits_for_its_parent(double: Backbone, root: Path, tmp_path: Pa
     again = make()
     fit_tasks(double, list(zip(again, data, strict=True)), folder=tmp_path / "run", resume=True, **options)
     assert [task.content_hash() for task in again] == [task.content_hash() for task in together]
-    child = lesson(double, "child", sets(root)[0], extends=[together[1]])
+    child = run_spec(double, "child", sets(root)[0], extends=[together[1]])
     with pytest.raises(TrainingError, match="train that first"):
-        teach(double, [child, replace(child, task=together[1])])
+        train_runs(double, [child, replace(child, task=together[1])])
 
 
 @pytest.mark.parametrize("call", [2, 6])
@@ -133,7 +133,7 @@ def test_two_courses_are_resumed(
     double: Backbone, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: None, call: int
 ) -> None:
     def train(name: str, resume: bool = False) -> list[FitResult]:
-        return teach(double, several(double, root)[:2], folder=tmp_path / name, resume=resume, workers=0)
+        return train_runs(double, several(double, root)[:2], folder=tmp_path / name, resume=resume, workers=0)
 
     calm = train("calm")
     with monkeypatch.context() as patch:
@@ -148,4 +148,4 @@ def test_two_courses_are_resumed(
         assert mine.history == wanted.history
     lines = figures(tmp_path / "calm")
     assert lines == figures(tmp_path / "killed")
-    assert {line["course"] for line in lines} == {"1: many", "2: few"}
+    assert {line["group"] for line in lines} == {"1: many", "2: few"}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from courses import root
 from families import CASES
+from run_groups import root
 from test_train_resume import no_pictures
 from typer.testing import CliRunner
 
@@ -23,7 +23,7 @@ __all__ = ["no_pictures", "root"]  # fixtures
 def shell(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     CASES[0].model().save_pretrained(tmp_path / "vit")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("memoro.train.command.draw_sweep", lambda path, *given: path)
+    monkeypatch.setattr("memoro.training.train.draw_sweep", lambda path, *given: path)
     common = ["-b", "vit", "--image-size", "20", "--batch-size", "5", "--workers", "0"]
 
     def run(command: str, *arguments: object, code: int = 0) -> Any:

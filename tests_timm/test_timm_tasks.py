@@ -10,8 +10,8 @@ from oracle import run_oracle
 from timm_cases import CASES, Case, make_tasks
 
 import memoro
-from memoro.lineage import trace_lineage
-from memoro.task import Task
+from memoro.tasks.lineage import trace_lineage
+from memoro.tasks.task import Task
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 # Two formulations of the same sums, in float64.

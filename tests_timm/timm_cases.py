@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import memoro
-from memoro.task import Task
+from memoro.tasks.task import Task
 
 # dim, heads, depth, patch and image size are all different, so that swapped axes cannot pass.
 SMALL: dict[str, Any] = {

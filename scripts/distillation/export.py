@@ -9,7 +9,7 @@ from safetensors.torch import save
 
 from distillation.jsonfile import write_json
 from distillation.views import MEAN, STD
-from memoro.taskfile import write_whole
+from memoro.files import write_whole
 
 
 def export(student: Any, folder: Path) -> None:

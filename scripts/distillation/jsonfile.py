@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from memoro.taskfile import write_whole
+from memoro.files import write_whole
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -57,9 +57,12 @@ class TokenCache:
                 print(f"teacher: {high}/{end} views, {rate:.0f}/s, {left:.0f} min left", flush=True)
 
     def draw(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of the plan, and their views, mirrored at random (the teacher's grid as well), a little brighter or darker."""
+        """Rows of the plan, pixels and tokens: mirrored at random (the teacher's grid as well), brightness jittered."""
         rows = torch.randint(self.done, (size,), generator=generator)
-        pixels, tokens = torch.from_numpy(self.pixels[rows.numpy()]), torch.from_numpy(self.tokens[rows.numpy()]).float()
+        pixels, tokens = (
+            torch.from_numpy(self.pixels[rows.numpy()]),
+            torch.from_numpy(self.tokens[rows.numpy()]).float(),
+        )
         grid = math.isqrt(tokens.shape[1] - 1)
         mirrored = (torch.rand(size, generator=generator) < 0.5)[:, None, None, None]
         patches = tokens[:, 1:].unflatten(1, (grid, grid))

@@ -34,7 +34,9 @@ def plan_views(sources: list[Source], seed: int) -> list[View]:
     rng, keyed = np.random.default_rng(seed), []
     for index, source in enumerate(sources):
         order = [(name, view) for view in range(source.views) for name in rng.permutation(source.names).tolist()]
-        keyed += [((rank + 0.5) / len(order), index, View(index, name, view)) for rank, (name, view) in enumerate(order)]
+        keyed += [
+            ((rank + 0.5) / len(order), index, View(index, name, view)) for rank, (name, view) in enumerate(order)
+        ]
     return [view for _, _, view in sorted(keyed, key=lambda item: item[:2])]
 
 

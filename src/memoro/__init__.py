@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memoro.backbones import Backbone, load_backbone
-    from memoro.composition import Composition, compose
     from memoro.data import load_columns, load_data
+    from memoro.engine.composition import Composition, compose
     from memoro.errors import (
         BackboneError,
         CacheError,
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
         TaskFileError,
         TrainingError,
     )
-    from memoro.preprocessing import Preprocessing
+    from memoro.evaluation.evaluate import evaluate
+    from memoro.images import Preprocessing
     from memoro.regimes import Baseline
     from memoro.regimes.baselinefile import load_baseline, save_baseline
     from memoro.regimes.naive import NaiveConcatenation
-    from memoro.reproduction import import_tasks
-    from memoro.task import Task, new_task
-    from memoro.taskfile import load_task, load_tasks, save_task, save_tasks
-    from memoro.train import Cache, Recipe, evaluate, fit, fit_tasks
+    from memoro.tasks.reproduction import import_tasks
+    from memoro.tasks.task import Task, new_task
+    from memoro.tasks.taskfile import load_task, load_tasks, save_task, save_tasks
+    from memoro.training import Cache, Recipe, fit, fit_tasks
 
 __version__ = "0.1.0"
 
@@ -35,35 +36,35 @@ _HOME = {
     "Backbone": "backbones",
     "BackboneError": "errors",
     "Baseline": "regimes",
-    "Cache": "train",
+    "Cache": "training",
     "CacheError": "errors",
-    "Composition": "composition",
+    "Composition": "engine.composition",
     "CompositionError": "errors",
     "DataError": "errors",
     "ImageError": "errors",
     "MemoroError": "errors",
     "NaiveConcatenation": "regimes.naive",
-    "Preprocessing": "preprocessing",
-    "Recipe": "train",
-    "Task": "task",
+    "Preprocessing": "images",
+    "Recipe": "training",
+    "Task": "tasks.task",
     "TaskError": "errors",
     "TaskFileError": "errors",
     "TrainingError": "errors",
-    "compose": "composition",
-    "evaluate": "train",
-    "fit": "train",
-    "fit_tasks": "train",
-    "import_tasks": "reproduction",
+    "compose": "engine.composition",
+    "evaluate": "evaluation.evaluate",
+    "fit": "training",
+    "fit_tasks": "training",
+    "import_tasks": "tasks.reproduction",
     "load_backbone": "backbones",
     "load_baseline": "regimes.baselinefile",
     "load_columns": "data",
     "load_data": "data",
-    "load_task": "taskfile",
-    "load_tasks": "taskfile",
-    "new_task": "task",
+    "load_task": "tasks.taskfile",
+    "load_tasks": "tasks.taskfile",
+    "new_task": "tasks.task",
     "save_baseline": "regimes.baselinefile",
-    "save_task": "taskfile",
-    "save_tasks": "taskfile",
+    "save_task": "tasks.taskfile",
+    "save_tasks": "tasks.taskfile",
 }
 
 

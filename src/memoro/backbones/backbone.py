@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memoro.backbones.anatomy import Anatomy
 from memoro.backbones.fingerprint import Fingerprint, take_fingerprint
 from memoro.errors import BackboneError
-from memoro.preprocessing import Preprocessing
+from memoro.images import Preprocessing
 
 
 class Original(Protocol):
@@ -22,7 +22,7 @@ class Original(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Twin:
+class TrainableCopy:
     """A second, frozen model with weights of its own, for regimes that change weights."""
 
     module: nn.Module
@@ -38,10 +38,10 @@ class Twin:
         return {name: owners[place] for place, name in names.items()}
 
 
-class MakeTwin(Protocol):
-    """A new twin at each call, in the given dtype or the backbone's own."""
+class MakeTrainableCopy(Protocol):
+    """A new trainable_copy at each call, in the given dtype or the backbone's own."""
 
-    def __call__(self, dtype: torch.dtype | None = None) -> Twin: ...
+    def __call__(self, dtype: torch.dtype | None = None) -> TrainableCopy: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Backbone:
     anatomy: Anatomy = field(repr=False)
     preprocessing: Preprocessing
     original: Original = field(repr=False)
-    twin: MakeTwin = field(repr=False)
+    trainable_copy: MakeTrainableCopy = field(repr=False)
     labels: tuple[str, ...] = ()
     """Names of the classes of the base's own classifier, if it has one."""
     image_size: tuple[int, int] = (224, 224)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memoro.backbones.anatomy import Context
-from memoro.preprocessing import Preprocessing
+from memoro.images import Preprocessing
 
 IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 OPENAI: dict[str, Any] = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
@@ -21,8 +21,8 @@ Model = Any
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where a family keeps its parts. A new family is one more of these in `LAYOUTS`."""
+class FamilySpec:
+    """Where a family keeps its parts. A new family is one more of these in `FAMILY_SPECS`."""
 
     title: str
     embed: Callable[[Model, Tensor], tuple[Tensor, Context]]
@@ -170,7 +170,7 @@ def _dino(side: int) -> Preprocessing:
     return Preprocessing(resize=round(side * 256 / 224), crop=(side, side), **IMAGENET)
 
 
-_VIT = Layout("ViT", embed=_embed_fixed, pool=_pool_class, reference=_resized)
+_VIT = FamilySpec("ViT", embed=_embed_fixed, pool=_pool_class, reference=_resized)
 _ENCODER: dict[str, Any] = {
     "norm1": "layer_norm1",
     "norm2": "layer_norm2",
@@ -179,23 +179,23 @@ _ENCODER: dict[str, Any] = {
 }
 _DINO: dict[str, Any] = {"norm1": "norm1", "norm2": "norm2", "scales": ("layer_scale1", "layer_scale2")}
 
-LAYOUTS: dict[str, Layout] = {
+FAMILY_SPECS: dict[str, FamilySpec] = {
     "vit": _VIT,
-    "vit_msn": Layout(
+    "vit_msn": FamilySpec(
         "ViT-MSN",
         embed=_embed_fixed,
         pool=_pool_class,
         reference=_resized,
         preprocessing=lambda side: Preprocessing(resize=(side, side), resample=2, **IMAGENET),
     ),
-    "vit_mae": Layout(
+    "vit_mae": FamilySpec(
         "ViT-MAE",
         embed=_embed_mae,
         pool=_pool_class,
         reference=_in_order,
         preprocessing=lambda side: Preprocessing(resize=(side, side), resample=3, **IMAGENET),
     ),
-    "deit": Layout(
+    "deit": FamilySpec(
         "DeiT",
         prefix=2,
         embed=_embed_fixed,
@@ -203,10 +203,10 @@ LAYOUTS: dict[str, Layout] = {
         reference=_resized,
         preprocessing=lambda side: Preprocessing(resize=(round(side * 256 / 224),) * 2, crop=(side, side), **IMAGENET),
     ),
-    "dinov2": Layout(
+    "dinov2": FamilySpec(
         "DINOv2", layers="encoder.layer", embed=_embed_free, pool=_pool_dinov2, preprocessing=_dino, **_DINO
     ),
-    "dinov2_with_registers": Layout(
+    "dinov2_with_registers": FamilySpec(
         "DINOv2 with registers",
         layers="encoder.layer",
         embed=_embed_free,
@@ -214,7 +214,7 @@ LAYOUTS: dict[str, Layout] = {
         preprocessing=_dino,
         **_DINO,
     ),
-    "dinov3_vit": Layout(
+    "dinov3_vit": FamilySpec(
         "DINOv3 ViT",
         layers="model.layer",
         norm="norm",
@@ -223,7 +223,7 @@ LAYOUTS: dict[str, Layout] = {
         preprocessing=lambda side: Preprocessing(resize=(side, side), resample=2, **IMAGENET),
         **_DINO,
     ),
-    "clip_vision_model": Layout(
+    "clip_vision_model": FamilySpec(
         "CLIP vision",
         layers="encoder.layers",
         pre_norm="pre_layrnorm",
@@ -234,7 +234,7 @@ LAYOUTS: dict[str, Layout] = {
         preprocessing=lambda side: Preprocessing(resize=side, crop=(side, side), **OPENAI),
         **_ENCODER,
     ),
-    "siglip_vision_model": Layout(
+    "siglip_vision_model": FamilySpec(
         "SigLIP vision",
         layers="encoder.layers",
         norm="post_layernorm",
@@ -246,7 +246,7 @@ LAYOUTS: dict[str, Layout] = {
         preprocessing=lambda side: Preprocessing(resize=(side, side), resample=3),
         **_ENCODER,
     ),
-    "beit": Layout(
+    "beit": FamilySpec(
         "BEiT",
         scales=("lambda_1", "lambda_2"),
         embed=_embed_beit,

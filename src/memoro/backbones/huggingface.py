@@ -10,19 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones.anatomy import Anatomy, Block, Map, identity
-from memoro.backbones.backbone import Backbone, Twin
-from memoro.backbones.families import LAYOUTS, Layout, Model, as_pair, is_a
+from memoro.backbones.backbone import Backbone, TrainableCopy
+from memoro.backbones.families import FAMILY_SPECS, FamilySpec, Model, as_pair, is_a
 from memoro.backbones.fingerprint import name_functions
+from memoro.backbones.frozen_view import frozen_view
 from memoro.backbones.processor import read_processor, read_processor_folder
-from memoro.backbones.shadow import shadow
-from memoro.preprocessing import Preprocessing
+from memoro.images import Preprocessing
 
 
 def find_trunk(model: Model) -> Model | None:
     """The encoder inside a model with heads around it, None where there is none that memoro knows."""
     for name in ("", "vision_model", getattr(model, "base_model_prefix", "")):
         trunk = getattr(model, name, None) if name else model
-        if trunk is not None and hasattr(trunk, "embeddings") and getattr(trunk.config, "model_type", "") in LAYOUTS:
+        if (
+            trunk is not None
+            and hasattr(trunk, "embeddings")
+            and getattr(trunk.config, "model_type", "") in FAMILY_SPECS
+        ):
             return trunk
     return None
 
@@ -33,30 +37,30 @@ def picks_kernel(module: nn.Module) -> bool:
 
 
 def take_apart(model: Model) -> Anatomy:
-    """The anatomy of a supported model. The model is a shadow: it may be tuned to its use here."""
+    """The anatomy of a supported model. The model is a frozen_view: it may be tuned to its use here."""
     trunk = find_trunk(model)
     assert trunk is not None, "load_backbone has checked the family"
-    layout = LAYOUTS[trunk.config.model_type]
+    family = FAMILY_SPECS[trunk.config.model_type]
     if hasattr(trunk.embeddings, "random_masking"):
         # MAE drops three patches of four; a task, like MAE's own fine-tuning, sees all of them.
         trunk.embeddings.config = copy.copy(trunk.embeddings.config)
         trunk.embeddings.config.mask_ratio = 0.0
-    embed, pool, dtype = layout.embed, layout.pool, _embedding_weight(trunk).dtype
-    position = _class_position(trunk) if layout.classes else None
-    pre_norm = identity if layout.pre_norm is None else getattr(trunk, layout.pre_norm)
+    embed, pool, dtype = family.embed, family.pool, _embedding_weight(trunk).dtype
+    position = _class_position(trunk) if family.classes else None
+    pre_norm = identity if family.pre_norm is None else getattr(trunk, family.pre_norm)
     registers = getattr(trunk.config, "num_register_tokens", 0)
     return Anatomy(
         dim=trunk.config.hidden_size,
         heads=trunk.config.num_attention_heads,
         patch=as_pair(trunk.config.patch_size),
-        prefix=layout.prefix + registers,
-        blocks=tuple(_block(layer, layout) for layer in _layers(trunk, layout)),
+        prefix=family.prefix + registers,
+        blocks=tuple(_block(layer, family) for layer in _layers(trunk, family)),
         embed=lambda pixels: embed(trunk, pixels.to(dtype)),
         start=lambda token: pre_norm(token if position is None else token + position),
         finish=lambda tokens: pool(model, trunk, tokens),
-        finish_token=_final_norm(trunk, layout),
-        class_token=_class_token(trunk) if layout.classes else None,
-        tensors=_name_tensors(trunk, layout),
+        finish_token=_final_norm(trunk, family),
+        class_token=_class_token(trunk) if family.classes else None,
+        tensors=_name_tensors(trunk, family),
     )
 
 
@@ -64,8 +68,8 @@ def run_original(model: Model, pixels: Tensor) -> Tensor:
     """What the model's own forward returns for `"base"`, by memoro's rule of what that is."""
     trunk = find_trunk(model)
     assert trunk is not None
-    layout = LAYOUTS[trunk.config.model_type]
-    extra = {} if layout.reference is None else layout.reference(pixels, trunk)
+    family = FAMILY_SPECS[trunk.config.model_type]
+    extra = {} if family.reference is None else family.reference(pixels, trunk)
     whole = any(hasattr(model, name) for name in ("classifier", "cls_classifier"))
     whole = whole or is_a(model, "CLIPVisionModelWithProjection")
     out = (model if whole else trunk)(pixels.to(_embedding_weight(trunk).dtype), **extra)
@@ -73,11 +77,11 @@ def run_original(model: Model, pixels: Tensor) -> Tensor:
         if getattr(out, name, None) is not None:
             return getattr(out, name)
     tokens = out.last_hidden_state
-    return tokens[:, 0] if layout.classes else tokens.mean(dim=1)
+    return tokens[:, 0] if family.classes else tokens.mean(dim=1)
 
 
-def _block(layer: Model, layout: Layout) -> Block:
-    attention = getattr(layer, layout.attention)
+def _block(layer: Model, family: FamilySpec) -> Block:
+    attention = getattr(layer, family.attention)
     scaling: float = attention.scaling if hasattr(attention, "scaling") else attention.scale
     width = attention.head_dim
     module = sys.modules[type(attention).__module__]
@@ -102,20 +106,20 @@ def _block(layer: Model, layout: Layout) -> Block:
         return out.reshape(*out.shape[:2], -1).contiguous()
 
     scale1, scale2 = (
-        (identity, identity) if layout.scales is None else (_scale(getattr(layer, name)) for name in layout.scales)
+        (identity, identity) if family.scales is None else (_scale(getattr(layer, name)) for name in family.scales)
     )
     return Block(
-        norm1=getattr(layer, layout.norm1),
+        norm1=getattr(layer, family.norm1),
         qkv=qkv,
         kv=kv,
         attend=attend,
         scaling=scaling,
-        project=getattr(attention, layout.project),
+        project=getattr(attention, family.project),
         scale1=scale1,
-        norm2=getattr(layer, layout.norm2),
+        norm2=getattr(layer, family.norm2),
         mlp=layer.mlp,
         scale2=scale2,
-        residual_first=layout.residual_first,
+        residual_first=family.residual_first,
     )
 
 
@@ -125,14 +129,14 @@ def _scale(scale: nn.Module | Tensor | float) -> Map:
     return identity if isinstance(scale, float) else lambda tokens: scale * tokens
 
 
-def _final_norm(trunk: Model, layout: Layout) -> nn.Module:
+def _final_norm(trunk: Model, family: FamilySpec) -> nn.Module:
     pooler = getattr(trunk, "pooler", None)
     # BEiT with mean pooling keeps its only final norm in the pooler.
     inner = getattr(pooler, "layernorm", None)
-    return getattr(trunk, layout.norm) if inner is None else inner
+    return getattr(trunk, family.norm) if inner is None else inner
 
 
-def _name_tensors(trunk: Model, layout: Layout) -> dict[str, Tensor]:
+def _name_tensors(trunk: Model, family: FamilySpec) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
 
     def add(name: str, module: nn.Module | Tensor | None) -> None:
@@ -158,22 +162,22 @@ def _name_tensors(trunk: Model, layout: Layout) -> dict[str, Tensor]:
     projection = _patch_projection(trunk)
     tensors["patch.weight"] = projection.weight
     add("patch.bias", projection.bias)
-    add("pre_norm", None if layout.pre_norm is None else getattr(trunk, layout.pre_norm))
-    add("norm", _final_norm(trunk, layout))
+    add("pre_norm", None if family.pre_norm is None else getattr(trunk, family.pre_norm))
+    add("norm", _final_norm(trunk, family))
     add("shared_bias", getattr(trunk, "shared_position_bias", None))
-    for index, layer in enumerate(_layers(trunk, layout)):
-        attention = getattr(layer, layout.attention)
+    for index, layer in enumerate(_layers(trunk, family)):
+        attention = getattr(layer, family.attention)
         parts = {
-            "norm1": getattr(layer, layout.norm1),
+            "norm1": getattr(layer, family.norm1),
             "q": attention.q_proj,
             "k": attention.k_proj,
             "v": attention.v_proj,
-            "project": getattr(attention, layout.project),
-            "norm2": getattr(layer, layout.norm2),
+            "project": getattr(attention, family.project),
+            "norm2": getattr(layer, family.norm2),
             "mlp": layer.mlp,
             "bias": getattr(layer, "relative_position_bias", None),
         }
-        for number, name in enumerate(layout.scales or (), start=1):
+        for number, name in enumerate(family.scales or (), start=1):
             scale = getattr(layer, name)
             parts[f"scale{number}"] = getattr(scale, "lambda1", scale)
         for name, part in parts.items():
@@ -181,8 +185,8 @@ def _name_tensors(trunk: Model, layout: Layout) -> dict[str, Tensor]:
     return tensors
 
 
-def _layers(trunk: Model, layout: Layout) -> Any:
-    for name in layout.layers.split("."):
+def _layers(trunk: Model, family: FamilySpec) -> Any:
+    for name in family.layers.split("."):
         trunk = getattr(trunk, name)
     return trunk
 
@@ -224,11 +228,11 @@ def wrap_huggingface(
     """The backbone of a `transformers` model, None where the family is not supported."""
     if find_trunk(model) is None:
         return None
-    frozen = shadow(model, dtype=dtype, device=device, keeps_grad=picks_kernel)
+    frozen = frozen_view(model, dtype=dtype, device=device, keeps_grad=picks_kernel)
     trunk: Model = find_trunk(frozen)
-    layout = LAYOUTS[trunk.config.model_type]
+    family = FAMILY_SPECS[trunk.config.model_type]
     size = as_pair(trunk.config.image_size)
-    preprocessing = layout.preprocessing(min(size))
+    preprocessing = family.preprocessing(min(size))
     if isinstance(processor, Preprocessing):
         preprocessing = processor
     elif processor is not None:
@@ -237,26 +241,26 @@ def wrap_huggingface(
         preprocessing = read_processor_folder(folder, preprocessing)
 
     def original(pixel_values: Tensor) -> Tensor:
-        # The user's own object where it already computes as in eval mode, else the same code over its shadow.
+        # The user's own object where it already computes as in eval mode, else the same code over its frozen_view.
         converted = _embedding_weight(find_trunk(model)).data_ptr() != _embedding_weight(trunk).data_ptr()
         training = any(module.training for module in model.modules())
         masked = hasattr(trunk.embeddings, "random_masking")
         return run_original(frozen if converted or training or masked else model, pixel_values)
 
-    def twin(dtype: torch.dtype | None = None) -> Twin:
-        module = shadow(copy.deepcopy(frozen), dtype=dtype)
-        return Twin(module, take_apart(module))
+    def trainable_copy(dtype: torch.dtype | None = None) -> TrainableCopy:
+        module = frozen_view(copy.deepcopy(frozen), dtype=dtype)
+        return TrainableCopy(module, take_apart(module))
 
     labels: tuple[str, ...] = ()
     if hasattr(model, "classifier") or hasattr(model, "cls_classifier"):
         labels = tuple(str(label) for _, label in sorted(model.config.id2label.items()))
     return Backbone(
         name=name,
-        family=layout.title,
+        family=family.title,
         anatomy=take_apart(frozen),
         preprocessing=preprocessing,
         original=original,
-        twin=twin,
+        trainable_copy=trainable_copy,
         labels=labels,
         image_size=size,
         channels=trunk.config.num_channels,

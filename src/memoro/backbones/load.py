@@ -43,9 +43,9 @@ def load_backbone(
 
 def supported() -> str:
     """The families that load_backbone reads, for people."""
-    from memoro.backbones.families import LAYOUTS
+    from memoro.backbones.families import FAMILY_SPECS
 
-    return ", ".join(layout.title for layout in LAYOUTS.values()) + ", and timm's VisionTransformer"
+    return ", ".join(layout.title for layout in FAMILY_SPECS.values()) + ", and timm's VisionTransformer"
 
 
 def _wrap(
@@ -79,7 +79,7 @@ def _from_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
     """The class that the checkpoint's config names, without any part that would start from random weights."""
     import transformers
 
-    from memoro.backbones.families import LAYOUTS
+    from memoro.backbones.families import FAMILY_SPECS
     from memoro.backbones.huggingface import find_trunk
 
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
@@ -93,7 +93,7 @@ def _from_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
             f"folder{_download(source)}."
         ) from None
     vision = getattr(config, "vision_config", config)
-    if vision.model_type not in LAYOUTS:
+    if vision.model_type not in FAMILY_SPECS:
         raise unsupported(f"{source} ({config.model_type})")
     name = next(iter(config.architectures or []), None)
     tower = {"clip": "CLIPVisionModel", "siglip": "SiglipVisionModel"}.get(config.model_type)

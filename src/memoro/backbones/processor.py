@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memoro.errors import BackboneError
-from memoro.preprocessing import Preprocessing
+from memoro.images import Preprocessing
 
 
 def read_processor_folder(source: str, default: Preprocessing) -> Preprocessing:

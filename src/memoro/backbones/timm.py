@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memoro.backbones.anatomy import Anatomy, Block, Context
-from memoro.backbones.backbone import Backbone, Twin
+from memoro.backbones.backbone import Backbone, TrainableCopy
 from memoro.backbones.fingerprint import name_functions
+from memoro.backbones.frozen_view import frozen_view
 from memoro.backbones.load import unsupported
 from memoro.backbones.processor import read_processor
-from memoro.backbones.shadow import shadow
 from memoro.errors import BackboneError
-from memoro.preprocessing import Preprocessing
+from memoro.images import Preprocessing
 
 # Any attribute may hang on a timm model, so it is typed as what it is: anything.
 Model = Any
@@ -31,11 +31,11 @@ def wrap_timm(
 ) -> Backbone:
     """The backbone of timm's VisionTransformer or of its distilled DeiT; raises for any other model."""
     _check(model)
-    frozen: Model = shadow(model, dtype=dtype, device=device)
+    frozen: Model = frozen_view(model, dtype=dtype, device=device)
     follow = _follower(model, frozen)
 
     def original(pixel_values: Tensor) -> Tensor:
-        # The user's own object where it already computes as in eval mode, else the same code over its shadow.
+        # The user's own object where it already computes as in eval mode, else the same code over its frozen_view.
         follow()
         weight = frozen.patch_embed.proj.weight
         converted = model.patch_embed.proj.weight.data_ptr() != weight.data_ptr()
@@ -43,9 +43,9 @@ def wrap_timm(
         _check_size(frozen, pixel_values)
         return _answer(frozen, (frozen if converted or training else model)(pixel_values.to(weight.dtype)))
 
-    def twin(dtype: torch.dtype | None = None) -> Twin:
-        module = shadow(copy.deepcopy(frozen), dtype=dtype)
-        return Twin(module, _take_apart(module, _follower(model, module)))
+    def trainable_copy(dtype: torch.dtype | None = None) -> TrainableCopy:
+        module = frozen_view(copy.deepcopy(frozen), dtype=dtype)
+        return TrainableCopy(module, _take_apart(module, _follower(model, module)))
 
     config = getattr(model, "pretrained_cfg", None) or {}
     architecture, tag = config.get("architecture"), config.get("tag")
@@ -56,7 +56,7 @@ def wrap_timm(
         anatomy=_take_apart(frozen, follow),
         preprocessing=_preprocessing(model, processor),
         original=original,
-        twin=twin,
+        trainable_copy=trainable_copy,
         labels=labels if len(labels) == model.num_classes else (),
         image_size=_image_size(model),
         channels=model.patch_embed.proj.in_channels,
@@ -132,7 +132,7 @@ def _image_size(model: Model) -> tuple[int, int]:
 
 
 def _follower(model: Model, frozen: Model) -> Callable[[], None]:
-    """Brings the shadow up to date with the model's choice between fused and plain attention, which may change."""
+    """Brings the frozen_view up to date with the model's choice between fused and plain attention, which may change."""
     pairs = [
         (ours, theirs)
         for ours, theirs in zip(frozen.modules(), model.modules(), strict=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from memoro.backbones import Backbone
-from memoro.task import Task
+from memoro.tasks.task import Task
 
 
 class DenseMask:

@@ -12,8 +12,8 @@ from torch import nn
 from memoro.backbones import Backbone, load_backbone
 from memoro.bench.clock import best_times
 from memoro.bench.dense import DenseMask
-from memoro.composition import compose
-from memoro.task import new_task
+from memoro.engine.composition import compose
+from memoro.tasks.task import new_task
 
 
 @dataclass(frozen=True)

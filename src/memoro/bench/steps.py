@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone, load_backbone
-from memoro.featurestore import FeatureStore, Layout
+from memoro.engine.featurestore import FeatureStore, RecordFormat
+from memoro.heads import loss_sum
 from memoro.regimes import METHODS, REGIMES, TaskPlan
-from memoro.train.cached import keep_features
-from memoro.train.objective import loss_sum
-from memoro.train.recipe import Recipe
-from memoro.train.runs import Run, SharedPass
+from memoro.training.cached import keep_features
+from memoro.training.recipe import Recipe
+from memoro.training.run import Run, SharedPass
 
 CLASSES = 10
 
@@ -47,7 +47,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Way:
+class Method:
     """One way to train. `regime` is a regime's name, or `base` for a plain pass without gradients."""
 
     name: str
@@ -77,19 +77,19 @@ MODELS: dict[str, tuple[Callable[[], Any], int]] = {
 """What can be measured: the model with random weights, and the image size."""
 
 
-def list_ways(cells: int, runs: Sequence[int], forks: Sequence[int], *, baselines: bool = True) -> list[Way]:
+def list_ways(cells: int, runs: Sequence[int], forks: Sequence[int], *, baselines: bool = True) -> list[Method]:
     """Memory in all numbers of runs and forks, computed and read from the cache, and what users would run instead."""
-    ways = [Way("base", "base"), Way("head", "head")]
+    ways = [Method("base", "base"), Method("head", "head")]
     for cached in (False, True):
         for fork in forks:
             for count in runs:
                 name = f"memory, {cells} cells" + (f", fork {fork}" if fork else "")
                 name += (f", {count} runs" if count > 1 else "") + (", from cache" if cached else "")
-                ways.append(Way(name, "memory", count, fork, cached))
-    return [*ways, *(Way(name, name) for name in METHODS if baselines)]
+                ways.append(Method(name, "memory", count, fork, cached))
+    return [*ways, *(Method(name, name) for name in METHODS if baselines)]
 
 
-def build_step(setting: Setting, way: Way, folder: Path) -> tuple[Step, int]:
+def build_step(setting: Setting, way: Method, folder: Path) -> tuple[Step, int]:
     """A function that does one step, and how many parameters a run trains. Features are kept in `folder`."""
     model, pixels, targets = setting.load()
     if way.regime == "base":
@@ -124,7 +124,7 @@ def _keep(backbone: Backbone, pixels: Tensor, first: int, folder: Path) -> Calla
     """A function that reads the batch's features from disk, as training does."""
     features = keep_features(backbone, pixels, first)
     tokens = backbone.anatomy.embed(pixels[:1])[0].shape[1]
-    layout = Layout(first, backbone.depth, backbone.dim, backbone.heads, tokens, "float16")
+    layout = RecordFormat(first, backbone.depth, backbone.dim, backbone.heads, tokens, "float16")
     store = FeatureStore(folder, layout, {"bench": backbone.name})
     keys = [number.to_bytes(32, "big") for number in range(len(pixels))]
     if store.missing(keys):

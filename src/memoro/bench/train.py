@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memoro.bench.clock import best_times
-from memoro.bench.steps import Setting, Way, build_step
+from memoro.bench.steps import Method, Setting, build_step
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TrainRow:
 
 def bench_train(
     setting: Setting,
-    ways: Sequence[Way],
+    ways: Sequence[Method],
     *,
     rounds: int = 5,
     memory: bool = True,
@@ -70,17 +70,17 @@ def bench_train(
     return rows
 
 
-def tick_count(ways: Sequence[Way], rounds: int) -> int:
+def tick_count(ways: Sequence[Method], rounds: int) -> int:
     """How often `bench_train` ticks."""
     return 2 * rounds * len(ways)
 
 
-def _measure_peak(setting: Setting, way: Way) -> float | None:
+def _measure_peak(setting: Setting, way: Method) -> float | None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_peak, (setting, way))
 
 
-def _peak(setting: Setting, way: Way) -> float | None:
+def _peak(setting: Setting, way: Method) -> float | None:
     """Megabytes by which two steps raise the memory use of a fresh process over that of the built model (Linux)."""
     with tempfile.TemporaryDirectory() as folder:
         step, _ = build_step(setting, way, Path(folder))
@@ -105,7 +105,7 @@ def bench_loader(workers: Sequence[int] = (0, 1, 2), count: int = 384, side: int
     from PIL import Image
 
     from memoro.data import Augment, Loader, load_data
-    from memoro.preprocessing import Preprocessing
+    from memoro.images import Preprocessing
 
     generator = np.random.default_rng(0)
     speeds: dict[str, float] = {}

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from memoro.cli import tasks, training
 from memoro.cli.benches import bench
+from memoro.console import plain_console
 from memoro.errors import MemoroError
-from memoro.progress import plain_console
 
 TEACH = """\
 [bold]memoro[/] teaches one frozen Vision Transformer many tasks. A task is a small file; one pass answers them all,
@@ -77,8 +77,8 @@ def demo(
 
     A few minutes on two cores, no download. Leaves task files and a page with pictures.
     """
+    from memoro.console import quiet_libraries
     from memoro.demo import run_demo
-    from memoro.progress import quiet_libraries
 
     quiet_libraries()
     run_demo(plain_console(markup=True), out)

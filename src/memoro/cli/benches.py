@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memoro.cli.options import BackboneOption, Json, load, numbers, print_json
-from memoro.progress import plain_console
+from memoro.console import plain_console
 
 if TYPE_CHECKING:
     from memoro.backbones import Backbone
-    from memoro.bench.steps import Setting, Way
+    from memoro.bench.steps import Method, Setting
 
 bench = typer.Typer(help="Measure on this machine. Ratios, in one process.", no_args_is_help=True)
 
@@ -30,8 +30,8 @@ def bench_engine_command(
 ) -> None:
     """One pass with many tasks against a plain pass, the dense-mask way and separate passes."""
     from memoro.bench.engine import bench_engine, candidate_count, load_bench_backbone
-    from memoro.progress import bar
-    from memoro.report import engine_table
+    from memoro.console import bar
+    from memoro.evaluation.report import engine_table
 
     counts, starts = numbers(tasks), numbers(forks)
     results: dict[str, Any] = {}
@@ -99,11 +99,11 @@ def bench_train_command(
 
 
 def _time_steps(
-    settings: Sequence[Setting], ways: Sequence[Way], rounds: int, memory: bool, plot: Path | None, as_json: bool
+    settings: Sequence[Setting], ways: Sequence[Method], rounds: int, memory: bool, plot: Path | None, as_json: bool
 ) -> dict[str, Any]:
     from memoro.bench.train import bench_loader, bench_train, draw_growth, tick_count
-    from memoro.progress import bar
-    from memoro.report import train_table
+    from memoro.console import bar
+    from memoro.evaluation.report import train_table
 
     results = {}
     for setting in settings:
@@ -124,9 +124,9 @@ def _time_steps(
 def _time_to_goal(
     data: str, goal: float, backbone: Backbone, plot: Path | None, as_json: bool, **how: Any
 ) -> dict[str, Any]:
-    from memoro.bench.reach import bench_reach, draw_reach, epoch_count
-    from memoro.progress import bar
-    from memoro.report import reach_table
+    from memoro.bench.time_to_accuracy import bench_reach, draw_reach, epoch_count
+    from memoro.console import bar
+    from memoro.evaluation.report import reach_table
 
     with bar("time to accuracy", epoch_count(how["epochs"])) as tick:
         found = bench_reach(backbone, data, goal, tick=tick, **how)

@@ -14,7 +14,7 @@ from memoro.errors import CompositionError
 if TYPE_CHECKING:
     from memoro.backbones import Backbone
     from memoro.regimes import Baseline
-    from memoro.task import Task
+    from memoro.tasks.task import Task
 
 Number = TypeVar("Number", int, float)
 
@@ -34,7 +34,7 @@ def load(backbone: str | None, *, hint: bool = False, device: Any = None) -> Any
     """The backbone; without a name the one that memoro ships, with a hint to better ones for those who train."""
     from memoro.backbones import load_backbone
     from memoro.backbones.load import TINY
-    from memoro.progress import quiet_libraries
+    from memoro.console import quiet_libraries
 
     quiet_libraries()
     if backbone is None and hint:
@@ -48,8 +48,8 @@ def gather_tasks(files: Iterable[Path], option: str = "-t") -> list[Task]:
     `option` is what stands before a file there, nothing for an argument.
     """
     from memoro.regimes.baselinefile import is_baseline, read_baseline
-    from memoro.task import say_apart
-    from memoro.taskfile import load_tasks
+    from memoro.tasks.task import say_apart
+    from memoro.tasks.taskfile import load_tasks
 
     found: list[tuple[Path, Task]] = []
     for file in files:

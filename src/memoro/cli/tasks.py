@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memoro.cli.options import BackboneOption, Files, Json, TaskFiles, gather_tasks, load, print_json
-from memoro.progress import plain_console
+from memoro.console import plain_console
 
 app = typer.Typer()
 
@@ -23,9 +23,9 @@ def inspect(
 
     memoro inspect pets.safetensors
     """
+    from memoro.evaluation.report import inspect_baseline, inspect_table, inspect_tasks
     from memoro.regimes.baselinefile import is_baseline, read_baseline
-    from memoro.report import inspect_baseline, inspect_table, inspect_tasks
-    from memoro.taskfile import load_tasks
+    from memoro.tasks.taskfile import load_tasks
 
     frozen = None if backbone is None else load(backbone)
     if is_baseline(file):
@@ -47,9 +47,9 @@ def compose_files(
 
     memoro compose pets.safetensors rooms.safetensors -o both.safetensors
     """
-    from memoro.composition import check_together
-    from memoro.report import say_bytes
-    from memoro.taskfile import save_tasks
+    from memoro.console import say_bytes
+    from memoro.engine.composition import check_together
+    from memoro.tasks.taskfile import save_tasks
 
     tasks = gather_tasks(files, option="")
     check_together(tasks)
@@ -77,8 +77,8 @@ def verify(
 
     memoro verify -t pets.safetensors -t rooms.safetensors photo.jpg
     """
-    from memoro.composition import compose
-    from memoro.receipt import sample_pixels
+    from memoro.engine.composition import compose
+    from memoro.engine.verify import sample_pixels
 
     members = gather_tasks(tasks)
     loaded = load(backbone)
@@ -104,8 +104,8 @@ def import_checkpoint(
 
     memoro import model.pt -b FOLDER -o tasks.safetensors --names cifar,places
     """
-    from memoro.reproduction import import_tasks
-    from memoro.taskfile import save_tasks
+    from memoro.tasks.reproduction import import_tasks
+    from memoro.tasks.taskfile import save_tasks
 
     tasks = import_tasks(load(backbone), checkpoint, names=None if names is None else names.split(","))
     save_tasks(tasks, out)
@@ -123,9 +123,9 @@ def cache_command(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
 ) -> None:
     """How much room the kept features take; --clear removes them."""
-    from memoro.featurestore import clear as clear_all
-    from memoro.featurestore import default_folder, total_bytes
-    from memoro.report import say_bytes
+    from memoro.console import say_bytes
+    from memoro.engine.featurestore import clear as clear_all
+    from memoro.engine.featurestore import default_folder, total_bytes
 
     place = folder or default_folder()
     if clear:

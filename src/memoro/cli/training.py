@@ -9,12 +9,12 @@ import typer
 
 from memoro.cli import trainoptions as o
 from memoro.cli.options import BackboneOption, Json, TaskFiles, gather_models, gather_tasks, load, numbers, print_json
+from memoro.console import plain_console
 from memoro.errors import DataError
-from memoro.progress import plain_console
 
 if TYPE_CHECKING:
-    from memoro.train.command import TrainOrder
-    from memoro.train.recipe import Recipe
+    from memoro.training.recipe import Recipe
+    from memoro.training.train import TrainOrder
 
 app = typer.Typer()
 
@@ -87,10 +87,10 @@ def train(
     full (all weights).
     """
     from memoro.data import Augment
-    from memoro.featurestore import default_folder
-    from memoro.train.cached import Cache
-    from memoro.train.command import TrainOrder, default_grid
-    from memoro.train.recipe import Recipe
+    from memoro.engine.featurestore import default_folder
+    from memoro.training.cached import Cache
+    from memoro.training.recipe import Recipe
+    from memoro.training.train import TrainOrder, default_grid
 
     if streaming:
         _check_stream(data)
@@ -167,11 +167,11 @@ def sweep(
     for all; the others make baselines, each in passes of its own.
     """
     from memoro.data import Augment
-    from memoro.featurestore import default_folder
-    from memoro.train.cached import Cache
-    from memoro.train.command import TrainOrder
-    from memoro.train.recipe import Recipe
-    from memoro.train.sweep import RATES, Grid
+    from memoro.engine.featurestore import default_folder
+    from memoro.training.cached import Cache
+    from memoro.training.recipe import Recipe
+    from memoro.training.sweep import RATES, Grid
+    from memoro.training.train import TrainOrder
 
     recipe = Recipe(
         epochs=epochs, steps=steps, batch_size=batch_size, optimizer=optimizer, momentum=momentum,  # type: ignore[arg-type]
@@ -201,8 +201,8 @@ def _check_stream(data: list[str]) -> None:
 
 
 def _run(order: TrainOrder, recipe: Recipe, name: str | None, as_json: bool) -> None:
-    from memoro.train.command import run_order
-    from memoro.train.processes import find_processes, own_device
+    from memoro.training.distributed import find_processes, own_device
+    from memoro.training.train import run_order
 
     gather_tasks(order.extends, "--extends")  # what is wrong with them is told before anything else is read
     here = find_processes(own_device())
@@ -240,9 +240,9 @@ def evaluate_tasks(
 
     memoro eval pets=photos/pets rooms=rooms.zip -t pets.safetensors -t rooms.safetensors
     """
-    from memoro.report import metrics_table
-    from memoro.train.command import read_data_arguments
-    from memoro.train.evaluate import evaluate
+    from memoro.evaluation.evaluate import evaluate
+    from memoro.evaluation.report import metrics_table
+    from memoro.training.train import read_data_arguments
 
     frozen = load(backbone)
     loaded = gather_models(tasks, frozen)
@@ -274,11 +274,10 @@ def predict(
 
     memoro predict new/ -t pets.safetensors --format csv --out answers.csv
     """
-    from memoro.composition import compose
-    from memoro.predictions import find_images, predict_files, predictions_table, write_predictions
-    from memoro.progress import bar
+    from memoro.console import bar, say_images
+    from memoro.engine.composition import compose
+    from memoro.evaluation.predictions import find_images, predict_files, predictions_table, write_predictions
     from memoro.regimes import Baseline
-    from memoro.report import say_images
 
     form = "json" if as_json else form
     if form not in {"table", "json", "csv", "parquet"}:

@@ -1,13 +1,12 @@
 """Images and what they show: from folders, zips, tables and the hub to batches of pixels."""
 
 from memoro.data.augment import Augment
-from memoro.data.imageset import ImageSet, Skipped
-from memoro.data.known import KNOWN, KnownSet
+from memoro.data.dataset import ImageSet, Skipped
+from memoro.data.hub import KNOWN, KnownSet
 from memoro.data.load import load_columns, load_data
 from memoro.data.loader import Batch, Loader
-from memoro.data.screen import check_images
-from memoro.data.split import stratified_folds, stratified_split
-from memoro.data.splits import Splits
+from memoro.data.screening import check_images
+from memoro.data.splits import Splits, stratified_folds, stratified_split
 from memoro.data.stream import ImageStream, Streams, load_stream
 
 __all__ = [

@@ -8,19 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memoro.data.archive import list_archive
-from memoro.data.arrow import list_tables
-from memoro.data.folder import list_folder
-from memoro.data.hub import fetch, is_hub_id, is_saved
-from memoro.data.inaturalist import TRAIN
-from memoro.data.known import KNOWN, explain_known, find_known, with_rule
+from memoro.data.folders import list_archive, list_folder
+from memoro.data.hub import KNOWN, TRAIN, explain_known, fetch, find_known, is_hub_id, is_saved, with_rule
 from memoro.data.listing import Listing, role_of
-from memoro.data.manifest import MANIFEST_SUFFIXES, list_manifest
 from memoro.data.splits import Splits, build_splits, hold_out
+from memoro.data.tables import MANIFEST_SUFFIXES, list_manifest, list_tables
 from memoro.errors import DataError
 
 if TYPE_CHECKING:
-    from memoro.task import HeadKind
+    from memoro.heads import HeadKind
 
 _FORMS = (
     "give a folder of class folders (or of train/ and test/ with class folders), a .zip of one, a .csv or .parquet "

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from memoro.data.augment import Augment, output_size
-from memoro.data.draws import Purpose, order
-from memoro.data.imageset import ImageSet, Skipped, open_encoded
-from memoro.data.screen import refuse_many, worker_count
+from memoro.data.augment import Augment, Purpose, order, output_size
+from memoro.data.dataset import ImageSet, Skipped, open_encoded
+from memoro.data.screening import refuse_many, worker_count
 from memoro.data.stream import ImageStream, StreamSample
 from memoro.errors import DataError, ImageError
-from memoro.preprocessing import Preprocessing
+from memoro.images import Preprocessing
 
 BUFFER = 1024
 """Images of a stream among which the next one is drawn."""

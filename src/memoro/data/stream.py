@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from memoro.data.arrow import encoded, named, roles_of
-from memoro.data.columns import Columns, choose
-from memoro.data.draws import Purpose, uniform
-from memoro.data.hub import fetch
-from memoro.data.known import KNOWN
-from memoro.data.values import encode, parse
+from memoro.data.augment import Purpose, uniform
+from memoro.data.hub import KNOWN, fetch
+from memoro.data.listing import encode, parse
+from memoro.data.tables import Columns, choose, encoded, named, roles_of
 from memoro.errors import DataError, ImageError
 
 if TYPE_CHECKING:
-    from memoro.task import HeadKind
+    from memoro.heads import HeadKind
 
 
 class StreamSample(NamedTuple):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from memoro.backbones import Backbone
-from memoro.composition import Composition
-from memoro.receipt import Receipt
+from memoro.engine.composition import Composition
+from memoro.engine.verify import Receipt
 
 if TYPE_CHECKING:
     from memoro.demo.story import Answered, Cost
@@ -93,7 +93,7 @@ KINDS = (("letter", "style", "case"), ("digit", "parity"))
 
 
 @dataclass(frozen=True)
-class Said:
+class Answer:
     """One task's answer to one image."""
 
     task: str
@@ -107,7 +107,7 @@ class Said:
         return "other" if self.truth is None else "right" if self.truth == self.label else "wrong"
 
 
-def ask(model: Composition, answered: dict[str, Answered], each: int) -> list[tuple[Image.Image, list[Said]]]:
+def ask(model: Composition, answered: dict[str, Answered], each: int) -> list[tuple[Image.Image, list[Answer]]]:
     """Some test images of both kinds with every task's answer, all from one pass."""
     pictures, truths = [], []
     for names in KINDS:
@@ -120,14 +120,14 @@ def ask(model: Composition, answered: dict[str, Answered], each: int) -> list[tu
     found = []
     for picture, said, truth in zip(pictures, model.predict(pictures), truths, strict=True):
         answers = [
-            Said(name, answer["label"], answer["probabilities"][answer["label"]], truth.get(name))
+            Answer(name, answer["label"], answer["probabilities"][answer["label"]], truth.get(name))
             for name, answer in said.items()
         ]
         found.append((picture, answers))
     return found
 
 
-def _cards(asked: list[tuple[Image.Image, list[Said]]]) -> str:
+def _cards(asked: list[tuple[Image.Image, list[Answer]]]) -> str:
     cards = []
     for picture, answers in asked:
         lines = []
@@ -139,7 +139,7 @@ def _cards(asked: list[tuple[Image.Image, list[Said]]]) -> str:
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
-def draw_overview(path: Path, asked: list[tuple[Image.Image, list[Said]]], cost: Cost, tasks: int) -> Path:
+def draw_overview(path: Path, asked: list[tuple[Image.Image, list[Answer]]], cost: Cost, tasks: int) -> Path:
     """The page in one picture: images with answers above, the cost below."""
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The demo's course: five questions about images, four of them learned in one pass, all answered in one."""
+"""The demo's group: five questions about images, four of them learned in one pass, all answered in one."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from rich.table import Table
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.bench.clock import best_times
-from memoro.composition import Composition, compose
+from memoro.console import bar
 from memoro.data import Augment, Splits, load_columns, load_data
 from memoro.demo.page import write_page
 from memoro.demo.pictures import COLUMNS, draw_letters, table_of_parity, write_digits
+from memoro.engine.composition import Composition, compose
+from memoro.engine.verify import Receipt
+from memoro.evaluation.evaluate import evaluate
 from memoro.extras import need
-from memoro.progress import bar
-from memoro.receipt import Receipt
 from memoro.regimes import REGIMES, TaskPlan
-from memoro.task import Task
-from memoro.taskfile import load_task, save_task
-from memoro.train.cached import Cache
-from memoro.train.evaluate import evaluate
-from memoro.train.recipe import Recipe
-from memoro.train.sweep import Grid, Subject, SweepResult, run_sweeps
+from memoro.tasks.task import Task
+from memoro.tasks.taskfile import load_task, save_task
+from memoro.training.cached import Cache
+from memoro.training.recipe import Recipe
+from memoro.training.sweep import Grid, Subject, SweepResult, run_sweeps
 
 
 @dataclass(frozen=True)

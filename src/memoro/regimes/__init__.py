@@ -3,12 +3,10 @@
 from memoro.errors import TrainingError
 from memoro.regimes.adapter import ADAPTER, ADAPTER_MEMORY
 from memoro.regimes.baseline import Baseline, Method
-from memoro.regimes.class_full import CLASS_FULL, VPT
+from memoro.regimes.composing import HEAD, MEMORY
 from memoro.regimes.full import FULL
-from memoro.regimes.head import HEAD
 from memoro.regimes.lora import LORA
-from memoro.regimes.memory import MEMORY
-from memoro.regimes.memory_full import MEMORY_FULL
+from memoro.regimes.memory_full import CLASS_FULL, MEMORY_FULL, VPT
 from memoro.regimes.propagated import PROPAGATED, PROPAGATED_ADDITIVE
 from memoro.regimes.regime import Regime, TaskPlan
 

@@ -21,7 +21,7 @@ from memoro.regimes.baseline import Method, Parts, Shapes, Weights
 from memoro.regimes.dense import run_dense
 from memoro.regimes.memory_full import shape_memory, start_memory
 from memoro.regimes.regime import TaskPlan
-from memoro.task import INIT_STD, Task
+from memoro.tasks.task import INIT_STD, Task
 
 PLACES = 2  # after attention, after the MLP
 

@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from memoro.answers import read_answers
 from memoro.backbones import Backbone
+from memoro.engine.answers import read_answers
 from memoro.errors import CompositionError, TrainingError
-from memoro.images import open_image
-from memoro.preprocessing import Preprocessing
+from memoro.heads import HeadKind
+from memoro.images import Preprocessing, open_image
 from memoro.regimes.regime import Regime, TaskPlan
-from memoro.task import MAX_CELLS, BackboneRecord, HeadKind, Task, hash_content, new_task, say_apart
+from memoro.tasks.task import MAX_CELLS, BackboneRecord, Task, hash_content, new_task, say_apart
 
 LIMITS = {"cells": (0, MAX_CELLS), "width": (1, 4096), "rank": (1, 1024)}
 """What the sizes of a plan may be."""
@@ -192,13 +192,13 @@ class Baseline(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Baseline:
         # Built anew: functions that read the parameters of a copied backbone would go on reading the old ones.
         spec = self.spec
-        twin = self.method.build(self.backbone, spec.plan)
-        twin.spec = spec
-        twin.fill(self.stored())
+        copy = self.method.build(self.backbone, spec.plan)
+        copy.spec = spec
+        copy.fill(self.stored())
         flags = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
-        for name, parameter in twin.named_parameters():
+        for name, parameter in copy.named_parameters():
             parameter.requires_grad_(flags[name])
-        return twin
+        return copy
 
     def extra_repr(self) -> str:
         sizes = "".join(f", {size} {name}" for name, size in self.spec.sizes.items())

@@ -11,10 +11,14 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from memoro.backbones import Backbone
-from memoro.composition import check_made_for
+from memoro.engine.composition import check_made_for
 from memoro.errors import TaskFileError
-from memoro.preprocessing import Preprocessing
-from memoro.record import (
+from memoro.files import write_whole
+from memoro.heads import HeadKind
+from memoro.images import Preprocessing
+from memoro.regimes import METHODS
+from memoro.regimes.baseline import LIMITS, Baseline, BaselineSpec, by_name, hash_baseline
+from memoro.tasks.record import (
     read_backbone,
     read_choice,
     read_object,
@@ -27,10 +31,8 @@ from memoro.record import (
     write_record,
     write_tensor,
 )
-from memoro.regimes import METHODS
-from memoro.regimes.baseline import LIMITS, Baseline, BaselineSpec, by_name, hash_baseline
-from memoro.task import HeadKind, Task, check_labels, check_name
-from memoro.taskfile import load_tasks, write_whole
+from memoro.tasks.task import Task, check_labels, check_name
+from memoro.tasks.taskfile import load_tasks
 
 MAX_FILE = 64 << 30
 """A copy of a backbone may be larger than any task. What is read of it is no larger than the backbone at hand."""

@@ -25,7 +25,7 @@ def run_dense(
     tokens, context = embed_tokens(anatomy, pixels, class_token)
     for layer, block in enumerate(blocks or anatomy.blocks):
         cells = None if memory is None else memory[layer]
-        tokens = block.mix(tokens, look(block, context, layer, tokens, memory=cells))
+        tokens = block.mix(tokens, dense_attention(block, context, layer, tokens, memory=cells))
     return read_token(anatomy, tokens)
 
 
@@ -38,7 +38,7 @@ def embed_tokens(anatomy: Anatomy, pixels: Tensor, class_token: Tensor | None) -
     return torch.cat([first, tokens[:, 1:]], dim=1), context
 
 
-def look(
+def dense_attention(
     block: Block,
     context: Context,
     layer: int,

@@ -10,7 +10,7 @@ from memoro.backbones import Backbone
 from memoro.regimes.baseline import Method, Parts, Shapes, Weights
 from memoro.regimes.dense import run_dense
 from memoro.regimes.regime import TaskPlan
-from memoro.task import Task
+from memoro.tasks.task import Task
 
 
 def _shapes(backbone: Backbone, sizes: Mapping[str, int]) -> Shapes:
@@ -19,15 +19,15 @@ def _shapes(backbone: Backbone, sizes: Mapping[str, int]) -> Shapes:
 
 def _parts(backbone: Backbone, plan: TaskPlan, start: Task) -> Parts:
     """The copy is in float32 or better. It stays in eval mode: dropout would make it another comparison."""
-    twin = backbone.twin(start.head.weight.dtype)
-    parameters = twin.weights
+    trainable_copy = backbone.trainable_copy(start.head.weight.dtype)
+    parameters = trainable_copy.weights
     for parameter in parameters.values():
         parameter.requires_grad_(True)
 
     def encode(weights: Weights, pixels: Tensor) -> Tensor:
-        return run_dense(twin.anatomy, pixels)
+        return run_dense(trainable_copy.anatomy, pixels)
 
-    return Parts(parameters, encode, stored=twin.anatomy.tensors)
+    return Parts(parameters, encode, stored=trainable_copy.anatomy.tensors)
 
 
 FULL = Method("full", "all weights of a copy of the encoder, and head", (), _shapes, _parts)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memoro.backbones import Backbone, Twin
+from memoro.backbones import Backbone, TrainableCopy
 from memoro.errors import BackboneError
 from memoro.extras import need
 from memoro.regimes.baseline import Method, Parts, Shapes, Weights
 from memoro.regimes.dense import run_dense
 from memoro.regimes.regime import TaskPlan
-from memoro.task import Task
+from memoro.tasks.task import Task
 
 TARGETS = ("q", "v")
 
@@ -36,34 +36,34 @@ def _parts(backbone: Backbone, plan: TaskPlan, start: Task) -> Parts:
     need("peft", extra="lora")
     from peft import LoraConfig, inject_adapter_in_model
 
-    twin = backbone.twin()
-    targets = _find_targets(backbone, twin)
+    trainable_copy = backbone.trainable_copy()
+    targets = _find_targets(backbone, trainable_copy)
     # alpha = rank: the update counts in full, whatever the rank.
     config = LoraConfig(r=plan.rank, lora_alpha=plan.rank, target_modules=list(targets.values()))
     with torch.random.fork_rng(devices=[]):  # PEFT draws from the global generator
         torch.manual_seed(plan.seed)
-        inject_adapter_in_model(config, twin.module)
+        inject_adapter_in_model(config, trainable_copy.module)
     parameters: dict[str, nn.Parameter] = {}
     for place, path in targets.items():
-        layer: Any = twin.module.get_submodule(path)
+        layer: Any = trainable_copy.module.get_submodule(path)
         for name in ("lora_A", "lora_B"):
             matrix = getattr(layer, name)["default"].to(start.head.weight.dtype)
             parameters[f"{place}.{name}"] = matrix.weight
 
     def encode(weights: Weights, pixels: Tensor) -> Tensor:
-        return run_dense(twin.anatomy, pixels)
+        return run_dense(trainable_copy.anatomy, pixels)
 
     return Parts(parameters, encode)
 
 
-def _find_targets(backbone: Backbone, twin: Twin) -> dict[str, str]:
+def _find_targets(backbone: Backbone, trainable_copy: TrainableCopy) -> dict[str, str]:
     """Where the module of each query and value matrix is, by the anatomy's names."""
     owners = {
         id(parameter): path
-        for path, module in twin.module.named_modules()
+        for path, module in trainable_copy.module.named_modules()
         for parameter in module.parameters(recurse=False)
     }
-    weights = {place: twin.anatomy.tensors[f"{place}.0"] for place in _places(backbone)}
+    weights = {place: trainable_copy.anatomy.tensors[f"{place}.0"] for place in _places(backbone)}
     if any(id(weight) not in owners for weight in weights.values()):
         raise BackboneError(
             f"{backbone.name} ({backbone.family}) keeps queries, keys and values in one matrix: LoRA on queries and "

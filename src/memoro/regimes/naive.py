@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memoro.errors import CompositionError
 from memoro.regimes.baseline import Baseline
-from memoro.regimes.dense import embed_tokens, look
+from memoro.regimes.dense import dense_attention, embed_tokens
 
 
 class NaiveConcatenation:
@@ -53,7 +53,7 @@ class NaiveConcatenation:
         places = torch.tensor([*range(own), *[0] * extra], device=tokens.device)
         memory = torch.cat([model.get_parameter("memory") for model in models], dim=1)
         for layer, block in enumerate(anatomy.blocks):
-            seen = look(
+            seen = dense_attention(
                 block,
                 context,
                 layer,

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from memoro.backbones import Anatomy, Backbone
 from memoro.regimes.baseline import Method, Parts, Shapes, Weights
-from memoro.regimes.dense import embed_tokens, look, read_token
+from memoro.regimes.dense import dense_attention, embed_tokens, read_token
 from memoro.regimes.memory_full import shape_memory, start_memory
 from memoro.regimes.regime import TaskPlan
-from memoro.task import Task
+from memoro.tasks.task import Task
 
 
 def _shape_once(backbone: Backbone, sizes: Mapping[str, int]) -> Shapes:
@@ -33,7 +33,9 @@ def _run(anatomy: Anatomy, pixels: Tensor, class_token: Tensor | None, memory: T
     for layer, block in enumerate(anatomy.blocks):
         if 0 < layer < len(memory):
             tokens = torch.cat([tokens[:, :own], tokens[:, own:] + memory[layer]], dim=1)
-        seen = look(block, context, layer, tokens, extra=cells, spread=lambda bias: F.pad(bias, (0, cells, 0, cells)))
+        seen = dense_attention(
+            block, context, layer, tokens, extra=cells, spread=lambda bias: F.pad(bias, (0, cells, 0, cells))
+        )
         tokens = block.mix(tokens, seen)
     return read_token(anatomy, tokens[:, :own])
 

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from memoro.backbones import Backbone
-from memoro.task import HeadKind, Task
+from memoro.heads import HeadKind
+from memoro.tasks.task import Task
 
 
 @dataclass(frozen=True)

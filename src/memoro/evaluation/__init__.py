@@ -1,0 +1,1 @@
+"""What reads tasks and writes for people: metrics, predictions, tables."""

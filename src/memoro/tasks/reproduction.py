@@ -1,0 +1,112 @@
+"""Tasks out of checkpoints of the paper's public re-implementation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memoro.backbones import Backbone
+from memoro.errors import TaskFileError
+from memoro.tasks.task import BackboneRecord, Task, TaskSpec
+
+_MEMORY = re.compile(r"(?:.*\.)?layer\.(\d+)\.attention\.attention\.memory_tokens\.(\d+)$")
+_TOKEN = re.compile(r"(?:.*\.)?embeddings\.cls_tokens\.(\d+)$")
+_HEAD = re.compile(r"classifiers\.(\d+)\.(weight|bias)$")
+_MASK = re.compile(r"(?:.*\.)?layer\.0\.attention\.attention\.attention_mask$")
+MAX_FILE = 8 << 30
+
+
+def import_tasks(backbone: Backbone, path: str | Path, *, names: list[str] | None = None) -> list[Task]:
+    """The tasks in a state dict of the public reproduction, parents before children.
+
+    Its memory stands after the LayerNorm, so the tasks get `memory_norm="post"`. Its class token 0 and classifier 0
+    are the backbone's own and are left out. Which tasks extend which is read from the mask that it stores.
+    """
+    state = _read_state(Path(path))
+    tokens = {int(m[1]): tensor for key, tensor in state.items() if (m := _TOKEN.fullmatch(key))}
+    memory = {(int(m[2]), int(m[1])): tensor for key, tensor in state.items() if (m := _MEMORY.fullmatch(key))}
+    heads = {(int(m[1]), m[2]): tensor for key, tensor in state.items() if (m := _HEAD.fullmatch(key))}
+    mask = next((tensor for key, tensor in state.items() if _MASK.fullmatch(key)), None)
+    count = len(tokens) - 1
+    if count < 1 or mask is None:
+        raise TaskFileError(
+            f"{path} is no checkpoint of the public reproduction: it needs cls_tokens, memory_tokens, classifiers and "
+            "an attention_mask. memoro's own files are read with load_task()."
+        )
+    if names is not None and len(names) != count:
+        raise TaskFileError(f"{path} holds {count} tasks, but {len(names)} names were given.")
+    cells = [memory[task, 0].shape[-2] if (task, 0) in memory else 0 for task in range(count)]
+    parents = _read_mask(mask, cells, path)
+    tasks: list[Task] = []
+    for number in range(count):
+        head = nn.Linear(1, 1, device="meta")
+        try:
+            layers = [
+                memory[number, layer].reshape(-1, backbone.dim) for layer in range(backbone.depth) if cells[number]
+            ]
+            head.weight = nn.Parameter(heads[number + 1, "weight"].clone())
+            head.bias = nn.Parameter(heads[number + 1, "bias"].clone())
+            token = tokens[number + 1].reshape(backbone.dim).clone()
+            stack = torch.stack(layers) if layers else token.new_zeros(backbone.depth, 0, backbone.dim)
+            head.out_features, head.in_features = head.weight.shape
+        except (KeyError, RuntimeError, ValueError):
+            raise TaskFileError(
+                f"{path}: task {number} does not fit {backbone.name} ({backbone.depth} layers of {backbone.dim}). "
+                "Load the backbone that it was trained on."
+            ) from None
+        if head.in_features != backbone.dim or not all(
+            t.isfinite().all() for t in (token, stack, head.weight, head.bias)
+        ):
+            raise TaskFileError(f"{path}: task {number} holds a head of another width, NaN or infinity.")
+        spec = TaskSpec(
+            name=names[number] if names else f"{Path(path).stem}-{number + 1}",
+            labels=tuple(f"class {i}" for i in range(head.out_features)),
+            kind="softmax",
+            from_layer=0,
+            cells=cells[number],
+            memory_norm="post",
+            backbone=BackboneRecord.of(backbone),
+            training={"imported_from": Path(path).name},
+        )
+        tasks.append(Task(spec, token, stack, head, [tasks[parent] for parent in parents[number]]))
+    return tasks
+
+
+def _read_state(path: Path) -> Mapping[str, Tensor]:
+    if not path.is_file():
+        raise TaskFileError(f"cannot read {path}: no such file.")
+    if path.stat().st_size > MAX_FILE:
+        raise TaskFileError(f"{path} is larger than {MAX_FILE >> 30} GiB.")
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # the unpickler raises nearly every type on foreign input
+        reason = (str(error).splitlines() or [""])[0][:160]
+        raise TaskFileError(f"{path} is no state dict that can be read safely ({reason}).") from None
+    state = state.get("state_dict", state) if isinstance(state, Mapping) else state
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise TaskFileError(f"{path} is no state dict: save model.state_dict(), not the model.")
+    return state
+
+
+def _read_mask(mask: Tensor, cells: list[int], path: str | Path) -> list[list[int]]:
+    """For each task the earlier ones that its class token may attend to; direct parents and older ones alike."""
+    mask = mask.reshape(mask.shape[-2:])
+    count = len(cells)
+    rows, columns = mask.shape
+    base = rows - count
+    if columns != rows + sum(cells) or base < 1:
+        raise TaskFileError(f"{path}: its attention mask {tuple(mask.shape)} does not fit its {count} tasks.")
+    seen = mask > -1
+    parents = []
+    for task in range(count):
+        row = seen[base + task]
+        others = [other for other in range(count) if other != task and bool(row[base + other])]
+        if any(other > task for other in others) or not bool(row[:base].all()) or not bool(row[base + task]):
+            raise TaskFileError(f"{path}: its attention mask is neither a concatenation nor an extension.")
+        parents.append(others)
+    return parents

@@ -1,0 +1,206 @@
+"""Checkpoints: all that a training needs to go on as if nothing had happened. No pickle, one file, written whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from memoro.backbones import Backbone
+from memoro.data import ImageSet, ImageStream
+from memoro.errors import TrainingError
+from memoro.files import write_whole
+from memoro.regimes import Baseline
+from memoro.tasks.task import Task
+from memoro.training.cached import Cache
+from memoro.training.group import Progress, RunGroup, RunSpec
+
+KEY = "memoro-checkpoint"
+
+
+def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, Any], seconds: float) -> None:
+    """Writes the state of all runs. `identity` is what must be the same for a resume."""
+    tensors: dict[str, Tensor] = {}
+    records = []
+    for number, run in enumerate(run for group in groups for run in group.runs):
+        state = run.optimizer.state_dict()["state"]
+        for index, (name, parameter) in enumerate(run.trained.items()):
+            tensors[f"{number}.now.{name}"] = parameter.detach()
+            if name in run.best:
+                tensors[f"{number}.best.{name}"] = run.best[name]
+            for key, value in state.get(index, {}).items():
+                if value is not None:
+                    tensors[f"{number}.optimizer.{index}.{key}"] = torch.as_tensor(value)
+        records.append(
+            {
+                "history": run.history,
+                "best_score": run.best_score,
+                "best_epoch": run.best_epoch,
+                "stopped": run.stopped,
+                "diverged": run.diverged,
+            }
+        )
+    progress = [asdict(group.progress) for group in groups]
+    record = {"progress": progress, "seconds": seconds, "runs": records, "identity": identity}
+    data = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    write_whole(path, save(data, metadata={KEY: json.dumps(record)}))
+
+
+def read_identity(path: Path) -> dict[str, Any]:
+    """What the training of a checkpoint was."""
+    return dict(_open(path)[0]["identity"])
+
+
+def _open(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            record = json.loads((file.metadata() or {})[KEY])
+            dict(record["identity"])
+            return record, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise TrainingError(f"{path} is no checkpoint, or damaged ({error}): start anew without --resume.") from None
+
+
+def load_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, Any]) -> float:
+    """Puts all runs back into the state of a checkpoint; returns the seconds that had been spent."""
+    record, tensors = _open(path)
+    changed, details = _compare(record["identity"], json.loads(json.dumps(identity)))
+    if changed:
+        raise TrainingError(
+            f"cannot resume: {', '.join(changed)} differ from those of the checkpoint in {path.parent}"
+            f"{f' ({details})' if details else ''}. Use the same settings and data, or start anew without --resume."
+        )
+    runs = [run for group in groups for run in group.runs]
+    for number, (run, state_of) in enumerate(zip(runs, record["runs"], strict=True)):
+        state: dict[int, dict[str, Any]] = {}
+        with torch.no_grad():
+            for index, (name, parameter) in enumerate(run.trained.items()):
+                parameter.copy_(tensors[f"{number}.now.{name}"])
+                if f"{number}.best.{name}" in tensors:
+                    run.best[name] = tensors[f"{number}.best.{name}"].to(parameter)
+                prefix = f"{number}.optimizer.{index}."
+                entries = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+                if entries:
+                    state[index] = entries
+        whole = run.optimizer.state_dict()
+        run.optimizer.load_state_dict({**whole, "state": state})
+        run.history = state_of["history"]
+        run.best_score = None if state_of["best_score"] is None else tuple(state_of["best_score"])
+        run.best_epoch = state_of["best_epoch"]
+        run.stopped, run.diverged = state_of["stopped"], state_of["diverged"]
+    for group, progress in zip(groups, record["progress"], strict=True):
+        group.progress = Progress(**progress)
+    return float(record["seconds"])
+
+
+def _compare(saved: dict[str, Any], here: dict[str, Any]) -> tuple[list[str], str]:
+    """What of an identity differs, and the settings that do, with their values there and here.
+
+    A list has an entry for each run. With another number of runs all lists differ, so what the runs are counts.
+    """
+    before, now = (len(_entries(identity.get("recipe"))) for identity in (saved, here))
+    changed = [key for key in here if _differs(saved.get(key), here[key], same_runs=before == now)]
+    details = []
+    for key in changed:
+        if key in {"recipe", "task", "preprocessing"}:
+            details += _settings(saved.get(key), here[key])
+        elif key in {"features", "halving"}:
+            details.append(f"{key} {json.dumps(saved.get(key))} there, {json.dumps(here[key])} here")
+    if before != now:
+        changed = changed or ["runs"]
+        details.insert(0, f"{before} {'run' if before == 1 else 'runs'} there, {now} here")
+    return changed, "; ".join(details)
+
+
+def _entries(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _differs(before: Any, now: Any, *, same_runs: bool) -> bool:
+    if same_runs or not isinstance(now, list):
+        return bool(before != now)
+    return {json.dumps(entry) for entry in _entries(before)} != {json.dumps(entry) for entry in now}
+
+
+def _settings(before: Any, now: Any) -> list[str]:
+    """`lr 0.1 there, 0.5 here` for each setting whose values over all runs are others."""
+    sides = [_values(before), _values(now)]
+    found = []
+    for name in dict.fromkeys((*sides[1], *sides[0])):
+        there, here = (", ".join(side.get(name, {"none": None})) for side in sides)
+        if there != here:
+            found.append(f"{name} {_shorten(there)} there, {_shorten(here)} here")
+    return found
+
+
+def _values(runs: Any) -> dict[str, dict[str, None]]:
+    """Each setting's values over all runs, once each and as text; those of a record within by `augment.flip`."""
+    found: dict[str, dict[str, None]] = {}
+    for run in _entries(runs):
+        for name, value in run.items() if isinstance(run, dict) else ():
+            within = (
+                {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+            )
+            for key, part in within.items():
+                found.setdefault(key, {})[json.dumps(part, ensure_ascii=False)] = None
+    return found
+
+
+def _shorten(text: str, most: int = 80) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _spec_facts(task: Task | Baseline) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": task.name, "labels": task.labels, "kind": task.kind}
+    if isinstance(task, Baseline):
+        return {**facts, "sizes": dict(task.spec.sizes)}
+    spec = task.spec
+    return {
+        **facts,
+        "cells": spec.cells,
+        "from_layer": spec.from_layer,
+        "memory_norm": spec.memory_norm,
+        "extends": [parent.content for parent in task.parents],
+    }
+
+
+def run_identity(backbone: Backbone, specs: Sequence[RunSpec], cache: Cache | None) -> dict[str, Any]:
+    """What must be the same for a resume to be the same training."""
+    digests: dict[int, str | None] = {}
+    for spec in specs:
+        for images in (spec.splits.train, spec.splits.val):
+            if id(images) not in digests:
+                digests[id(images)] = _data_digest(images)
+    return {
+        "recipe": [spec.recipe.to_json() for spec in specs],
+        "task": [{**_spec_facts(spec.task), "regime": spec.regime.name} for spec in specs],
+        "backbone": backbone.fingerprint.digest,
+        "data": [
+            {
+                "train": digests[id(spec.splits.train)],
+                "val": digests[id(spec.splits.val)],
+                "held": None if spec.held is None else hashlib.sha256(spec.held.tobytes()).hexdigest(),
+            }
+            for spec in specs
+        ],
+        "preprocessing": [spec.preprocessing.to_json() for spec in specs],
+        "features": None if cache is None else cache.dtype,
+    }
+
+
+def _data_digest(images: ImageSet | ImageStream | None) -> str | None:
+    """What a set holds, in its order: a resume on other images would not be the same training."""
+    if not isinstance(images, ImageSet):
+        return None if images is None else images.name
+    whole = hashlib.sha256(images.targets.numpy().tobytes())
+    for index in range(len(images)):
+        whole.update((images.key(index) if images.digests is not None else images.where(index)).encode())
+    return whole.hexdigest()
