@@ -21,11 +21,11 @@ from memoro.data.stream import ImageStream, StreamSample
 from memoro.errors import DataError, ImageError
 from memoro.images import Preprocessing
 
-BUFFER = 1024
-"""Images of a stream among which the next one is drawn."""
+SHUFFLE_BUFFER = 1024
+"""Images of a stream that are shuffled at a time."""
 
 _PREFETCH = 4
-_ENOUGH = 100  # images of a stream to have seen before a share of unreadable ones means anything
+_MIN_SEEN = 100  # images of a stream to read before the fraction of unreadable ones means anything
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Batch:
     """Images of the whole batch over all processes: what a sum of losses is divided by."""
 
 
-class Job(NamedTuple):
+class Request(NamedTuple):
     """What a worker is asked for: samples of a set, or encoded images of a stream."""
 
     view: int
@@ -86,16 +86,15 @@ class Loader:
         self.rank, self.world = rank, world
         self._seen = 0
         self._turn = 0
-        self._jobs = _Jobs()
+        self._requests = _RequestSampler()
         count = worker_count(workers, len(images) if isinstance(images, ImageSet) else 1_000_000)
         self._workers: DataLoader[Any] = DataLoader(
             _Decoder(images, preprocessing, augment, seed, plain_first=views is not None),
             batch_size=None,
-            sampler=self._jobs,
+            sampler=self._requests,
             num_workers=count,
-            collate_fn=_as_is,
             persistent_workers=count > 0,
-            worker_init_fn=_leave_interrupts_to_the_trainer,
+            worker_init_fn=_ignore_interrupts,
             prefetch_factor=_PREFETCH if count else None,
             generator=torch.Generator(),  # its own: the global one would be moved on, and with it the run
         )
@@ -113,25 +112,25 @@ class Loader:
         """The batches of one epoch, without the first `start`, which are not decoded."""
         if isinstance(self.images, ImageSet):
             parts = self.parts(number, start)
-            return self._work(self._job(samples, self.view(number), total) for samples, total in parts)
-        return self._work(self._stream_jobs(number, start))
+            return self._work(self._request(samples, self.view(number), total) for samples, total in parts)
+        return self._work(self._stream_requests(number, start))
 
     def pick(self, samples: Sequence[int], view: int) -> Iterator[Batch]:
         """Batches of these samples of a set in one view, in this order."""
         parts = (np.asarray(samples[at : at + self.batch_size]) for at in range(0, len(samples), self.batch_size))
-        return self._work(self._job(part, view, len(part)) for part in parts)
+        return self._work(self._request(part, view, len(part)) for part in parts)
 
     def view(self, number: int) -> int:
         """The number of the view that every image has in this epoch."""
         return number if self.views is None else number % self.views
 
-    def _work(self, jobs: Iterator[Job]) -> Iterator[Batch]:
+    def _work(self, requests: Iterator[Request]) -> Iterator[Batch]:
         self._turn += 1
         turn = self._turn
-        self._jobs.fill(jobs)
+        self._requests.fill(requests)
         for pixels, failures in self._workers:
-            job = self._jobs.issued.popleft()
-            yield self._batch(job, pixels, failures)
+            request = self._requests.issued.popleft()
+            yield self._batch(request, pixels, failures)
             if turn != self._turn:
                 raise DataError("this epoch was given up when another one began; use a loader for each of them.")
 
@@ -155,69 +154,69 @@ class Loader:
                 return
             yield batch[self.rank :: self.world], len(batch)
 
-    def _job(self, samples: np.ndarray[Any, np.dtype[np.int64]], view: int, total: int) -> Job:
+    def _request(self, samples: np.ndarray[Any, np.dtype[np.int64]], view: int, total: int) -> Request:
         assert isinstance(self.images, ImageSet)
-        return Job(view, samples.tolist(), None, self.images.targets[torch.from_numpy(samples)], total)
+        return Request(view, samples.tolist(), None, self.images.targets[torch.from_numpy(samples)], total)
 
-    def _stream_jobs(self, number: int, start: int) -> Iterator[Job]:
+    def _stream_requests(self, number: int, start: int) -> Iterator[Request]:
         assert isinstance(self.images, ImageStream)
         samples = self.images.samples()
         if self._shuffle:
-            samples = _stirred(samples, self.seed, number)
+            samples = _shuffle_blocks(samples, self.seed, number)
         batch: list[StreamSample] = []
         count = 0
         for sample in samples:
             batch.append(sample)
             if len(batch) == self.batch_size:
                 if count >= start:
-                    yield self._stream_job(number, batch)
+                    yield self._stream_request(number, batch)
                 batch, count = [], count + 1
         if batch and not self._drop_last and count >= start:
-            yield self._stream_job(number, batch)
+            yield self._stream_request(number, batch)
 
-    def _stream_job(self, number: int, batch: list[StreamSample]) -> Job:
+    def _stream_request(self, number: int, batch: list[StreamSample]) -> Request:
         mine = batch[self.rank :: self.world]
         shown = torch.stack([sample.target for sample in batch])[self.rank :: self.world]
         data = [sample.data for sample in mine]
-        return Job(self.view(number), [sample.number for sample in mine], data, shown, len(batch))
+        return Request(self.view(number), [sample.number for sample in mine], data, shown, len(batch))
 
-    def _batch(self, job: Job, pixels: Tensor, failures: list[tuple[int, str]]) -> Batch:
+    def _batch(self, request: Request, pixels: Tensor, failures: list[tuple[int, str]]) -> Batch:
         if failures and isinstance(self.images, ImageSet):
             raise DataError(
                 f"{failures[0][1]} It was not screened, or has changed since: load the data with screen=True, "
                 "which leaves out what cannot be read, or remove the file."
             )
-        self._seen += len(job.samples)
+        self._seen += len(request.samples)
         for at, reason in failures:
-            self.skipped.append(Skipped(self.images.where(job.samples[at]), reason))
-        if self._seen >= _ENOUGH:
+            self.skipped.append(Skipped(self.images.where(request.samples[at]), reason))
+        if self._seen >= _MIN_SEEN:
             refuse_many(self.skipped, self._seen, self.images.name)
         bad = {at for at, _ in failures}
-        good = torch.tensor([at for at in range(len(job.samples)) if at not in bad], dtype=torch.long)
-        index = torch.tensor(job.samples, dtype=torch.long)
-        return Batch(pixels, job.targets[good], index[good], job.total)
+        good = torch.tensor([at for at in range(len(request.samples)) if at not in bad], dtype=torch.long)
+        index = torch.tensor(request.samples, dtype=torch.long)
+        return Batch(pixels, request.targets[good], index[good], request.total)
 
 
-class _Jobs(Sampler[Job]):
-    """Hands out the jobs of the epoch under way and remembers them, in order, until their results are back."""
+class _RequestSampler(Sampler[Request]):
+    """Hands out the requests of the epoch under way and remembers them, in order, until their results are back."""
 
     def __init__(self) -> None:
-        self.issued: deque[Job] = deque()
-        self._source: Iterator[Job] = iter(())
+        self.issued: deque[Request] = deque()
+        self._source: Iterator[Request] = iter(())
 
-    def fill(self, source: Iterator[Job]) -> None:
+    def fill(self, source: Iterator[Request]) -> None:
         self._source = source
         self.issued = deque()
 
-    def __iter__(self) -> Iterator[Job]:
-        for job in self._source:
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._source:
             # The worker needs no targets: they stay here.
-            self.issued.append(job._replace(data=None))
-            yield job._replace(targets=torch.empty(0))
+            self.issued.append(request._replace(data=None))
+            yield request._replace(targets=torch.empty(0))
 
 
 class _Decoder(Dataset[Any]):
-    """Runs in a worker: the pixels of a job's images, and which of them could not be read."""
+    """Runs in a worker: the pixels of a request's images, and which of them could not be read."""
 
     def __init__(
         self,
@@ -236,18 +235,18 @@ class _Decoder(Dataset[Any]):
         self.seed = seed
         self.plain_first = plain_first
 
-    def __getitem__(self, job: Job) -> tuple[Tensor, list[tuple[int, str]]]:
+    def __getitem__(self, request: Request) -> tuple[Tensor, list[tuple[int, str]]]:
         pixels: list[Tensor] = []
         failures: list[tuple[int, str]] = []
-        for at, sample in enumerate(job.samples):
+        for at, sample in enumerate(request.samples):
             try:
                 if self.source is not None and self.rows is not None:
                     row = int(self.rows[sample])
                     data, where = self.source.read(row), self.source.where(row)
                 else:
-                    assert job.data is not None
-                    data, where = job.data[at], f"{self.name}, image {sample} of the stream"
-                pixels.append(self._view(data, where, job.view, sample))
+                    assert request.data is not None
+                    data, where = request.data[at], f"{self.name}, image {sample} of the stream"
+                pixels.append(self._view(data, where, request.view, sample))
             except ImageError as error:
                 failures.append((at, str(error)))
         if not pixels:
@@ -266,22 +265,18 @@ def _edge(augment: Augment, address: tuple[Preprocessing, int, int, int], size: 
     return augment.edge(size, *address)
 
 
-def _stirred(samples: Iterator[StreamSample], seed: int, epoch: int) -> Iterator[StreamSample]:
-    """A stream in blocks of `BUFFER` images, each block shuffled."""
+def _shuffle_blocks(samples: Iterator[StreamSample], seed: int, epoch: int) -> Iterator[StreamSample]:
+    """A stream in blocks of `SHUFFLE_BUFFER` images, each block shuffled."""
     block: list[StreamSample] = []
     number = 0
     for sample in samples:
         block.append(sample)
-        if len(block) == BUFFER:
+        if len(block) == SHUFFLE_BUFFER:
             yield from (block[at] for at in order(len(block), seed, Purpose.ORDER, epoch, number))
             block, number = [], number + 1
     yield from (block[at] for at in order(len(block), seed, Purpose.ORDER, epoch, number))
 
 
-def _leave_interrupts_to_the_trainer(worker: int) -> None:
+def _ignore_interrupts(worker: int) -> None:
     """Ctrl-C reaches all processes of a terminal; the trainer finishes its step first and needs them for that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _as_is(result: Any) -> Any:
-    return result
