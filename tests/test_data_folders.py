@@ -87,19 +87,19 @@ def test_split_folders_are_used_as_such(tmp_path: Path, val: str) -> None:
 
 
 def test_class_may_be_called_train() -> None:
-    tree = read_tree(["bus/1.png", "train/2.png", "car/3.png"], [], "x")
-    assert dict(tree.splits["train"]) == {0: "bus", 1: "train", 2: "car"}
+    tree, _ = read_tree(["bus/1.png", "train/2.png", "car/3.png"], [], "x")
+    assert dict(tree["train"]) == {0: "bus", 1: "train", 2: "car"}
 
 
 def test_folder_beside_the_splits_is_noted() -> None:
-    tree = read_tree(["train/a/1.png", "test/a/2.png", "extra/a/3.png"], [], "x")
-    assert set(tree.splits) == {"train", "test"}
-    assert any("extra" in note for note in tree.notes)
+    tree, notes = read_tree(["train/a/1.png", "test/a/2.png", "extra/a/3.png"], [], "x")
+    assert set(tree) == {"train", "test"}
+    assert any("extra" in note for note in notes)
 
 
 def test_images_deeper_in_a_class_belong_to_it() -> None:
-    tree = read_tree(["a/x/1.png", "a/2.png", "b/y/z/3.png"], [], "x")
-    assert dict(tree.splits["train"]) == {0: "a", 1: "a", 2: "b"}
+    tree, _ = read_tree(["a/x/1.png", "a/2.png", "b/y/z/3.png"], [], "x")
+    assert dict(tree["train"]) == {0: "a", 1: "a", 2: "b"}
 
 
 def test_clutter_is_ignored_and_other_files_are_noted(tmp_path: Path) -> None:

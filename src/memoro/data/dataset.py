@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from memoro.errors import ImageError
+from memoro.errors import DataError
 from memoro.heads import HeadKind
 from memoro.images import Draft, open_image
 
@@ -22,6 +22,7 @@ SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 
 # No encoded image is bigger; a file that is would only fill the memory.
 MAX_BYTES = 512 * 2**20
+MAX_UNREADABLE = 0.05
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class ImageSet(Labelled):
 
     def open(self, index: int, *, draft: Draft = None) -> Image.Image:
         """The image, upright, in RGB. `draft` as in `open_image`."""
-        return open_encoded(self.read(index), self.where(index), draft)
+        return open_image(self.read(index), draft=draft, name=self.where(index))
 
     def key(self, index: int) -> str:
         """SHA-256 of the encoded image: equal for copies under other names."""
@@ -147,11 +148,13 @@ def unreadable_size(size: int) -> str | None:
     return f"{size / 2**20:.0f} MiB, more than {MAX_BYTES // 2**20}" if size > MAX_BYTES else None
 
 
-def open_encoded(data: bytes, where: str, draft: Draft = None) -> Image.Image:
-    """The image of encoded bytes; errors name its address."""
-    if not data:
-        raise ImageError(f"{where}: the file is empty (0 bytes).")
-    try:
-        return open_image(data, draft=draft)
-    except ImageError as error:
-        raise ImageError(f"{where}: {str(error).removeprefix('image: ')}") from None
+def refuse_many(skipped: Sequence[Skipped], total: int, name: str) -> None:
+    """An error if more than 5 % of `total` images, the skipped ones among them, cannot be read."""
+    if len(skipped) <= MAX_UNREADABLE * total:
+        return
+    first = "".join(f"\n  {where}: {reason}" for where, reason in skipped[:5])
+    more = f"\n  and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+    raise DataError(
+        f"{name}: {len(skipped)} of {total} images cannot be read, more than {MAX_UNREADABLE:.0%}; "
+        f"repair or remove them:{first}{more}"
+    )

@@ -29,16 +29,12 @@ _ENCRYPTED = 0x1
 _UTF8 = 0x800
 
 
-@dataclass(frozen=True)
-class FolderTree:
-    """For each split the (position of the file, class) of its images."""
-
-    splits: dict[SplitName, list[tuple[int, str]]]
-    notes: tuple[str, ...]
+Tree = dict[SplitName, list[tuple[int, str]]]
+"""For each split the (position of the file, class) of its images."""
 
 
-def read_tree(files: Sequence[str], folders: Iterable[str], name: str) -> FolderTree:
-    """The classes and splits of files given as relative paths with forward slashes.
+def read_tree(files: Sequence[str], folders: Iterable[str], name: str) -> tuple[Tree, list[str]]:
+    """The classes and splits of files given as relative paths with forward slashes, and notes on what was left out.
 
     Class folders may be at the top, or below `train`, `val` and `test` (in their usual spellings), and all of it
     below further folders, as archives have it. Images deeper inside a class folder belong to the class.
@@ -67,7 +63,7 @@ def read_tree(files: Sequence[str], folders: Iterable[str], name: str) -> Folder
     notes = []
     if loose:
         notes.append(f"{left_out(len(loose), 'image', ' outside any class folder')}, such as {files[loose[0]]}.")
-    splits: dict[SplitName, list[tuple[int, str]]] = {}
+    splits: Tree = {}
     others: Counter[str] = Counter()
     for at, path in paths.items():
         if len(path) < need:
@@ -88,7 +84,7 @@ def read_tree(files: Sequence[str], folders: Iterable[str], name: str) -> Folder
     if kinds:
         counts = ", ".join(f"{count} {suffix}" for suffix, count in kinds.most_common(5))
         notes.append(f"files without the suffix of an image were left out: {counts}.")
-    return FolderTree(splits, tuple(notes))
+    return splits, notes
 
 
 def _is_clutter(path: str) -> bool:
@@ -127,14 +123,17 @@ def _has_splits(paths: Iterable[list[str]]) -> bool:
     return bool(splits) and (all(top in SPLIT_NAMES for top in tops) or ("train" in splits and len(splits) > 1))
 
 
-def _raw_dataset(source: Source, tree: FolderTree, bad: Mapping[int, str]) -> RawDataset:
-    """The tree's images without those whose size rules them out."""
+def _raw_dataset(
+    source: Source, files: Sequence[str], folders: Iterable[str], bad: Mapping[int, str], name: str
+) -> RawDataset:
+    """The dataset of a tree of files, without the bad ones."""
+    tree, notes = read_tree(files, folders, name)
     splits, skipped = {}, []
-    for split, pairs in tree.splits.items():
+    for split, pairs in tree.items():
         good = [(row, label) for row, label in pairs if row not in bad]
         splits[split] = RawSplit(source, [row for row, _ in good], [label for _, label in good])
         skipped += [Skipped(source.where(row), bad[row]) for row, _ in pairs if row in bad]
-    return RawDataset("softmax", splits, notes=tree.notes, skipped=tuple(skipped))
+    return RawDataset("softmax", splits, notes=tuple(notes), skipped=tuple(skipped))
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ def read_folder(folder: Path) -> RawDataset:
         visit(folder, "")
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}; the folder must be readable.") from None
-    return _raw_dataset(FileImages(str(folder), tuple(files)), read_tree(files, folders, str(folder)), bad)
+    return _raw_dataset(FileImages(str(folder), tuple(files)), files, folders, bad, str(folder))
 
 
 @dataclass
@@ -227,7 +226,7 @@ def read_archive(path: Path) -> RawDataset:
     files = tuple(names[at] for at in positions)
     reasons = {row: unreadable_size(members[at].file_size) for row, at in enumerate(positions)}
     bad = {row: reason for row, reason in reasons.items() if reason is not None}
-    return _raw_dataset(ZipImages(str(path), tuple(positions), files), read_tree(files, folders, str(path)), bad)
+    return _raw_dataset(ZipImages(str(path), tuple(positions), files), files, folders, bad, str(path))
 
 
 def _member_name(member: zipfile.ZipInfo) -> str:

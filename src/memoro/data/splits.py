@@ -11,8 +11,8 @@ from torch import Tensor
 
 from memoro.data.annotations import RawDataset, RawSplit, encode, first_few, labels_in, left_out, sort_labels
 from memoro.data.augment import Purpose, order
-from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits
-from memoro.data.screening import drop_unreadable, refuse_many
+from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, refuse_many
+from memoro.data.screening import drop_unreadable
 from memoro.errors import DataError
 
 Index = npt.NDArray[np.int64]

@@ -198,12 +198,6 @@ def _read_table(table: Any, columns: Columns, name: str) -> tuple[RawSplit, list
         if len(rows) < len(cells):
             notes.append(f"{name}: {len(cells) - len(rows)} images without a label were left out.")
     annotations = parse([cells[row] for row in rows], columns.kind, lambda at: f"{name}, row {rows[at]}")
-    if columns.kind == "softmax" and columns.labels is not None and annotations:
-        present = set(annotations)
-        absent = [label for label in columns.labels if label not in present]
-        if absent:
-            shown = ", ".join(absent[:5])
-            notes.append(f"{name}: {len(absent)} of {len(columns.labels)} labels have no image there ({shown}…).")
     return RawSplit(source, rows, annotations), notes
 
 
