@@ -18,7 +18,6 @@ class KnownSet:
     """One of the datasets that the paper measures on."""
 
     name: str
-    classes: int
     images: dict[str, int]
     """How many images the official splits have."""
     rule: str
@@ -38,7 +37,6 @@ KNOWN = {
     for known in (
         KnownSet(
             name="cifar100",
-            classes=100,
             images={"train": 50_000, "test": 10_000},
             rule=f"the official train and test splits, fine labels; {_CUT}",
             hub="uoft-cs/cifar100",
@@ -47,7 +45,6 @@ KNOWN = {
         ),
         KnownSet(
             name="inaturalist2017",
-            classes=5_089,
             images={"train": 579_184, "val": 95_986},
             rule=f"the official validation split is the test split; {_CUT}",
             hub=None,
@@ -58,7 +55,6 @@ KNOWN = {
         ),
         KnownSet(
             name="places365",
-            classes=365,
             images={"train": 1_803_460, "val": 36_500},
             rule=f"Places365-Standard, 256 px; the official validation split is the test split; {_CUT}",
             hub=None,
@@ -69,7 +65,6 @@ KNOWN = {
         ),
         KnownSet(
             name="sun397",
-            classes=397,
             images={"train": 76_128, "val": 10_875, "test": 21_750},
             rule="the fixed train, validation and test splits of TensorFlow Datasets",
             hub="dpdl-benchmark/sun397",

@@ -61,12 +61,13 @@ def load_columns(source: Any, columns: Sequence[str], **options: Any) -> dict[st
 
 def _load(source: Any, options: DataOptions, checked: Splits | None = None) -> Splits:
     path = Path(source).expanduser() if isinstance(source, (str, os.PathLike)) else None
+    is_file = path is not None and path.suffix.lower() in {*TABLE_SUFFIXES, ".zip"}
     split = options.split
     if path is not None and path.exists():
         name, raw = path.stem if path.is_file() else path.resolve().name, _read_path(path, options)
     elif path is not None and str(source) in KNOWN:
         name, raw = str(source), _read_known(KNOWN[str(source)], options)
-    elif path is None or _may_be_hub_id(source):
+    elif path is None or (isinstance(source, str) and is_hub_id(source) and not is_file):
         tables, name = fetch(source, split, options.config)
         raw, split = read_tables(tables, options, name), None
     else:
@@ -81,12 +82,6 @@ def _load(source: Any, options: DataOptions, checked: Splits | None = None) -> S
             raise DataError(f"{name}: no split {split!r}; it has {', '.join(sorted(raw.splits))}.")
         raw = replace(raw, splits={chosen: raw.splits[chosen]})
     return build_splits(raw, name, options, checked)
-
-
-def _may_be_hub_id(source: Any) -> bool:
-    return (
-        isinstance(source, str) and is_hub_id(source) and Path(source).suffix.lower() not in {*TABLE_SUFFIXES, ".zip"}
-    )
 
 
 def _read_path(path: Path, options: DataOptions) -> RawDataset:

@@ -113,11 +113,10 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
     if skipped:
         notes.append(f"{left_out(len(skipped), 'unreadable image')}, such as {skipped[0].where} ({skipped[0].reason}).")
     train, val, test = map(sets.get, SPLITS)
+    notes += [] if train is None else _rare_classes(train)
     splits = Splits(name, labels, raw.kind, train, val, test, tuple(notes), skipped)
-    if train is not None and (options.fold is not None or (val is None and options.val_fraction > 0)):
-        splits = _cut(splits, *_held_out(train, options.val_fraction, options.fold, options.seed))
-    rare = [] if splits.train is None else _rare_classes(splits.train)
-    return replace(splits, notes=(*splits.notes, *rare, *_duplicates(splits)))
+    splits = hold_out(splits, options.val_fraction, options.seed, fold=options.fold)
+    return replace(splits, notes=(*splits.notes, *_duplicates(splits)))
 
 
 def _labels(
@@ -179,22 +178,42 @@ def _known_digests(images: ImageSet, checked: Splits | None) -> npt.NDArray[np.u
     return np.stack([known[row] for row in rows]) if rows and all(row in known for row in rows) else None
 
 
-def hold_out(splits: Splits, fraction: float, seed: int, like: Splits | None = None) -> Splits:
-    """The same with a validation split cut out of train, where there is none yet.
+def hold_out(
+    splits: Splits, fraction: float, seed: int, *, like: Splits | None = None, fold: tuple[int, int] | None = None
+) -> Splits:
+    """The same with a fraction or fold of train as the validation split; a fraction only where there is none yet.
 
     Where `like` has the same training images, its labels decide, so that both hold out the same ones.
     """
-    train = splits.train
-    if train is None or splits.val is not None or not fraction:
+    train = by = splits.train
+    if train is None or by is None or (fold is None and (splits.val is not None or not fraction)):
         return splits
-    by = train
     if like is not None and like.train is not None and np.array_equal(like.train.rows, train.rows):
         by = like.train
-    outdated = _rare_classes(train)  # fewer images may be left
-    splits = replace(splits, notes=tuple(note for note in splits.notes if note not in outdated))
-    splits = _cut(splits, *_held_out(by, fraction, None, seed))
-    assert splits.train is not None
-    return replace(splits, notes=(*splits.notes, *_rare_classes(splits.train)))
+    outdated = _rare_classes(train)  # train is about to have fewer images
+    notes = [note for note in splits.notes if note not in outdated]
+    if fold is None:
+        # Copies of an image stay together.
+        first = _first_copies(by)
+        unique = np.unique(first)
+        chosen = stratified_split(strata(by.targets)[unique], fraction, seed)[1]
+        held, what = np.isin(first, unique[chosen]), f"{fraction:.0%}"
+    else:
+        which, folds = fold
+        if not 0 <= which < folds:
+            raise DataError(f"there is no fold {which} of {folds}: count from 0 to {folds - 1}.")
+        held, what = fold_numbers(by, folds, seed) == which, f"fold {which} of {folds}"
+    val = splits.val
+    if held.any():
+        if val is not None:
+            notes.append("the dataset's own validation split was left out: a fold was asked for.")
+        notes.append(f"{what} of train (stratified, seed {seed}) became the validation split.")
+        # Unreadable images are listed once, with train.
+        val = replace(train.subset(np.flatnonzero(held)), name=train.name.removesuffix("train") + "val", skipped=())
+        train = train.subset(np.flatnonzero(~held))
+    else:
+        notes.append("no validation split could be made: every class has a single image.")
+    return replace(splits, train=train, val=val, notes=(*notes, *_rare_classes(train)))
 
 
 def fold_numbers(train: ImageSet, folds: int, seed: int) -> Index:
@@ -212,36 +231,6 @@ def _first_copies(images: ImageSet) -> Index:
         return np.arange(len(images))
     _, first, inverse = np.unique(_keys(images), return_index=True, return_inverse=True)
     return first[inverse]
-
-
-def _held_out(
-    train: ImageSet, fraction: float, fold: tuple[int, int] | None, seed: int
-) -> tuple[npt.NDArray[np.bool_], str]:
-    """Which images become the validation split, and what part of train that is. Copies of an image stay together."""
-    if fold is not None:
-        which, folds = fold
-        if not 0 <= which < folds:
-            raise DataError(f"there is no fold {which} of {folds}: count from 0 to {folds - 1}.")
-        return fold_numbers(train, folds, seed) == which, f"fold {which} of {folds} of train (stratified, seed {seed})"
-    first = _first_copies(train)
-    unique = np.unique(first)
-    held = np.zeros(len(train), dtype=bool)
-    held[unique[stratified_split(strata(train.targets)[unique], fraction, seed)[1]]] = True
-    return held[first], f"{fraction:.0%} of train (stratified, seed {seed})"
-
-
-def _cut(splits: Splits, held: npt.NDArray[np.bool_], what: str) -> Splits:
-    """The splits with the held-out images of train as their validation split."""
-    whole, notes = splits.train, list(splits.notes)
-    assert whole is not None
-    if not held.any():
-        return replace(splits, notes=(*notes, "no validation split could be made: every class has a single image."))
-    if splits.val is not None:
-        notes.append("the dataset's own validation split was left out: a fold was asked for.")
-    notes.append(f"{what} became the validation split.")
-    # Unreadable images are listed once, with train.
-    val = replace(whole.subset(np.flatnonzero(held)), name=whole.name.removesuffix("train") + "val", skipped=())
-    return replace(splits, train=whole.subset(np.flatnonzero(~held)), val=val, notes=tuple(notes))
 
 
 def _rare_classes(train: ImageSet) -> list[str]:
