@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import time
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,16 +26,19 @@ from memoro.errors import CacheError
 
 StoreDtype = Literal["float16", "bfloat16", "float32"]
 
-VERSION = 2
+VERSION = 3
 SHARD_BYTES = 64 * 2**20
 SHARD_RECORDS = 1024
-"""A file holds at most this many bytes and records: a crash loses no more, and eviction frees no less."""
+"""A file holds at most this many bytes and records: a crash or damage loses no more, and eviction frees no less."""
 SUFFIX = ".features"
 PART = ".part"
 ABANDONED = 3600.0
 """Seconds without a write after which an unfinished file belongs to a process that died."""
 KEY_BYTES = 32
-TENSORS = ("keys", "tokens", "pairs")
+LOG = logging.getLogger("memoro")
+TENSORS = ("keys", "checksums", "tokens", "pairs")
+INDEX = "index checksum"
+"""Of the first two tensors: they are checked when a file is opened, each record when it is first read."""
 
 
 def default_folder() -> Path:
@@ -62,18 +67,19 @@ class RecordFormat:
         # The few class tokens stay exact: a head reads nothing else.
         return [
             (torch.uint8, (records, KEY_BYTES)),
+            (torch.int64, (records,)),
             (torch.float32, (records, self.layers + 1, self.dim)),
             (getattr(torch, self.dtype), (records, self.layers, 2, self.heads, self.tokens, self.dim // self.heads)),
         ]
 
     @property
     def size(self) -> int:
-        """Bytes of a record with its key."""
+        """Bytes of a record with its key and checksum."""
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors(1))
 
     def pack(self, features: Features) -> tuple[Tensor, Tensor]:
         """Class tokens (b, layers + 1, dim), and keys and values (b, layers, 2, h, n, d), as they are stored."""
-        _, (token_dtype, _), (pair_dtype, pair_shape) = self.tensors(len(features.token))
+        *_, (token_dtype, _), (pair_dtype, pair_shape) = self.tensors(len(features.token))
         tokens = torch.stack([*(layer.token for layer in features.layers), features.token], dim=1)
         pairs = [torch.stack([layer.keys, layer.values], dim=1) for layer in features.layers]
         both = torch.stack(pairs, dim=1) if pairs else tokens.new_zeros(pair_shape)
@@ -91,21 +97,41 @@ class Shard:
     """One file of records, mapped from disk: nothing is read before it is used. The mapping outlives the file."""
 
     path: Path
+    from_layer: int
     keys: Tensor
+    checksums: Tensor
     tokens: Tensor
     pairs: Tensor
+    verified: set[int] = field(default_factory=set)
 
     @classmethod
-    def open(cls, path: Path) -> Shard:
-        with safe_open(path, "pt") as file:
-            return cls(path, *(file.get_tensor(name) for name in TENSORS))
+    def open(cls, path: Path, format: RecordFormat) -> Shard | None:
+        """The records of a file that have this format, from whatever layer on; None where the file is damaged."""
+        try:
+            with safe_open(path, "pt") as file:
+                parts = [file.get_tensor(name) for name in TENSORS]
+                index = (file.metadata() or {}).get(INDEX)
+        except SafetensorError:
+            return None
+        found = [(part.dtype, tuple(part.shape)) for part in parts]
+        for layer in range(format.depth + 1):
+            if found == replace(format, from_layer=layer).tensors(parts[0].numel() // KEY_BYTES):
+                return cls(path, layer, *parts) if index == str(checksum(*parts[:2])) else None
+        return None
 
-    def serves(self, wanted: RecordFormat) -> bool:
-        """Whether the records have this format, or the same from an earlier layer on."""
-        found = [(part.dtype, tuple(part.shape)) for part in (self.keys, self.tokens, self.pairs)]
-        records = self.keys.numel() // KEY_BYTES
-        formats = (replace(wanted, from_layer=layer) for layer in range(wanted.from_layer + 1))
-        return any(found == format.tensors(records) for format in formats)
+    def intact(self, row: int) -> bool:
+        """Whether a record is what was written. It is checked once: later reads cost nothing more."""
+        if row not in self.verified and checksum(self.tokens[row], self.pairs[row]) == self.checksums[row]:
+            self.verified.add(row)
+        return row in self.verified
+
+
+def checksum(*parts: Tensor) -> int:
+    """CRC-32 of some tensors' bytes."""
+    value = 0
+    for part in parts:
+        value = zlib.crc32(part.view(torch.uint8).numpy().data, value)
+    return value
 
 
 class FeatureStore:
@@ -117,7 +143,8 @@ class FeatureStore:
 
     def __init__(self, folder: Path, format: RecordFormat, about: dict[str, Any]) -> None:
         self.root, self.format = folder, format
-        facts = json.dumps({"version": VERSION, **about}, sort_keys=True)
+        # All but the layer: then a file in the folder that has another format is damaged.
+        facts = json.dumps({"version": VERSION, **vars(replace(format, from_layer=0)), **about}, sort_keys=True)
         self.folder = folder / hashlib.sha256(facts.encode()).hexdigest()[:32]
         self._known: set[Path] = set()
         self._records: dict[bytes, tuple[Shard, int]] = {}
@@ -128,15 +155,31 @@ class FeatureStore:
         for path in sorted(self.folder.glob(f"*{SUFFIX}")):
             if path in self._known:
                 continue
-            with suppress(OSError, RuntimeError, SafetensorError):  # damaged, or just evicted by another process
+            with suppress(OSError, RuntimeError):  # another process has just evicted it
                 self.add(path)
 
-    def add(self, path: Path) -> None:
+    def add(self, path: Path, *, verified: bool = False) -> None:
         """Maps a file. At once, not when it is read: another process may evict it in between."""
         self._known.add(path)
-        shard = Shard.open(path)
-        if shard.serves(self.format):
+        shard = Shard.open(path, self.format)
+        if shard is None:
+            self._discard({path})
+        elif shard.from_layer <= self.format.from_layer:
+            shard.verified.update(range(len(shard.keys)) if verified else ())
             self._records.update((bytes(key), (shard, row)) for row, key in enumerate(shard.keys.numpy()))
+
+    def discard_damaged(self, keys: Iterable[bytes]) -> bool:
+        """Removes the files in which a record of these keys is damaged, and says so; whether there were any."""
+        damaged = {shard.path for shard, row in map(self._records.__getitem__, keys) if not shard.intact(row)}
+        self._discard(damaged)
+        return bool(damaged)
+
+    def _discard(self, files: Set[Path]) -> None:
+        self.forget(files)
+        for file in files:
+            LOG.warning("note: the feature file %s is damaged: what it held is computed again.", file)
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
 
     def missing(self, keys: Sequence[bytes]) -> list[int]:
         """The positions of keys that have no record yet."""
@@ -216,8 +259,12 @@ class Writer:
             return
         keys, tokens, pairs = zip(*self._records, strict=True)
         self._records = []
-        named = torch.tensor([list(key) for key in keys], dtype=torch.uint8)
-        data = save(dict(zip(TENSORS, (named, torch.stack(tokens), torch.stack(pairs)), strict=True)))
+        index = (
+            torch.tensor([list(key) for key in keys], dtype=torch.uint8),
+            torch.tensor([checksum(*record) for record in zip(tokens, pairs, strict=True)]),
+        )
+        parts = zip(TENSORS, (*index, torch.stack(tokens), torch.stack(pairs)), strict=True)
+        data = save(dict(parts), metadata={INDEX: str(checksum(*index))})
         folder = self._store.folder
         path = folder / f"{uuid.uuid4().hex}{SUFFIX}"
         part = path.with_name(path.name + PART)
@@ -228,16 +275,20 @@ class Writer:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, path)
-            self._store.add(path)
-        except (OSError, RuntimeError, SafetensorError) as error:  # the latter where it cannot be mapped
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise CacheError(
-                f"cannot keep features in {folder} ({reason}): free some space, choose another --cache-folder, "
-                "or train with --no-cache. What was kept so far stays."
-            ) from None
+            self._store.add(path, verified=True)
+        except (OSError, RuntimeError) as error:  # the latter where it cannot be mapped
+            raise cannot_keep(folder, error) from None
         finally:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
+
+
+def cannot_keep(folder: Path, error: OSError | RuntimeError) -> CacheError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return CacheError(
+        f"cannot keep features in {folder} ({reason}): free some space, choose another --cache-folder, or train with "
+        "--no-cache. What was kept so far stays."
+    )
 
 
 def evict(root: Path, needed: int, budget: float, keep: Set[Path]) -> set[Path]:
@@ -247,9 +298,8 @@ def evict(root: Path, needed: int, budget: float, keep: Set[Path]) -> set[Path]:
 
     Returns what it removed: a store that has these open must forget them, or their space is not freed.
     """
-    files = _files(root)
     total, removed = total_bytes(root), set()
-    for file, stat in sorted(files.items(), key=lambda item: item[1].st_mtime):
+    for file, stat in sorted(_files(root).items(), key=lambda item: item[1].st_mtime):
         if total + needed <= budget:
             break
         if file not in keep and file.suffix != PART:

@@ -109,7 +109,9 @@ class CachedLoader:
     def fill(self, tick: Callable[[int], None] = lambda images: None) -> None:
         """Computes what is missing; calls `tick` with the number of images after every batch."""
         checked: set[int] = set()
-        with self.store.writer() as writer, torch.no_grad():
+        # Damaged records are found amid training: there gradients and mixed precision may be on.
+        exact = torch.autocast(self._backbone.device.type, enabled=False)
+        with self.store.writer() as writer, torch.no_grad(), exact:
             for view, absent in enumerate(self.missing()):
                 for batch in self.loader.pick(list(absent.values()), view) if absent else ():
                     samples = batch.index.tolist()
@@ -136,6 +138,9 @@ class CachedLoader:
             yield CachedBatch(partial(self._read, keys), self.images.targets[index], index, total)
 
     def _read(self, keys: Sequence[bytes]) -> Features:
+        while self.store.discard_damaged(keys):
+            self.store.refresh()  # another process may have computed them again already
+            self.fill()
         place = (self.store.format, self.batch_size)
         if place not in self.buffers:
             self.buffers[place] = self.store.buffer(self.batch_size, self._backbone.dtype)
@@ -170,10 +175,7 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
         cache.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(cache.folder).free
     except OSError as error:
-        raise CacheError(
-            f"cannot keep features in {cache.folder} ({error.strerror}): choose another --cache-folder, or train with "
-            "--no-cache."
-        ) from None
+        raise featurestore.cannot_keep(cache.folder, error) from None
     if needed > 0.95 * free:
         raise CacheError(_too_big(loaders, needed, f"the disk has {say_bytes(free)} left", "--cache-folder"))
     for loader in loaders:
