@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -141,9 +140,3 @@ def counted() -> Iterator[Callable[[], int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cached, "keep_features", count)
         yield lambda: sum(counts)
-
-
-def in_fork(target: Callable[..., Any], *given: Any) -> Any:
-    process = multiprocessing.get_context("fork").Process(target=target, args=given)
-    process.start()
-    return process

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from caches import age, answers, cache, curve, files, fill, images, in_fork, keeper, small_shards, splits, tasks_of
+from caches import age, answers, cache, curve, files, fill, images, keeper, small_shards, splits, tasks_of
+from conftest import in_fork
 from test_train_resume import at_call, no_pictures, often
 
 from memoro.backbones import Backbone
