@@ -10,7 +10,7 @@ from memoro.errors import TaskFileError
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes beside the file and renames, so that a reader never meets half of it."""
+    """Writes beside the file and renames, so that a reader never sees half of it."""
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,4 +26,4 @@ def write_whole(path: Path, data: bytes) -> None:
     except OSError as error:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        raise TaskFileError(f"cannot write {path} ({error.strerror}); what stood there before is untouched.") from None
+        raise TaskFileError(f"cannot write {path} ({error.strerror}); an existing file was not changed.") from None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones.anatomy import Anatomy, Block, Map, identity
-from memoro.backbones.backbone import Backbone, TrainableCopy
+from memoro.backbones.backbone import Backbone
 from memoro.backbones.families import FAMILY_SPECS, FamilySpec, Model, as_pair, is_a
 from memoro.backbones.fingerprint import name_functions
 from memoro.backbones.frozen_view import frozen_view
@@ -21,14 +21,16 @@ from memoro.images import Preprocessing
 def find_trunk(model: Model) -> Model | None:
     """The encoder inside a model with heads around it, None where there is none that memoro knows."""
     for name in ("", "vision_model", getattr(model, "base_model_prefix", "")):
-        trunk = getattr(model, name, None) if name else model
-        if (
-            trunk is not None
-            and hasattr(trunk, "embeddings")
-            and getattr(trunk.config, "model_type", "") in FAMILY_SPECS
-        ):
+        trunk: Model = getattr(model, name, None) if name else model
+        if hasattr(trunk, "embeddings") and getattr(trunk.config, "model_type", "") in FAMILY_SPECS:
             return trunk
     return None
+
+
+def _known(model: Model) -> tuple[Model, FamilySpec]:
+    trunk = find_trunk(model)
+    assert trunk is not None, "load_backbone has checked the family"
+    return trunk, FAMILY_SPECS[trunk.config.model_type]
 
 
 def picks_kernel(module: nn.Module) -> bool:
@@ -37,42 +39,34 @@ def picks_kernel(module: nn.Module) -> bool:
 
 
 def take_apart(model: Model) -> Anatomy:
-    """The anatomy of a supported model. The model is a frozen_view: it may be tuned to its use here."""
-    trunk = find_trunk(model)
-    assert trunk is not None, "load_backbone has checked the family"
-    family = FAMILY_SPECS[trunk.config.model_type]
-    if hasattr(trunk.embeddings, "random_masking"):
-        # MAE drops three patches of four; a task, like MAE's own fine-tuning, sees all of them.
-        trunk.embeddings.config = copy.copy(trunk.embeddings.config)
-        trunk.embeddings.config.mask_ratio = 0.0
-    embed, pool, dtype = family.embed, family.pool, _embedding_weight(trunk).dtype
-    position = _class_position(trunk) if family.classes else None
+    """The anatomy of a supported model."""
+    trunk, family = _known(model)
+    embed, pool, tensors = family.embed, family.pool, _name_tensors(trunk, family)
+    dtype = tensors["patch.weight"].dtype
+    position = tensors["position"][0] if family.classes and "position" in tensors else None
     pre_norm = identity if family.pre_norm is None else getattr(trunk, family.pre_norm)
-    registers = getattr(trunk.config, "num_register_tokens", 0)
     return Anatomy(
         dim=trunk.config.hidden_size,
         heads=trunk.config.num_attention_heads,
         patch=as_pair(trunk.config.patch_size),
-        prefix=family.prefix + registers,
+        prefix=family.prefix + getattr(trunk.config, "num_register_tokens", 0),
         blocks=tuple(_block(layer, family) for layer in _layers(trunk, family)),
         embed=lambda pixels: embed(trunk, pixels.to(dtype)),
         start=lambda token: pre_norm(token if position is None else token + position),
         finish=lambda tokens: pool(model, trunk, tokens),
         finish_token=_final_norm(trunk, family),
-        class_token=_class_token(trunk) if family.classes else None,
-        tensors=_name_tensors(trunk, family),
+        class_token=tensors["class_token"][0] if family.classes else None,
+        tensors=tensors,
     )
 
 
-def run_original(model: Model, pixels: Tensor) -> Tensor:
-    """What the model's own forward returns for `"base"`, by memoro's rule of what that is."""
-    trunk = find_trunk(model)
-    assert trunk is not None
-    family = FAMILY_SPECS[trunk.config.model_type]
+def run_forward(model: Model, pixels: Tensor) -> Tensor:
+    """What the model's own forward returns for `"base"`: logits, else the pooled output, else a token or the mean."""
+    trunk, family = _known(model)
     extra = {} if family.reference is None else family.reference(pixels, trunk)
     whole = any(hasattr(model, name) for name in ("classifier", "cls_classifier"))
     whole = whole or is_a(model, "CLIPVisionModelWithProjection")
-    out = (model if whole else trunk)(pixels.to(_embedding_weight(trunk).dtype), **extra)
+    out = (model if whole else trunk)(pixels.to(_patch_projection(trunk).weight.dtype), **extra)
     for name in ("logits", "image_embeds", "pooler_output"):
         if getattr(out, name, None) is not None:
             return getattr(out, name)
@@ -119,7 +113,6 @@ def _block(layer: Model, family: FamilySpec) -> Block:
         norm2=getattr(layer, family.norm2),
         mlp=layer.mlp,
         scale2=scale2,
-        residual_first=family.residual_first,
     )
 
 
@@ -130,9 +123,8 @@ def _scale(scale: nn.Module | Tensor | float) -> Map:
 
 
 def _final_norm(trunk: Model, family: FamilySpec) -> nn.Module:
-    pooler = getattr(trunk, "pooler", None)
     # BEiT with mean pooling keeps its only final norm in the pooler.
-    inner = getattr(pooler, "layernorm", None)
+    inner = getattr(getattr(trunk, "pooler", None), "layernorm", None)
     return getattr(trunk, family.norm) if inner is None else inner
 
 
@@ -197,26 +189,6 @@ def _patch_projection(trunk: Model) -> Model:
     return getattr(patch, "projection", patch)
 
 
-def _embedding_weight(trunk: Model) -> Tensor:
-    weight: Tensor = _patch_projection(trunk).weight
-    return weight
-
-
-def _class_token(trunk: Model) -> Tensor:
-    embeddings = trunk.embeddings
-    token: Tensor = embeddings.class_embedding if hasattr(embeddings, "class_embedding") else embeddings.cls_token
-    return token.reshape(-1)
-
-
-def _class_position(trunk: Model) -> Tensor | None:
-    embeddings = trunk.embeddings
-    position = getattr(embeddings, "position_embeddings", getattr(embeddings, "position_embedding", None))
-    if position is None:
-        return None
-    table: Tensor = getattr(position, "weight", position)
-    return table.reshape(-1, table.shape[-1])[0]
-
-
 def wrap_huggingface(
     model: Model,
     name: str,
@@ -229,8 +201,12 @@ def wrap_huggingface(
     if find_trunk(model) is None:
         return None
     frozen = frozen_view(model, dtype=dtype, device=device, keeps_grad=picks_kernel)
-    trunk: Model = find_trunk(frozen)
-    family = FAMILY_SPECS[trunk.config.model_type]
+    trunk, family = _known(frozen)
+    masks = hasattr(trunk.embeddings, "random_masking")
+    if masks:
+        # MAE drops three patches of four; a task, like MAE's own fine-tuning, sees all of them.
+        trunk.embeddings.config = copy.copy(trunk.embeddings.config)
+        trunk.embeddings.config.mask_ratio = 0.0
     size = as_pair(trunk.config.image_size)
     preprocessing = family.preprocessing(min(size))
     if isinstance(processor, Preprocessing):
@@ -239,28 +215,17 @@ def wrap_huggingface(
         preprocessing = read_processor(processor, preprocessing)
     elif folder is not None:
         preprocessing = read_processor_folder(folder, preprocessing)
-
-    def original(pixel_values: Tensor) -> Tensor:
-        # The user's own object where it already computes as in eval mode, else the same code over its frozen_view.
-        converted = _embedding_weight(find_trunk(model)).data_ptr() != _embedding_weight(trunk).data_ptr()
-        training = any(module.training for module in model.modules())
-        masked = hasattr(trunk.embeddings, "random_masking")
-        return run_original(frozen if converted or training or masked else model, pixel_values)
-
-    def trainable_copy(dtype: torch.dtype | None = None) -> TrainableCopy:
-        module = frozen_view(copy.deepcopy(frozen), dtype=dtype)
-        return TrainableCopy(module, take_apart(module))
-
     labels: tuple[str, ...] = ()
     if hasattr(model, "classifier") or hasattr(model, "cls_classifier"):
         labels = tuple(str(label) for _, label in sorted(model.config.id2label.items()))
     return Backbone(
         name=name,
         family=family.title,
-        anatomy=take_apart(frozen),
+        model=frozen if masks else model,
+        module=frozen,
+        take_apart=take_apart,
+        run_forward=run_forward,
         preprocessing=preprocessing,
-        original=original,
-        trainable_copy=trainable_copy,
         labels=labels,
         image_size=size,
         channels=trunk.config.num_channels,

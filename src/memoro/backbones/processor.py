@@ -65,7 +65,7 @@ def _size(size: Any) -> int | tuple[int, int]:
         return get("shortest_edge")
     if get("height") and get("width"):
         return get("height"), get("width")
-    raise BackboneError(f"the processor's size {size!r} is neither a shortest edge nor a height and width.")
+    raise BackboneError(f"the processor's size {size!r} must be either a shortest edge or a height and width.")
 
 
 def _square(size: Any) -> tuple[int, int]:

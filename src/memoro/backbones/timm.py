@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memoro.backbones.anatomy import Anatomy, Block, Context
-from memoro.backbones.backbone import Backbone, TrainableCopy
+from memoro.backbones.backbone import Backbone
 from memoro.backbones.fingerprint import name_functions
 from memoro.backbones.frozen_view import frozen_view
 from memoro.backbones.load import unsupported
@@ -32,31 +31,17 @@ def wrap_timm(
     """The backbone of timm's VisionTransformer or of its distilled DeiT; raises for any other model."""
     _check(model)
     frozen: Model = frozen_view(model, dtype=dtype, device=device)
-    follow = _follower(model, frozen)
-
-    def original(pixel_values: Tensor) -> Tensor:
-        # The user's own object where it already computes as in eval mode, else the same code over its frozen_view.
-        follow()
-        weight = frozen.patch_embed.proj.weight
-        converted = model.patch_embed.proj.weight.data_ptr() != weight.data_ptr()
-        training = any(module.training for module in model.modules())
-        _check_size(frozen, pixel_values)
-        return _answer(frozen, (frozen if converted or training else model)(pixel_values.to(weight.dtype)))
-
-    def trainable_copy(dtype: torch.dtype | None = None) -> TrainableCopy:
-        module = frozen_view(copy.deepcopy(frozen), dtype=dtype)
-        return TrainableCopy(module, _take_apart(module, _follower(model, module)))
-
     config = getattr(model, "pretrained_cfg", None) or {}
     architecture, tag = config.get("architecture"), config.get("tag")
     labels = tuple(str(label) for label in config.get("label_names") or ())
     return Backbone(
         name=".".join(filter(None, (architecture, tag))) or name,
         family="timm ViT",
-        anatomy=_take_apart(frozen, follow),
+        model=model,
+        module=frozen,
+        take_apart=lambda module: _take_apart(module, _follower(model, module)),
+        run_forward=lambda module, pixels: _run_forward(module, model, pixels),
         preprocessing=_preprocessing(model, processor),
-        original=original,
-        trainable_copy=trainable_copy,
         labels=labels if len(labels) == model.num_classes else (),
         image_size=_image_size(model),
         channels=model.patch_embed.proj.in_channels,
@@ -104,7 +89,7 @@ def _layer_problems(layer: Model) -> Iterator[tuple[str, str]]:
 
 
 def _variant(problem: str, wanted: str) -> BackboneError:
-    return BackboneError(f"this VisionTransformer of timm {problem}; memoro reads those with: {wanted}.")
+    return BackboneError(f"this timm VisionTransformer {problem}; memoro supports models with: {wanted}.")
 
 
 def _check_size(model: Model, pixels: Tensor) -> None:
@@ -118,7 +103,7 @@ def _check_size(model: Model, pixels: Tensor) -> None:
     # A fixed size may leave a remainder, which the patches leave out (384 pixels in patches of 14).
     if model.dynamic_img_size and not model.patch_embed.dynamic_img_pad and (height % rows or width % columns):
         raise BackboneError(
-            f"images of {height}x{width} are no whole number of {rows}x{columns} patches. Resize them to multiples, "
+            f"images of {height}x{width} cannot be divided into {rows}x{columns} patches. Resize them to multiples, "
             "or build the model with timm.create_model(..., dynamic_img_size=True, dynamic_img_pad=True)."
         )
 
@@ -172,6 +157,12 @@ def _take_apart(model: Model, follow: Callable[[], None]) -> Anatomy:
         class_token=None if model.cls_token is None else model.cls_token.reshape(-1),
         tensors=_name_tensors(model),
     )
+
+
+def _run_forward(module: Model, model: Model, pixels: Tensor) -> Tensor:
+    _follower(model, module)()
+    _check_size(module, pixels)
+    return _answer(module, module(pixels.to(module.patch_embed.proj.weight.dtype)))
 
 
 def _answer(model: Model, out: Tensor) -> Tensor:

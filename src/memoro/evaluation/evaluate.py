@@ -11,14 +11,15 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.console import say_images
 from memoro.data import ImageSet, Loader, Splits, Streams, load_data
-from memoro.engine.composition import Composition, check_backbone, compose
+from memoro.engine.composition import Composition, compose
 from memoro.errors import DataError, TrainingError
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure
 from memoro.extras import need
 from memoro.heads import HeadKind
 from memoro.images import Preprocessing
-from memoro.regimes.baseline import Baseline, by_name
+from memoro.regimes.baseline import Baseline
+from memoro.tasks.spec import by_name
 from memoro.tasks.task import Task
 
 
@@ -42,7 +43,7 @@ def evaluate(
     model = compose(backbone, [task for task in tasks if not isinstance(task, Baseline)])
     members = by_name(tasks)
     for task in tasks:
-        check_backbone(task, backbone)
+        task.spec.check_backbone(backbone)
     # A DatasetDict is a dict of splits: one set.
     wanted = dict(data) if type(data) is dict else dict.fromkeys(members, data)
     for name in wanted:

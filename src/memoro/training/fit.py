@@ -15,7 +15,6 @@ from memoro.backbones import Backbone
 from memoro.console import bar, plain_console, say_bytes
 from memoro.data import ImageSet, Loader, Splits, Streams, load_data
 from memoro.data.augment import output_size
-from memoro.engine.composition import check_backbone
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
@@ -273,7 +272,7 @@ def train_runs(
         raise TrainingError("a task stands there twice: it can learn from one set; make a task for each.")
     backbone.check_unchanged()
     for task in [*tasks, *ancestors(tasks)]:
-        check_backbone(task, backbone)
+        task.spec.check_backbone(backbone)
     for spec in specs:
         check_labels(spec.task, spec.splits)
         backbone.check_pixels(torch.empty(1, 3, *output_size(spec.preprocessing)))
