@@ -75,7 +75,7 @@ def test_errors_are_one_line(files: tuple[Path, Path], folder: Path, tmp_path: P
     assert "two tasks are called 'pets'" in run("compose", files[0], files[0], "-o", tmp_path / "x", code=1).stderr
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(files[0].read_bytes()[:500])
-    assert "fetch it again" in run("inspect", broken, code=1).stderr
+    assert "download it again" in run("inspect", broken, code=1).stderr
     assert "[red]" not in run("inspect", tmp_path / "[red]x", code=1).stdout
     run("verify", "--backbone", tmp_path / "none", "--tasks", files[0], code=1)
     run("no-such-command", code=2)

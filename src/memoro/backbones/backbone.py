@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -97,9 +97,20 @@ class Backbone:
         same = theirs.data_ptr() == ours.data_ptr() and not any(part.training for part in self.model.modules())
         return self.run_forward(self.model if same else self.module, pixel_values)
 
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Backbone:
+        """The backbone on another device or in another dtype. This one and the user's model stay where they are."""
+        return self if device is None and dtype is None else self.convert(_mover(device, dtype))
+
+    def convert(self, change: Callable[[Tensor], Tensor]) -> Backbone:
+        """The backbone with every weight passed through a function, which may return it as it is."""
+        new = replace(self, module=frozen_view(self.module, change, keeps_grad=lambda _: True))
+        if new.dtype == self.dtype and "fingerprint" in vars(self):
+            vars(new)["fingerprint"] = self.fingerprint  # of the same weights
+        return new
+
     def trainable_copy(self, dtype: torch.dtype | None = None) -> TrainableCopy:
         """A new copy, in the given dtype or the backbone's own."""
-        module = frozen_view(copy.deepcopy(self.module), dtype=dtype)
+        module = frozen_view(copy.deepcopy(self.module), _mover(None, dtype))
         return TrainableCopy(module, self.take_apart(module))
 
     def check_unchanged(self) -> None:
@@ -133,3 +144,7 @@ class Backbone:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.family}, {self.depth} layers of {self.dim})"
+
+
+def _mover(device: torch.device | str | None, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)

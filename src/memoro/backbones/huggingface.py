@@ -6,16 +6,14 @@ import copy
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from memoro.backbones.anatomy import Anatomy, Block, Map, identity
+from memoro.backbones.anatomy import Anatomy, Block, Map, identity, name_tensors
 from memoro.backbones.backbone import Backbone
 from memoro.backbones.families import FAMILY_SPECS, FamilySpec, Model, as_pair, is_a
 from memoro.backbones.fingerprint import name_functions
 from memoro.backbones.frozen_view import frozen_view
-from memoro.backbones.processor import read_processor, read_processor_folder
-from memoro.images import Preprocessing
+from memoro.backbones.processor import read_processor
 
 
 def find_trunk(model: Model) -> Model | None:
@@ -129,37 +127,27 @@ def _final_norm(trunk: Model, family: FamilySpec) -> nn.Module:
 
 
 def _name_tensors(trunk: Model, family: FamilySpec) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+    def table(*names: str) -> Tensor | None:
+        """Tokens or positions (n, dim), whatever the family calls them."""
+        found = next((value for name in names if (value := getattr(trunk.embeddings, name, None)) is not None), None)
+        found = getattr(found, "weight", found)
+        return found.reshape(-1, trunk.config.hidden_size) if found is not None and found.numel() else None
 
-    def add(name: str, module: nn.Module | Tensor | None) -> None:
-        if isinstance(module, Tensor):
-            tensors[name] = module
-        elif isinstance(module, nn.Module):
-            # Numbered in the order of the module, so that the names inside do not matter.
-            for index, (_, tensor) in enumerate(module.named_parameters()):
-                tensors[f"{name}.{index}"] = tensor
-
-    dim, embeddings = trunk.config.hidden_size, trunk.embeddings
-    names = {
-        "class_token": ("cls_token", "class_embedding"),
-        "distillation_token": ("distillation_token",),
-        "registers": ("register_tokens",),
-        "position": ("position_embeddings", "position_embedding"),
-    }
-    for name, attributes in names.items():
-        for attribute in attributes:
-            value = getattr(embeddings, attribute, None)
-            if value is not None and (value := getattr(value, "weight", value)).numel():
-                tensors[name] = value.reshape(-1, dim)
     projection = _patch_projection(trunk)
-    tensors["patch.weight"] = projection.weight
-    add("patch.bias", projection.bias)
-    add("pre_norm", None if family.pre_norm is None else getattr(trunk, family.pre_norm))
-    add("norm", _final_norm(trunk, family))
-    add("shared_bias", getattr(trunk, "shared_position_bias", None))
+    parts: dict[str, nn.Module | Tensor | None] = {
+        "class_token": table("cls_token", "class_embedding"),
+        "distillation_token": table("distillation_token"),
+        "registers": table("register_tokens"),
+        "position": table("position_embeddings", "position_embedding"),
+        "patch.weight": projection.weight,
+        "patch.bias": projection.bias,
+        "pre_norm": None if family.pre_norm is None else getattr(trunk, family.pre_norm),
+        "norm": _final_norm(trunk, family),
+        "shared_bias": getattr(trunk, "shared_position_bias", None),
+    }
     for index, layer in enumerate(_layers(trunk, family)):
         attention = getattr(layer, family.attention)
-        parts = {
+        own = {
             "norm1": getattr(layer, family.norm1),
             "q": attention.q_proj,
             "k": attention.k_proj,
@@ -171,10 +159,10 @@ def _name_tensors(trunk: Model, family: FamilySpec) -> dict[str, Tensor]:
         }
         for number, name in enumerate(family.scales or (), start=1):
             scale = getattr(layer, name)
-            parts[f"scale{number}"] = getattr(scale, "lambda1", scale)
-        for name, part in parts.items():
-            add(f"blocks.{index}.{name}", part)
-    return tensors
+            scale = getattr(scale, "lambda1", scale)
+            own[f"scale{number}"] = scale if isinstance(scale, (Tensor, nn.Module)) else None
+        parts |= {f"blocks.{index}.{name}": part for name, part in own.items()}
+    return name_tensors(parts)
 
 
 def _layers(trunk: Model, family: FamilySpec) -> Any:
@@ -189,18 +177,11 @@ def _patch_projection(trunk: Model) -> Model:
     return getattr(patch, "projection", patch)
 
 
-def wrap_huggingface(
-    model: Model,
-    name: str,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    processor: Any = None,
-    folder: str | None = None,
-) -> Backbone | None:
+def wrap_huggingface(model: Model, name: str, processor: Any) -> Backbone | None:
     """The backbone of a `transformers` model, None where the family is not supported."""
     if find_trunk(model) is None:
         return None
-    frozen = frozen_view(model, dtype=dtype, device=device, keeps_grad=picks_kernel)
+    frozen = frozen_view(model, keeps_grad=picks_kernel)
     trunk, family = _known(frozen)
     masks = hasattr(trunk.embeddings, "random_masking")
     if masks:
@@ -208,13 +189,6 @@ def wrap_huggingface(
         trunk.embeddings.config = copy.copy(trunk.embeddings.config)
         trunk.embeddings.config.mask_ratio = 0.0
     size = as_pair(trunk.config.image_size)
-    preprocessing = family.preprocessing(min(size))
-    if isinstance(processor, Preprocessing):
-        preprocessing = processor
-    elif processor is not None:
-        preprocessing = read_processor(processor, preprocessing)
-    elif folder is not None:
-        preprocessing = read_processor_folder(folder, preprocessing)
     labels: tuple[str, ...] = ()
     if hasattr(model, "classifier") or hasattr(model, "cls_classifier"):
         labels = tuple(str(label) for _, label in sorted(model.config.id2label.items()))
@@ -225,7 +199,7 @@ def wrap_huggingface(
         module=frozen,
         take_apart=take_apart,
         run_forward=run_forward,
-        preprocessing=preprocessing,
+        preprocessing=read_processor(processor, family.preprocessing(min(size))),
         labels=labels,
         image_size=size,
         channels=trunk.config.num_channels,

@@ -31,14 +31,13 @@ def load_backbone(
     others. `processor` (an image processor of `transformers`, or memoro's Preprocessing) overrides the checkpoint's.
     """
     kind = _dtype(dtype)
-    place = None if device is None else torch.device(device)
     if isinstance(source, Backbone):
-        return source
+        return source.to(device, kind)
     if isinstance(source, nn.Module):
-        return _wrap(source, type(source).__name__, kind, place, processor)
+        return _wrap(source, type(source).__name__, processor).to(device, kind)
     folder = str(Path(__file__).parents[1] / "weights" / TINY) if str(source) == TINY else str(source)
     model = _from_pretrained(folder, kind)
-    return _wrap(model, str(source), None, place, processor, folder=folder)
+    return _wrap(model, str(source), folder if processor is None else processor).to(device)
 
 
 def supported() -> str:
@@ -48,21 +47,14 @@ def supported() -> str:
     return ", ".join(layout.title for layout in FAMILY_SPECS.values()) + ", and timm's VisionTransformer"
 
 
-def _wrap(
-    model: nn.Module,
-    name: str,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    processor: Any,
-    folder: str | None = None,
-) -> Backbone:
+def _wrap(model: nn.Module, name: str, processor: Any) -> Backbone:
     if type(model).__module__.startswith("timm."):
         from memoro.backbones.timm import wrap_timm
 
-        return wrap_timm(model, name, dtype, device, processor)
+        return wrap_timm(model, name, processor)
     from memoro.backbones.huggingface import wrap_huggingface
 
-    backbone = wrap_huggingface(model, name, dtype, device, processor, folder)
+    backbone = wrap_huggingface(model, name, processor)
     if backbone is None:
         raise unsupported(type(model).__name__)
     return backbone
