@@ -33,6 +33,10 @@ def test_public_names() -> None:
     assert dir(memoro) == sorted([*PUBLIC, "__version__"])  # not what was imported meanwhile
 
 
+def test_the_package_is_typed() -> None:
+    assert (SOURCE / "py.typed").is_file()
+
+
 def test_type_checkers_see_every_public_name() -> None:
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))

@@ -249,6 +249,34 @@ def test_foreign_files(tmp_path: Path, task: Task) -> None:
         memoro.load_task(tmp_path)
 
 
+def test_a_pipe_is_refused_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    code = (
+        f"import memoro\ntry: memoro.load_tasks({str(tmp_path / 'pipe')!r})\nexcept memoro.TaskFileError as e: print(e)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert "not a regular file" in out.stdout
+
+
+def test_threads_write_files_with_the_processs_permissions(task: Task, tmp_path: Path) -> None:
+    """`os.umask` changes the whole process for a moment: a file made meanwhile would be open to all."""
+    before = os.umask(0o077)
+    try:
+        asked: list[int] = []
+
+        def spy(mask: int) -> int:
+            asked.append(mask)
+            return before
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "umask", spy)
+            path = memoro.save_task(task, tmp_path / "t.safetensors")
+        assert asked == []
+        assert path.stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+
+
 def test_a_huge_header_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     with path.open("wb") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -101,11 +102,15 @@ def open_file(path: str | Path, content: str, most: int) -> Iterator[tuple[Any, 
 
 def _check_header(path: Path, most: int) -> None:
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a FIFO would block
+            what = "a directory" if stat.S_ISDIR(found.st_mode) else "not a regular file"
+            raise TaskFileError(f"cannot read {path}: it is {what}.")
         with path.open("rb") as file:
             first = int.from_bytes(file.read(8), "little")
     except OSError as error:
         raise TaskFileError(f"cannot read {path} ({error.strerror}).") from None
+    size = found.st_size
     if size > most:
         raise TaskFileError(f"{path} is {size >> 20} MiB; task files must not exceed {most >> 20} MiB.")
     if size < 8 or first > min(size - 8, MAX_HEADER):
