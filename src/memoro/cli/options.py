@@ -48,15 +48,15 @@ def gather_tasks(files: Iterable[Path], option: str = "-t") -> list[Task]:
     `option` is what stands before a file there, nothing for an argument.
     """
     from memoro.regimes.baselinefile import is_baseline, read_baseline
-    from memoro.tasks.task import say_apart
     from memoro.tasks.taskfile import load_tasks
 
     found: list[tuple[Path, Task]] = []
     for file in files:
         if is_baseline(file):
             spec, _, _ = read_baseline(file)
-            why = say_apart(spec.name, spec.regime)
-            raise CompositionError(f"{file} holds a baseline: those cannot be composed or verified. {why}")
+            raise CompositionError(
+                f"{file} holds a baseline: those cannot be composed or verified. {spec.not_composable}"
+            )
         found += [(file, task) for task in load_tasks(file)]
     _check_names(found, option)
     return [task for _, task in found]

@@ -13,7 +13,7 @@ from PIL import Image
 
 from memoro.backbones import Backbone
 from memoro.engine.composition import Composition
-from memoro.engine.verify import Receipt
+from memoro.engine.verify import Verification
 
 if TYPE_CHECKING:
     from memoro.demo.story import Answered, Cost
@@ -38,7 +38,7 @@ def write_page(
     model: Composition,
     answered: dict[str, Answered],
     cost: Cost,
-    receipt: Receipt,
+    receipt: Verification,
 ) -> Path:
     """Writes the page, and a picture of it beside; returns the page's path."""
     asked = ask(model, answered, 8)

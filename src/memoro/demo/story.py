@@ -18,7 +18,7 @@ from memoro.data import Augment, Splits, load_columns, load_data
 from memoro.demo.page import write_page
 from memoro.demo.pictures import COLUMNS, draw_letters, table_of_parity, write_digits
 from memoro.engine.composition import Composition, compose
-from memoro.engine.verify import Receipt
+from memoro.engine.verify import Verification
 from memoro.evaluation.evaluate import evaluate
 from memoro.extras import need
 from memoro.regimes import REGIMES, TaskPlan
@@ -169,7 +169,7 @@ def _sample(backbone: Backbone, sets: dict[str, Splits]) -> torch.Tensor:
     return torch.stack(pictures)
 
 
-def _table(answered: dict[str, Answered], cost: Cost, receipt: Receipt, tasks: int) -> Table:
+def _table(answered: dict[str, Answered], cost: Cost, receipt: Verification, tasks: int) -> Table:
     table = Table(title="Test accuracy of all tasks", title_justify="left")
     table.add_column("task")
     for column in ("classes", "alone", "composed", "head only", "from layer", "rate", "file"):

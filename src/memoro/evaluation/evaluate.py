@@ -10,18 +10,17 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import say_images
-from memoro.data import ImageSet, Loader, Splits, load_data
-from memoro.engine.composition import Composition, check_backbone, compose
-from memoro.errors import DataError
+from memoro.data import ImageSet, Loader, Splits, Streams, load_data
+from memoro.engine.composition import Composition, compose
+from memoro.errors import DataError, TrainingError
+from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure
 from memoro.extras import need
 from memoro.heads import HeadKind
 from memoro.images import Preprocessing
-from memoro.regimes.baseline import Baseline, by_name
+from memoro.regimes.baseline import Baseline
+from memoro.tasks.spec import by_name
 from memoro.tasks.task import Task
-from memoro.training.fit import check_labels
-from memoro.training.group import collect_logits
-from memoro.training.run import OwnPass
 
 
 def evaluate(
@@ -44,7 +43,7 @@ def evaluate(
     model = compose(backbone, [task for task in tasks if not isinstance(task, Baseline)])
     members = by_name(tasks)
     for task in tasks:
-        check_backbone(task, backbone)
+        task.spec.check_backbone(backbone)
     # A DatasetDict is a dict of splits: one set.
     wanted = dict(data) if type(data) is dict else dict.fromkeys(members, data)
     for name in wanted:
@@ -69,7 +68,7 @@ def evaluate(
         ]
         for name in names:
             if isinstance(alone := members[name], Baseline):
-                passes.append((alone.spec.preprocessing or backbone.preprocessing, [name], OwnPass([alone])))
+                passes.append((alone.spec.preprocessing or backbone.preprocessing, [name], _one_pass(alone)))
         for preprocessing, together, ask in passes:
             say(f"{images.name}: one pass over {say_images(len(images))} for {', '.join(together)}")
             loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
@@ -99,6 +98,10 @@ def _asker(model: Composition, names: list[str]) -> Callable[[Tensor], list[Tens
     return ask
 
 
+def _one_pass(model: Baseline) -> Callable[[Tensor], list[Tensor]]:
+    return lambda pixels: [model(pixels)]
+
+
 def _test_images(source: Any, task: Task | Baseline, workers: int | None, quiet: bool) -> tuple[ImageSet, str]:
     splits = source
     if not isinstance(source, Splits):
@@ -110,3 +113,11 @@ def _test_images(source: Any, task: Task | Baseline, workers: int | None, quiet:
         if images is not None:
             return images, name if name != "train" else "all"
     raise DataError(f"{splits.name}: there are no images in it.")
+
+
+def check_labels(task: Task | Baseline, splits: Splits | Streams) -> None:
+    """Raises where a set has other labels than the task, or another kind of them."""
+    if splits.kind != task.kind:
+        raise TrainingError(f"{task.name!r} has a {task.kind} head, but {splits.name} is a {splits.kind} set.")
+    if tuple(task.labels) != splits.labels:
+        raise TrainingError(f"{splits.name} has other labels than {task.name!r}: load it with labels=task.labels.")

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from memoro.backbones import Backbone
 from memoro.console import say_bytes, say_images
-from memoro.tasks.task import BackboneRecord, Task
+from memoro.tasks.spec import BackboneRecord
+from memoro.tasks.task import Task
 
 if TYPE_CHECKING:
     from memoro.bench.engine import EngineRow

@@ -18,7 +18,8 @@ from memoro.evaluation.metrics import MAIN_FIGURE
 from memoro.evaluation.report import fit_table, sweep_table
 from memoro.regimes import METHODS, Baseline, Regime, TaskPlan, find_regime
 from memoro.regimes.baselinefile import save_baseline
-from memoro.tasks.task import Task, check_name
+from memoro.tasks.spec import check_name
+from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks, save_task
 from memoro.training.cached import Cache
 from memoro.training.distributed import find_processes
