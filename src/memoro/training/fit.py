@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.console import bar, plain_console, say_bytes
+from memoro.console import bar, format_bytes, plain_console
 from memoro.data import ImageSet, Loader, Splits, Streams, load_data
 from memoro.data.augment import output_size
 from memoro.engine.composition import check_backbone
@@ -350,7 +350,7 @@ def _fill(groups: RunGroups, cache: Cache, processes: Processes, quiet: bool) ->
         views, size = estimate(groups.cached)
         try:
             with ExitStack() as stack:
-                title = f"features ({say_bytes(size)})"
+                title = f"features ({format_bytes(size)})"
                 tick = stack.enter_context(bar(title, views)) if views and not quiet else (lambda images: None)
                 fill_caches(groups.cached, cache, tick)
         except CacheError as error:
