@@ -93,9 +93,9 @@ def write(path: Path, results: dict[str, Any]) -> None:
     lines = [
         "# Head-only accuracy",
         "",
-        f"A linear head on the frozen final class token: regime `head`, plain views, its rate selected on {FOLDS} folds",
-        f"of the training images, then trained on all of them (from {LARGE:,} images on: selected on 15 % of them).",
-        "Accuracy on the test split. Made by `scripts/probe.py`.",
+        f"A linear head on the frozen final class token: regime `head`, plain views, its rate selected on {FOLDS}",
+        f"folds of the training images, then trained on all of them (from {LARGE:,} images on: selected on 15 % of",
+        "them). Accuracy on the test split. Made by `scripts/probe.py`.",
         "",
         *table(["set", "classes", "train", "test", *names], rows),
         "",

@@ -60,23 +60,8 @@ class Cost:
     """One pass per task, as separate models would need."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One task's answer to one image."""
-
-    task: str
-    label: str
-    probability: float
-    target: str | None
-    """None where the task was not trained on such images."""
-
-    @property
-    def status(self) -> str:
-        return "other" if self.target is None else "right" if self.target == self.label else "wrong"
-
-
-Answered = Sequence[tuple[Image.Image, list[Answer]]]
-"""Images with every task's answer."""
+Answered = Sequence[tuple[Image.Image, list[tuple[str, str]]]]
+"""Images with every task's answer: `right`, `wrong` or `other` (not trained on such images), and the text."""
 
 
 def result_rows(results: dict[str, DemoResult]) -> list[list[str]]:
@@ -140,10 +125,17 @@ def predict_samples(model: Composition, results: dict[str, DemoResult]) -> Answe
         for at in (number * len(test) // SAMPLES for number in range(SAMPLES)):
             images.append(test.open(at))
             targets.append({name: labels[name][test.key(at)] for name in names})
-    return [
-        (image, [Answer(name, a["label"], a["probability"], target.get(name)) for name, a in answers.items()])
-        for image, answers, target in zip(images, model.predict(images), targets, strict=True)
-    ]
+    answered = []
+    for image, answers, target in zip(images, model.predict(images), targets, strict=True):
+        lines = []
+        for name, answer in answers.items():
+            text = f"{name}: {answer['label']} {answer['probability']:.0%}"
+            if name not in target or target[name] == answer["label"]:
+                lines.append(("right" if name in target else "other", text))
+            else:
+                lines.append(("wrong", f"{text} (is {target[name]})"))
+        answered.append((image, lines))
+    return answered
 
 
 def _labels(splits: Splits) -> dict[str, str]:
@@ -153,15 +145,11 @@ def _labels(splits: Splits) -> dict[str, str]:
     return {test.key(at): test.labels[int(test.targets[at])] for at in range(len(test))}
 
 
-def _card(image: Image.Image, answers: list[Answer]) -> str:
-    lines = []
-    for one in answers:
-        note = f" (is {escape(str(one.target))})" if one.status == "wrong" else ""
-        text = f"{escape(one.task)}: <b>{escape(one.label)}</b> {one.probability:.0%}{note}"
-        lines.append(f'<div class="{one.status}">{text}</div>')
+def _card(image: Image.Image, answers: list[tuple[str, str]]) -> str:
+    lines = "".join(f'<div class="{status}">{escape(text)}</div>' for status, text in answers)
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
-    return f'<div class="card"><img src="{_data_url(buffer)}" alt="">{"".join(lines)}</div>'
+    return f'<div class="card"><img src="{_data_url(buffer)}" alt="">{lines}</div>'
 
 
 def draw_overview(path: Path, answered: Answered, cost: Cost, tasks: int) -> None:
@@ -175,9 +163,8 @@ def draw_overview(path: Path, answered: Answered, cost: Cost, tasks: int) -> Non
     for number, (image, answers) in enumerate(answered):
         above, below = (axes[number // columns * 2 + part, number % columns] for part in (0, 1))
         above.imshow(image)
-        for line, one in enumerate(answers):
-            text = f"{one.task}: {one.label} {one.probability:.0%}"
-            below.text(0.02, 1.0 - 0.21 * line, text, fontsize=9, va="top", color=COLORS[one.status])
+        for line, (status, text) in enumerate(answers):
+            below.text(0.02, 1.0 - 0.21 * line, text, fontsize=9, va="top", color=COLORS[status])
     for one in axes.flat:
         one.axis("off")
     _draw_cost(halves[1].subplots(), cost, tasks)

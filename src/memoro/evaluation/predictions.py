@@ -8,14 +8,16 @@ import io
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rich.table import Table
 
 from memoro.console import format_count, make_table
+from memoro.engine.composition import Composition
 from memoro.errors import DataError, ImageError
 from memoro.files import write_whole
 from memoro.images import IMAGE_SUFFIXES, open_image
+from memoro.regimes import Baseline
 
 Form = Literal["table", "json", "csv", "parquet"]
 Answers = dict[str, dict[str, Any]]
@@ -42,14 +44,8 @@ def find_images(places: Iterable[str | Path]) -> list[Path]:
     return list(found)
 
 
-class Predictor(Protocol):
-    """A composition, or a baseline."""
-
-    def predict(self, images: Any, *, batch_size: int = 32) -> list[dict[str, dict[str, Any]]]: ...
-
-
 def predict_files(
-    models: Sequence[Predictor],
+    models: Sequence[Composition | Baseline],
     paths: Sequence[Path],
     *,
     batch_size: int = 32,
