@@ -20,12 +20,14 @@ from rich.console import Console
 import memoro
 from memoro.backbones import Backbone
 from memoro.cli import app, main
-from memoro.console import bar, plain_console, quiet_libraries, say_bytes
+from memoro.console import bar, format_bytes, plain_console, quiet_libraries
 from memoro.data import Augment, load_data
 from memoro.engine import verify
 from memoro.errors import BackboneError, DataError
+from memoro.evaluation.inspect import inspect_table, inspect_tasks
+from memoro.evaluation.metrics import metrics_table
 from memoro.evaluation.predictions import predictions_table
-from memoro.evaluation.report import fit_table, inspect_table, inspect_tasks, metrics_table, sweep_table
+from memoro.evaluation.report import fit_table, sweep_table
 from memoro.regimes import METHODS, TaskPlan
 from memoro.training.checkpoint import _compare
 from memoro.training.recipe import Recipe
@@ -132,11 +134,11 @@ def test_eval_warns_of_data_without_a_test_split(shell: Shell, pets: Path, tmp_p
     save_images(tmp_path / "all", "cat/1.png", "dog/1.png", "dog/2.png")
     note = shell("eval", "all", *common).err.splitlines()[0]
     assert note == (
-        "note: all has no test split: measured on all 3 images. If pets was trained on them, this says nothing about "
-        "new ones."
+        "note: all has no test split: evaluated on all 3 images. If pets was trained on them, this overestimates "
+        "accuracy on new images."
     )
     save_images(tmp_path / "half", "train/cat/1.png", "train/dog/1.png", "val/dog/2.png")
-    assert "half has no test split: measured on the 1 image of val." in shell("eval", "half", *common).err
+    assert "half has no test split: evaluated on the 1 image of val." in shell("eval", "half", *common).err
     save_images(tmp_path / "cut", "train/cat/1.png", "train/dog/1.png", "test/dog/2.png")
     said = shell("eval", "cut", *common)
     assert "note" not in said.err
@@ -204,7 +206,7 @@ def test_layers_and_sizes_are_counted_right(backbone: Backbone, pets: Path) -> N
     ):
         task = random_task(backbone, "pets", from_layer=first)
         assert words in rendered(inspect_table(inspect_tasks(pets, [task])))
-    assert [say_bytes(size) for size in (999, 50_800, 2.5e6, 3e9)] == ["1.0 kB", "50.8 kB", "2.5 MB", "3.0 GB"]
+    assert [format_bytes(size) for size in (999, 50_800, 2.5e6, 3e9)] == ["1.0 kB", "50.8 kB", "2.5 MB", "3.0 GB"]
 
 
 def test_predict_without_a_readable_image_shows_no_table(shell: Shell, pets: Path, tmp_path: Path) -> None:

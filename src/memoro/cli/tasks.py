@@ -23,15 +23,9 @@ def inspect(
 
     memoro inspect pets.safetensors
     """
-    from memoro.evaluation.report import inspect_baseline, inspect_table, inspect_tasks
-    from memoro.regimes.baselinefile import is_baseline, read_baseline
-    from memoro.tasks.taskfile import load_tasks
+    from memoro.evaluation.inspect import inspect_file, inspect_table
 
-    frozen = None if backbone is None else load(backbone)
-    if is_baseline(file):
-        record = inspect_baseline(file, *read_baseline(file), frozen)
-    else:
-        record = inspect_tasks(file, load_tasks(file), frozen)
+    record = inspect_file(file, None if backbone is None else load(backbone))
     if as_json:
         print_json(record)
     else:
@@ -47,7 +41,7 @@ def compose_files(
 
     memoro compose pets.safetensors rooms.safetensors -o both.safetensors
     """
-    from memoro.console import say_bytes
+    from memoro.console import format_bytes
     from memoro.engine.composition import check_together
     from memoro.tasks.taskfile import save_tasks
 
@@ -55,7 +49,7 @@ def compose_files(
     check_together(tasks)
     save_tasks(tasks, out)
     names = ", ".join(task.name for task in tasks)
-    typer.echo(f"{out}: {names} ({say_bytes(out.stat().st_size)})")
+    typer.echo(f"{out}: {names} ({format_bytes(out.stat().st_size)})")
 
 
 @app.command()
@@ -123,12 +117,12 @@ def cache_command(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
 ) -> None:
     """How much room the kept features take; --clear removes them."""
-    from memoro.console import say_bytes
+    from memoro.console import format_bytes
     from memoro.engine.featurestore import clear as clear_all
     from memoro.engine.featurestore import default_folder, total_bytes
 
     place = folder or default_folder()
     if clear:
-        typer.echo(f"{place}: {say_bytes(clear_all(place))} removed")
+        typer.echo(f"{place}: {format_bytes(clear_all(place))} removed")
     else:
-        typer.echo(f"{place}: {say_bytes(total_bytes(place))}")
+        typer.echo(f"{place}: {format_bytes(total_bytes(place))}")

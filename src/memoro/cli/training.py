@@ -241,7 +241,7 @@ def evaluate_tasks(
     memoro eval pets=photos/pets rooms=rooms.zip -t pets.safetensors -t rooms.safetensors
     """
     from memoro.evaluation.evaluate import evaluate
-    from memoro.evaluation.report import metrics_table
+    from memoro.evaluation.metrics import metrics_table
     from memoro.training.train import read_data_arguments
 
     frozen = load(backbone)
@@ -250,7 +250,7 @@ def evaluate_tasks(
     results = evaluate(
         frozen, loaded, read_data_arguments(data, [task.name for task in loaded]),
         batch_size=batch_size, workers=workers, quiet=as_json,
-        say=errors.print,
+        log=errors.print,
     )  # fmt: skip
     if as_json:
         print_json(results)
@@ -274,7 +274,7 @@ def predict(
 
     memoro predict new/ -t pets.safetensors --format csv --out answers.csv
     """
-    from memoro.console import bar, say_images
+    from memoro.console import bar, format_count
     from memoro.engine.composition import compose
     from memoro.evaluation.predictions import find_images, predict_files, predictions_table, write_predictions
     from memoro.regimes import Baseline
@@ -297,7 +297,7 @@ def predict(
     for reason in list(skipped.values())[:5]:
         errors.print(f"skipped {reason}")
     if skipped:
-        errors.print(f"{len(skipped)} of {say_images(len(paths))} could not be read.")
+        errors.print(f"{len(skipped)} of {format_count(len(paths), 'image')} could not be read.")
     if form == "table" and out is None:
         if answers:
             plain_console().print(predictions_table(answers))

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.console import bar, plain_console, say_bytes
+from memoro.console import bar, format_bytes, plain_console
 from memoro.data import ImageSet, Loader, Splits, Streams, load_data
 from memoro.data.augment import output_size
 from memoro.engine.composition import check_backbone
 from memoro.errors import CacheError, TrainingError
+from memoro.evaluation.evaluate import check_labels
+from memoro.evaluation.logits import Batches, collect_logits
 from memoro.evaluation.metrics import measure
 from memoro.extras import need
 from memoro.regimes import Baseline, Regime, find_regime
@@ -24,7 +26,7 @@ from memoro.tasks.task import Task
 from memoro.training.cached import Cache, estimate, fill_caches
 from memoro.training.checkpoint import read_identity, run_identity
 from memoro.training.distributed import ALONE, Processes, find_processes
-from memoro.training.group import Batches, RunGroups, RunSpec, collect_logits, content_of
+from memoro.training.group import RunGroups, RunSpec, content_of
 from memoro.training.loop import Training, Watcher, run_training
 from memoro.training.recipe import Recipe
 from memoro.training.run import Run, ancestors, pass_for
@@ -348,7 +350,7 @@ def _fill(groups: RunGroups, cache: Cache, processes: Processes, quiet: bool) ->
         views, size = estimate(groups.cached)
         try:
             with ExitStack() as stack:
-                title = f"features ({say_bytes(size)})"
+                title = f"features ({format_bytes(size)})"
                 tick = stack.enter_context(bar(title, views)) if views and not quiet else (lambda images: None)
                 fill_caches(groups.cached, cache, tick)
         except CacheError as error:
@@ -377,10 +379,3 @@ def _load(data: Any, task: Task | Baseline, recipe: Recipe, workers: int | None,
         workers=workers,
         quiet=quiet,
     )
-
-
-def check_labels(task: Task | Baseline, splits: Splits | Streams) -> None:
-    if splits.kind != task.kind:
-        raise TrainingError(f"{task.name!r} has a {task.kind} head, but {splits.name} is a {splits.kind} set.")
-    if tuple(task.labels) != splits.labels:
-        raise TrainingError(f"{splits.name} has other labels than {task.name!r}: load it with labels=task.labels.")

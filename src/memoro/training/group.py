@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,30 +15,17 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.data import Batch, ImageSet, ImageStream, Loader, Splits, Streams
-from memoro.engine.streams import Features
+from memoro.data import ImageSet, ImageStream, Loader, Splits, Streams
 from memoro.errors import TrainingError
+from memoro.evaluation.logits import AnyBatch, Batches
 from memoro.heads import class_weights
 from memoro.images import Preprocessing
 from memoro.regimes import Baseline, Regime
 from memoro.tasks.task import Task
-from memoro.training.cached import Buffers, Cache, CachedBatch, CachedLoader
+from memoro.training.cached import Buffers, Cache, CachedLoader
 from memoro.training.distributed import ALONE, Processes
 from memoro.training.recipe import Recipe
 from memoro.training.run import Goal, OwnPass, Run, SharedPass, ancestors, pass_for
-
-AnyBatch = Batch | CachedBatch
-
-
-class Batches(Protocol):
-    """A loader of pixels or of features."""
-
-    @property
-    def images(self) -> ImageSet | ImageStream: ...
-
-    def __len__(self) -> int: ...
-
-    def epoch(self, number: int, start: int = 0) -> Iterator[AnyBatch]: ...
 
 
 @dataclass
@@ -139,41 +125,6 @@ class RunGroup:
         self.progress.batch = 0
         self.progress.sums = {}
         self._batches = None
-
-
-def inputs_of(batch: AnyBatch, backbone: Backbone) -> Tensor | Features:
-    """What a pass takes of a batch."""
-    return batch.read() if isinstance(batch, CachedBatch) else batch.pixels.to(backbone.device, backbone.dtype)
-
-
-def collect_logits(
-    answer: Callable[[Any], Sequence[Tensor]],
-    backbone: Backbone,
-    loader: Batches,
-    *,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    tick: Callable[[int], None] = lambda images: None,
-    processes: Processes = ALONE,
-) -> tuple[list[Tensor], Tensor]:
-    """The logits that `answer` gives for each of its tasks over all images of a loader, and the targets, on the CPU.
-
-    With several processes the loader gives each its part, and all get the whole, in the order of the images.
-    """
-    parts: list[tuple[list[Tensor], Tensor, Tensor]] = []
-    with torch.no_grad():
-        for batch in loader.epoch(0):
-            if not len(batch.targets):
-                continue
-            with autocast():
-                out = answer(inputs_of(batch, backbone))
-            parts.append(([logits.float().cpu() for logits in out], batch.targets, batch.index))
-            tick(len(batch.targets))
-    parts = [part for share in processes.all_gather(parts) for part in share]
-    if not parts:
-        raise TrainingError(f"{loader.images.name}: there are no images to evaluate on.")
-    answers, targets, places = zip(*parts, strict=True)
-    order = torch.cat(places).argsort(stable=True)
-    return [torch.cat(logits)[order] for logits in zip(*answers, strict=True)], torch.cat(targets)[order]
 
 
 SHARED = ("epochs", "steps", "batch_size", "accumulate", "augment", "views", "precision", "data_seed")

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.errors import TrainingError
+from memoro.evaluation.logits import AnyBatch, collect_logits, inputs_of
 from memoro.evaluation.metrics import measure, score
 from memoro.heads import loss_sum
 from memoro.training.checkpoint import load_checkpoint, save_checkpoint
 from memoro.training.distributed import ALONE, Processes
-from memoro.training.group import AnyBatch, RunGroup, collect_logits, inputs_of
+from memoro.training.group import RunGroup
 from memoro.training.run import OwnPass, Run, SharedPass, answer_together, pass_for
 
 

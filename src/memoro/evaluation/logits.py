@@ -1,0 +1,85 @@
+"""Logits of a model over all images of a loader: what metrics are computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from memoro.backbones import Backbone
+from memoro.data import Batch, ImageSet, ImageStream
+from memoro.engine.streams import Features
+from memoro.errors import TrainingError
+
+
+class FeatureBatch(Protocol):
+    """A batch whose base pass is read back instead of computed; the other fields are those of `Batch`."""
+
+    @property
+    def read(self) -> Callable[[], Features]: ...
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def index(self) -> Tensor: ...
+    @property
+    def total(self) -> int: ...
+
+
+AnyBatch = Batch | FeatureBatch
+
+
+class Batches(Protocol):
+    """A loader of pixels or of features."""
+
+    @property
+    def images(self) -> ImageSet | ImageStream: ...
+
+    def __len__(self) -> int: ...
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[AnyBatch]: ...
+
+
+class Gather(Protocol):
+    """The processes that evaluate together."""
+
+    def all_gather(self, value: Any) -> list[Any]: ...
+
+
+def inputs_of(batch: AnyBatch, backbone: Backbone) -> Tensor | Features:
+    """The model's input: pixels on the backbone's device, or features."""
+    return batch.pixels.to(backbone.device, backbone.dtype) if isinstance(batch, Batch) else batch.read()
+
+
+def collect_logits(
+    answer: Callable[[Any], Sequence[Tensor]],
+    backbone: Backbone,
+    loader: Batches,
+    *,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    tick: Callable[[int], None] = lambda images: None,
+    processes: Gather | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """The logits that `answer` gives for each of its tasks over all images of a loader, and the targets, on the CPU.
+
+    With several processes, each one's loader yields its part of the images; all of them return the whole, in the
+    order of the images.
+    """
+    parts: list[tuple[list[Tensor], Tensor, Tensor]] = []
+    with torch.no_grad():
+        for batch in loader.epoch(0):
+            if not len(batch.targets):
+                continue
+            with autocast():
+                out = answer(inputs_of(batch, backbone))
+            parts.append(([logits.float().cpu() for logits in out], batch.targets, batch.index))
+            tick(len(batch.targets))
+    if processes is not None:
+        parts = [part for own in processes.all_gather(parts) for part in own]
+    if not parts:
+        raise TrainingError(f"{loader.images.name}: there are no images to evaluate on.")
+    answers, targets, index = zip(*parts, strict=True)
+    order = torch.cat(index).argsort(stable=True)
+    return [torch.cat(logits)[order] for logits in zip(*answers, strict=True)], torch.cat(targets)[order]
