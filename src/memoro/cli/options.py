@@ -23,6 +23,9 @@ BackboneOption = Annotated[
     str | None,
     typer.Option("--backbone", "-b", help="Hub id or folder of a Vision Transformer.", show_default="memoro-tiny"),
 ]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or mps.", show_default="a GPU if there is one")
+]
 Files = Annotated[list[Path], typer.Argument(help="Task files or bundles.", show_default=False)]
 TaskFiles = Annotated[
     list[Path],
@@ -30,11 +33,12 @@ TaskFiles = Annotated[
 ]
 
 
-def load(backbone: str | None) -> Backbone:
-    """The backbone of a command."""
+def load(backbone: str | None, device: str | None = None) -> Backbone:
+    """The backbone of a command, on this device or on the GPU if there is one."""
     from memoro.backbones import load_backbone
+    from memoro.training.distributed import own_device
 
-    return load_backbone(name_backbone(backbone))
+    return load_backbone(name_backbone(backbone), device=own_device(device))
 
 
 def name_backbone(backbone: str | None, *, hint: bool = False) -> str:

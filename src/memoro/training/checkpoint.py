@@ -6,6 +6,7 @@ No pickle, one file, written whole, with a checksum over all of it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +56,8 @@ def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, 
             }
         )
     progress = [asdict(group.progress) for group in groups]
-    record = {"progress": progress, "seconds": seconds, "runs": records, "identity": identity}
+    finished = all(group.finished for group in groups)
+    record = {"progress": progress, "finished": finished, "seconds": seconds, "runs": records, "identity": identity}
     text, data = json.dumps(record), {name: one.detach().cpu().contiguous().clone() for name, one in tensors.items()}
     write_whole(path, save(data, metadata={KEY: text, CHECKSUM: checksum(text, data)}))
 
@@ -73,6 +75,18 @@ def read_identity(path: Path) -> dict[str, Any]:
     """The identity of the training that wrote a checkpoint."""
     with _damage(path):
         return dict(_read(path)[0]["identity"])
+
+
+def set_aside(path: Path) -> Path | None:
+    """Renames the checkpoint of an interrupted training; its new name, None where there was nothing to keep."""
+    try:
+        record, _ = _read(path)
+        if record["finished"] or not any(progress["step"] for progress in record["progress"]):
+            return None
+    except Exception:  # damaged, or of another version: not ours to throw away
+        pass
+    numbers = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(1))
+    return path.rename(next(name for name in numbers if not name.exists()))
 
 
 @contextmanager

@@ -85,7 +85,7 @@ class SharedForward:
             [task.from_layer for task in [*tasks, *older]],
         )
         # Copies, so that ancestors get no gradient and keep their own flags.
-        self.tasks = [*tasks, *(deepcopy(task).requires_grad_(False) for task in older)]
+        self.tasks = [*tasks, *(deepcopy(task).requires_grad_(False).to(backbone.device) for task in older)]
         self.plan = build_plan(lineage, self.tasks, range(len(tasks)), backbone.depth, backbone.device)
         self.rows = [self.plan.order.index(number) for number in range(len(tasks))]
 

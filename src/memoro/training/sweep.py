@@ -85,6 +85,7 @@ class SweepSpec:
             cells, layer, rate, seed = setting
             for part in parts:
                 task = self.regime.build(backbone, replace(self.plan, cells=cells, from_layer=layer, seed=seed))
+                task.describe(training={"seed": seed})
                 recipe = replace(self.recipe, lr=rate, seed=seed)
                 found.append((setting, RunSpec(task, recipe, self.regime, self.splits, self.preprocessing, part)))
         return found
@@ -104,8 +105,9 @@ class SweepRow:
     diverged: int
 
     @property
-    def rank(self) -> tuple[float, float]:
-        return (mean(self.val), -self.val_loss) if self.val else (float("-inf"), float("-inf"))
+    def rank(self) -> tuple[bool, float, float]:
+        """Higher is better. A setting that diverged with some seed is not to be trusted: it comes after all others."""
+        return self.diverged == 0, mean(self.val) if self.val else float("-inf"), -self.val_loss
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,11 @@ def run_sweeps(
         for setting, _ in pairs:
             gathered.setdefault(setting, []).append(next(results))
         chosen.append(_choose(sweep, gathered, options.halving))
+        for row in chosen[-1].rows:
+            if row.val and row.diverged:
+                which = f"{row.cells} cells, from layer {row.from_layer}, lr {row.lr:g}"
+                seeds = f"{row.diverged} of {row.diverged + len(row.val)} seeds"
+                options.note(f"{sweep.plan.name}: {which} diverged with {seeds} and is ranked last.")
     if not any(result.best.metrics for result in chosen):
         names = ", ".join(sweep.splits.name for sweep in sweeps)
         raise TrainingError(f"{names}: all settings diverged: choose smaller learning rates.")
@@ -163,7 +170,7 @@ def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving:
     best = max(rows, key=lambda row: row.rank)
     candidates = scored[best.cells, best.from_layer, best.lr]
     if halving:  # the seeds of a combination stopped at different times: their mean says nothing
-        candidates = [one for some in scored.values() for one in some]
+        candidates = [one for some in scored.values() if best.diverged or None not in some for one in some]
     finished = [one for one in candidates if one is not None]
     everything = [result for results in gathered.values() for result in results]
     if finished:
