@@ -21,10 +21,10 @@ __all__ = ["double", "root"]  # fixtures
 
 def test_columns_of_a_table_are_one_course(double: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screened: list[str] = []
-    real = splits.screen_images
+    real = splits.drop_unreadable
     monkeypatch.setattr(
         splits,
-        "screen_images",
+        "drop_unreadable",
         lambda images, *given, **how: (screened.append(images.name), real(images, *given, **how))[1],
     )
     columns = load_columns(root / "table" / "table.csv", ["x", "y", "labels", "number"], val_fraction=0.25, **LOAD)
