@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,10 @@ def cache(tmp_path: Path) -> Cache:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch, backbone: Backbone) -> int:
-    """Two records to a file."""
-    layout = RecordFormat(0, 5, 24, 3, 1 + (SIZE // 4) ** 2, "float32")
-    monkeypatch.setattr(featurestore, "SHARD_BYTES", 2 * layout.size + 1)
-    return layout.size
+    """Two records to a file; returns the size of a record."""
+    size = RecordFormat(0, 5, 24, 3, 1 + (SIZE // 4) ** 2, "float32").size
+    monkeypatch.setattr(featurestore, "SHARD_BYTES", 2 * size + 1)
+    return size
 
 
 def keeper(
@@ -69,8 +70,19 @@ def fill(*loaders: CachedLoader, budget: float = 20.0) -> int:
     return sum(counts)
 
 
-def files(cache: Cache, kind: str = "bin") -> list[Path]:
+def files(cache: Cache, kind: str = "features") -> list[Path]:
     return sorted(cache.folder.glob(f"*/*.{kind}"))
+
+
+def header_size(path: Path) -> int:
+    """Bytes of a file before its first tensor: an 8-byte length, and the header."""
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def age(paths: Iterable[Path], seconds: float) -> None:
+    """As if they had not been used for so long."""
+    for path in paths:
+        os.utime(path, (time.time() - seconds,) * 2)
 
 
 def far(left: Tensor, right: Tensor) -> float:
@@ -128,9 +140,3 @@ def counted() -> Iterator[Callable[[], int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cached, "keep_features", count)
         yield lambda: sum(counts)
-
-
-def in_fork(target: Callable[..., Any], *given: Any) -> Any:
-    process = multiprocessing.get_context("fork").Process(target=target, args=given)
-    process.start()
-    return process

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import torch
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.tasks.task import Task, new_task
+
+_NUMBERS = itertools.count()
 
 torch.set_num_threads(1)  # tiny models, and two test processes
 
@@ -32,7 +37,7 @@ def shared() -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Kept features stay out of the user's own folder."""
-    path = tmp_path_factory.mktemp("cache")
+    path = tmp_path_factory.getbasetemp() / "caches" / str(next(_NUMBERS))  # mktemp would list all others each time
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
     return path / "memoro" / "features"
 
@@ -46,6 +51,13 @@ def random_task(backbone: Backbone, name: str, *, seed: int = 0, **options: Any)
         for parameter in task.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     return task
+
+
+def in_fork(target: Callable[..., Any], *given: Any) -> Any:
+    """A started process. It has everything imported already: importing torch and transformers takes seconds."""
+    process = multiprocessing.get_context("fork").Process(target=target, args=given)
+    process.start()
+    return process
 
 
 @pytest.fixture

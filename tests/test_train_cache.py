@@ -85,7 +85,7 @@ def test_features_are_read_when_they_are_asked_for(backbone: Backbone, images: I
     assert [len(batch.targets) for batch in again] == [len(images) - 8]
 
 
-def test_exams_share_the_memory_that_they_read_into(backbone: Backbone, splits: Splits, cache: Cache) -> None:
+def test_validation_sets_share_the_memory_that_they_read_into(backbone: Backbone, splits: Splits, cache: Cache) -> None:
     assert splits.train is not None
     held = [np.flatnonzero(fold_numbers(splits.train, 3, 0) == fold) for fold in range(3)]
     task, size = partial(new_task, backbone, "t", LABELS), backbone.preprocessing.at(SIZE)
@@ -94,8 +94,8 @@ def test_exams_share_the_memory_that_they_read_into(backbone: Backbone, splits: 
     groups = RunGroups(backbone, specs, cache=cache, workers=0)
     train, *val_sets = groups.cached
     assert len(val_sets) == 3
-    assert len({id(loader._buffers) for loader in val_sets}) == 1
-    assert val_sets[0]._room is not train._room
+    assert len({id(loader.buffers) for loader in val_sets}) == 1
+    assert val_sets[0].buffers is not train.buffers
 
 
 def test_where_it_lies_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_cache: Path) -> None:
