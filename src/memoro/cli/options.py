@@ -78,21 +78,18 @@ def gather_tasks(files: Iterable[Path], option: str = "-t") -> list[Task]:
             why = say_apart(spec.name, spec.regime)
             raise CompositionError(f"{file} is a baseline, which cannot be composed or verified. {why}")
         found += [(file, task) for task in load_tasks(file)]
-    _check_names(found, option)
-    return [task for _, task in found]
+    return _checked(found, option)
 
 
 def gather_models(files: Iterable[Path], backbone: Backbone) -> list[Task | Baseline]:
     """The tasks and baselines of some files."""
     from memoro.regimes.baselinefile import load_models
 
-    found = [(file, model) for file in files for model in load_models([file], backbone)]
-    _check_names(found, "-t")
-    return [model for _, model in found]
+    return _checked([(file, model) for file in files for model in load_models([file], backbone)], "-t")
 
 
-def _check_names(found: Sequence[tuple[Path, Any]], option: str) -> None:
-    """Raises where two tasks have one name, or a task extends one that is missing."""
+def _checked(found: Sequence[tuple[Path, Any]], option: str) -> list[Any]:
+    """The models; an error where two have one name, or a task extends one that is missing."""
     places: dict[str, Path] = {}
     for file, model in found:
         if model.name in places:
@@ -110,6 +107,7 @@ def _check_names(found: Sequence[tuple[Path, Any]], option: str) -> None:
                     f"{model.name!r} extends {parent.name!r}, which is not here: attach {parent.name!r} too; "
                     f"add {more} (or where that file is)."
                 )
+    return [model for _, model in found]
 
 
 def numbers(text: str, kind: type[Number] = int) -> list[Number]:

@@ -209,11 +209,8 @@ def _spec_facts(task: Task | Baseline) -> dict[str, Any]:
 
 def run_identity(backbone: Backbone, specs: Sequence[RunSpec], cache: Cache | None) -> dict[str, Any]:
     """All that must be the same for a resume to be the same training."""
-    digests: dict[int, str | None] = {}
-    for spec in specs:
-        for images in (spec.splits.train, spec.splits.val):
-            if id(images) not in digests:
-                digests[id(images)] = _data_digest(images)
+    sets = {id(images): images for spec in specs for images in (spec.splits.train, spec.splits.val)}
+    digests = {key: _data_digest(images) for key, images in sets.items()}
     return {
         "recipe": [spec.recipe.to_json() for spec in specs],
         "task": [{**_spec_facts(spec.task), "regime": spec.regime.name} for spec in specs],

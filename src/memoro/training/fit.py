@@ -182,7 +182,7 @@ def _train(
     if options.folder is not None and processes.main:
         trainer.callbacks.append(RunFolder(Path(options.folder), trainer, tensorboard=options.tensorboard))
     tasks = [spec.task for spec in specs]
-    with ProgressBar(tasks[0].name, trainer.total_steps, options.quiet) as shown:
+    with ProgressBar(tasks[0].name, sum(group.total_steps for group in trainer.groups), options.quiet) as shown:
         trainer.callbacks.append(shown)
         seconds = trainer.train()
     if all(run.diverged for run in trainer.runs):

@@ -77,10 +77,6 @@ class Trainer:
         """All that must be the same for a resume, and in all processes."""
         return {**run_identity(self.backbone, self.specs, self.cache), "halving": self.options.halving}
 
-    @property
-    def total_steps(self) -> int:
-        return sum(group.total_steps for group in self.groups)
-
     def autocast(self) -> torch.autocast:
         # Not Accelerate's own: that is one setting for the whole life of a process.
         low = self.groups[0].recipe.precision == "bf16"
@@ -246,7 +242,7 @@ class Trainer:
     def end_epoch(self, group: RunGroup) -> None:
         """Validates, keeps each run's best weights, stops runs out of patience, and starts the next epoch."""
         progress, entries = group.progress, []
-        results = self._validate(group)
+        runs, results = [run for group in self.groups for run in group.runs], self._validate(group)
         for run in group.active:
             found = results.get(id(run))
             if found is not None and not math.isfinite(found["loss"]):
@@ -257,7 +253,7 @@ class Trainer:
                 continue
             loss, correct, images = progress.sums.get(str(group.runs.index(run)), [0.0, 0.0, 0.0])
             entry: dict[str, Any] = {
-                "run": self.position(run),
+                "run": runs.index(run),
                 "epoch": progress.epoch + 1,
                 "step": progress.step,
                 "train_loss": loss / max(images, 1),
@@ -281,10 +277,6 @@ class Trainer:
         group.next_epoch()
         for callback in self.callbacks:
             callback.on_epoch_end(group, entries)
-
-    def position(self, run: Run) -> int:
-        """The run's number, counted over all groups."""
-        return [one for group in self.groups for one in group.runs].index(run)
 
     def _validate(self, group: RunGroup) -> dict[int, dict[str, Any]]:
         """The validation metrics of each active run, by its id."""
