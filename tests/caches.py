@@ -24,7 +24,7 @@ from memoro.engine.streams import Features
 from memoro.tasks.task import Task, new_task
 from memoro.training import Cache, cached, fit
 from memoro.training.cached import CachedLoader, fill_caches
-from memoro.training.run import SharedPass
+from memoro.training.run import SharedForward
 
 SIZE = 20
 
@@ -111,7 +111,7 @@ def tasks_of(backbone: Backbone, first: int) -> list[Task]:
 
 def answers(backbone: Backbone, loader: CachedLoader, tasks: list[Task]) -> list[tuple[Tensor, Tensor]]:
     """Each task's logits from features, and from pixels."""
-    shared, pairs = SharedPass(backbone, tasks), []
+    shared, pairs = SharedForward(backbone, tasks), []
     with torch.no_grad():
         for kept, fresh in zip(loader.epoch(0), loader.loader.epoch(0), strict=True):
             assert torch.equal(kept.index, fresh.index)
@@ -123,7 +123,7 @@ def answers(backbone: Backbone, loader: CachedLoader, tasks: list[Task]) -> list
 def curve(backbone: Backbone, splits: Splits, keep: Cache | bool, **options: Any) -> tuple[Task, Tensor]:
     task = new_task(backbone, "t", LABELS, cells=2, from_layer=1, seed=1)
     options = {"epochs": 3, "batch_size": 4, "lr": 0.05, **QUICK, **options}
-    result = fit(backbone, task, splits, cache=keep, **options)
+    result = fit(backbone, task, splits, **{**options, "cache": keep})
     return task, torch.tensor([[entry["train_loss"], entry["val_loss"]] for entry in result.history])
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks measure what they say: the dense-mask way computes the same, and the rows are complete."""
+"""Benchmarks measure what they say: the dense mask computes the same, and the rows are complete."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.bench.dense import DenseMask
 from memoro.bench.engine import bench_engine, candidate_count
-from memoro.bench.steps import MODELS, Setting, build_step, list_ways
-from memoro.bench.time_to_accuracy import APPROACHES, Approach, TimeToAccuracy, bench_reach, draw_reach, epoch_count
+from memoro.bench.models import MODELS
+from memoro.bench.step import Setting, build_step, list_candidates
+from memoro.bench.time_to_accuracy import (
+    APPROACHES,
+    Approach,
+    TimeToAccuracy,
+    bench_time_to_accuracy,
+    draw_times,
+    epoch_count,
+)
 from memoro.bench.train import bench_loader, bench_train, draw_growth, tick_count
 from memoro.regimes import METHODS
 
@@ -51,11 +59,11 @@ def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyP
         return transformers.ViTForImageClassification(config)
 
     monkeypatch.setitem(MODELS, "ViT-B/32", (small, 224))
-    setting, ways = Setting("ViT-B/32", 2, 1), list_ways(1, (1, 2), (0, 3))
-    assert len(ways) == 2 + 8 + len(METHODS)
+    setting, candidates = Setting("ViT-B/32", 2, 1), list_candidates(1, (1, 2), (0, 3))
+    assert len(candidates) == 2 + 8 + len(METHODS)
     trained = {}
-    for way in ways:
-        step, trained[way.name] = build_step(setting, way, tmp_path)
+    for candidate in candidates:
+        step, trained[candidate.name] = build_step(setting, candidate, tmp_path)
         step()
         step()
     assert trained["base"] == 0
@@ -64,9 +72,9 @@ def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyP
     assert trained["lora"] == 5 * 2 * 2 * 8 * 24 + 250
     assert trained["full"] > 10_000
     ticks: list[None] = []
-    rows = bench_train(setting, ways[:4], rounds=1, memory=False, tick=lambda: ticks.append(None))
-    assert [row.name for row in rows] == [way.name for way in ways[:4]]
-    assert len(ticks) == tick_count(ways[:4], 1)
+    rows = bench_train(setting, candidates[:4], rounds=1, memory=False, tick=lambda: ticks.append(None))
+    assert [row.name for row in rows] == [candidate.name for candidate in candidates[:4]]
+    assert len(ticks) == tick_count(candidates[:4], 1)
     assert draw_growth(tmp_path / "growth.png", {"tiny": rows}).read_bytes().startswith(b"\x89PNG")
 
 
@@ -77,18 +85,21 @@ def test_the_loader_is_measured() -> None:
 def test_time_to_an_accuracy(backbone: Backbone, tmp_path: Path) -> None:
     save_squares(tmp_path / "squares" / "train")
     save_squares(tmp_path / "squares" / "test", first=100)
-    ways = [next(one for one in APPROACHES if one.name == name) for name in dict.fromkeys(a.name for a in APPROACHES)]
-    ways.append(Approach("memory, from cache", "memory", "sgd", 1e30, cached=True))
+    names = dict.fromkeys(one.name for one in APPROACHES)
+    approaches = [next(one for one in APPROACHES if one.name == name) for name in names]
+    approaches.append(Approach("memory, from cache", "memory", "sgd", 1e30, cached=True))
     ticks: list[int] = []
 
     def measure(goal: float) -> list[TimeToAccuracy]:
-        data, tick = str(tmp_path / "squares"), ticks.append
-        return bench_reach(backbone, data, goal, approaches=ways, cells=1, epochs=3, batch=8, workers=0, tick=tick)
+        return bench_time_to_accuracy(
+            backbone, str(tmp_path / "squares"), goal,
+            approaches=approaches, cells=1, epochs=3, batch=8, workers=0, tick=ticks.append,
+        )  # fmt: skip
 
     for reach in measure(goal=0.0)[:-1]:  # whatever it answers is enough
         assert len(reach.curve) == 1, reach
         assert reach.seconds == reach.curve[0][0] > 0
-    assert sum(ticks) == epoch_count(3, ways)
+    assert sum(ticks) == epoch_count(3, approaches)
     never = measure(goal=1.1)
     for reach in never[:-1]:
         seconds = [second for second, _ in reach.curve]
@@ -98,4 +109,4 @@ def test_time_to_an_accuracy(backbone: Backbone, tmp_path: Path) -> None:
     assert never[0].approach.cached
     assert not never[1].approach.cached
     assert never[-1].best is None, "a run without finite numbers has no accuracy"
-    assert draw_reach(tmp_path / "goal.png", "squares", never).read_bytes().startswith(b"\x89PNG")
+    assert draw_times(tmp_path / "goal.png", "squares", never).read_bytes().startswith(b"\x89PNG")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import memoro
 from memoro.demo import run_demo
-from memoro.demo.pictures import COLUMNS, FONTS, LETTERS, draw_letters, write_digits
+from memoro.demo.drawings import COLUMNS, FONTS, LETTERS, draw_letters, write_digits
 
 WEIGHTS = Path(memoro.__file__).parent / "weights" / "memoro-tiny"
 

@@ -21,7 +21,7 @@ from memoro.data import ImageSet, Splits
 from memoro.engine.featurestore import ABANDONED, clear_abandoned
 from memoro.engine.streams import Features
 from memoro.errors import TrainingError
-from memoro.training import Cache, cached, loop
+from memoro.training import Cache, Trainer, cached
 
 __all__ = ["cache", "images", "no_pictures", "often", "small_shards", "splits"]  # fixtures
 
@@ -111,7 +111,7 @@ def test_a_resume_from_the_cache_gives_the_same_weights(
     calm, losses = curve(backbone, splits, half, folder=tmp_path / "calm")
     shutil.rmtree(half.folder)  # killed in a step, and the features gone as well
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_step", at_call(5, loop._step))
+        patch.setattr(Trainer, "step", at_call(5, Trainer.step))
         process = in_fork(lambda: curve(backbone, splits, half, folder=tmp_path / "killed"))
         process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -130,7 +130,7 @@ def test_a_training_that_had_no_room_goes_on_without(
     calm, _ = curve(backbone, splits, False, views=2)
     roomy = replace(cache, required=False)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_step", at_call(5, loop._step))
+        patch.setattr(Trainer, "step", at_call(5, Trainer.step))
         process = in_fork(
             lambda: curve(backbone, splits, replace(roomy, budget=0.0), views=2, folder=tmp_path / "killed")
         )

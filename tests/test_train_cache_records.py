@@ -136,7 +136,7 @@ def test_training_keeps_the_layers_from_the_first_fork_on(backbone: Backbone, sp
     ]
     regime, size = find_regime("memory"), backbone.preprocessing.at(SIZE)
     specs = [RunSpec(task, Recipe(epochs=1, views=1), regime, splits, size) for task in tasks]
-    train_runs(backbone, specs, cache=cache, workers=0)
+    train_runs(backbone, specs, cache=cache, workers=0, quiet=True)
     for path in files(cache):
         with safe_open(path, "pt") as file:
             assert file.get_slice("tokens").get_shape()[1] == backbone.depth - 2 + 1  # from layer 2, and the final one
@@ -165,7 +165,7 @@ def test_copies_and_folds_share_records(backbone: Backbone, splits: Splits, cach
         for fold in range(3)
     ]
     with counted() as count:
-        train_runs(backbone, specs, cache=cache, workers=0)
+        train_runs(backbone, specs, cache=cache, workers=0, quiet=True)
     assert count() == 12 + 13  # plain ones once, a random view of each copy, nothing for the folds
     loaders = [keeper(backbone, own.train, Cache(tmp_path / "n")), keeper(backbone, own.train, Cache(tmp_path / "n"))]
     assert estimate(loaders)[0] == 12  # nothing is counted twice

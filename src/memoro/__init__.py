@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from memoro.tasks.taskfile import save_tasks as save_tasks
     from memoro.training import Cache as Cache
     from memoro.training import Recipe as Recipe
+    from memoro.training import TrainOptions as TrainOptions
     from memoro.training import fit as fit
     from memoro.training import fit_tasks as fit_tasks
+    from memoro.training import train as train
 
 __version__ = "0.1.0"
 
@@ -66,7 +68,7 @@ _PUBLIC = {
     "tasks.reproduction": ["import_tasks"],
     "tasks.task": ["Task", "new_task"],
     "tasks.taskfile": ["load_task", "load_tasks", "save_task", "save_tasks"],
-    "training": ["Cache", "Recipe", "fit", "fit_tasks"],
+    "training": ["Cache", "Recipe", "TrainOptions", "fit", "fit_tasks", "train"],
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_HOME)

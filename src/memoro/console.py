@@ -1,30 +1,42 @@
-"""Consoles that show names as they are, and progress bars on stderr, so that stdout stays clean for results."""
+"""Consoles that print names without markup, progress bars on stderr, and sizes as text."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 
 def plain_console(*, stderr: bool = False, **options: Any) -> Console:
-    """A console that prints every text as it is: `[bold]` is no markup in a file's name, nor `:cat:` a picture."""
+    """A console that prints text unchanged: `[bold]` in a file name is not markup and `:cat:` is not an emoji."""
     return Console(stderr=stderr, **{"markup": False, "emoji": False, "highlight": False, **options})
 
 
 def plain_column(field: str) -> TextColumn:
-    """A column of a progress bar that shows a field as it is."""
+    """A column of a progress bar that shows a field without markup."""
     return TextColumn(f"{{task.{field}}}", markup=False)
+
+
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, left: int = 1) -> Table:
+    """A table whose cells are shown without markup. The first `left` columns are aligned left, the others right."""
+    table = Table(title=None if title is None else Text(title), title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(Text(column), justify="left" if number < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 @contextmanager
 def bar(title: str, total: int, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A bar that moves by one, or by the number given, at each call of what is yielded. It vanishes when done."""
+    """Yields a function that advances the bar, by one or by the given number. The bar disappears at the end."""
     with Progress(
         plain_column("description"),
         BarColumn(),
@@ -53,12 +65,12 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def say_bytes(size: float) -> str:
-    """A size for people."""
+def format_bytes(size: float) -> str:
     if size >= 1e9:
         return f"{size / 1e9:,.1f} GB"
     return f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1000:,.1f} kB"
 
 
-def say_images(count: int) -> str:
-    return "1 image" if count == 1 else f"{count} images"
+def format_count(count: int, noun: str) -> str:
+    """`1 image`, `2 images`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

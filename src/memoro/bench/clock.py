@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 
-def time_rounds(candidates: Mapping[str, Callable[[], object]], rounds: int) -> Iterator[tuple[str, float]]:
-    """Yields (name, seconds) of single runs: all candidates once each round, so that drift hits them alike.
+def best_times(
+    candidates: Mapping[str, Callable[[], object]], rounds: int, tick: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """The fastest run of each candidate in seconds: the one that other programs disturbed least.
 
-    The first round warms up and is not yielded.
+    All candidates run once in each round, so that drift affects them alike; an extra first round warms up. `tick` is
+    called after every timed run.
     """
+    best = dict.fromkeys(candidates, math.inf)
     for number in range(rounds + 1):
         for name, run in candidates.items():
             start = time.perf_counter()
             run()
             if number:
-                yield name, time.perf_counter() - start
-
-
-def best_times(
-    candidates: Mapping[str, Callable[[], object]], rounds: int, tick: Callable[[], None]
-) -> dict[str, float]:
-    """The fastest run of each candidate: the one that other programs disturbed least. `tick` is called at each run."""
-    best = dict.fromkeys(candidates, float("inf"))
-    for name, seconds in time_rounds(candidates, rounds):
-        best[name] = min(best[name], seconds)
-        tick()
+                best[name] = min(best[name], time.perf_counter() - start)
+                tick()
     return best

@@ -1,17 +1,18 @@
-"""`memoro bench engine`: what a hundred tasks cost beside one plain pass."""
+"""`memoro bench engine`: the cost of many tasks relative to one plain pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from rich.table import Table
 
-from memoro.backbones import Backbone, load_backbone
+from memoro.backbones import Backbone
 from memoro.bench.clock import best_times
 from memoro.bench.dense import DenseMask
+from memoro.bench.models import CLASSES
+from memoro.console import make_table
 from memoro.engine.composition import compose
 from memoro.tasks.task import new_task
 
@@ -28,26 +29,7 @@ class EngineRow:
     dense: float | None
     """One sequence with a dense mask (fork 0 only)."""
     separate: float
-    """As many passes as tasks, each of one task: one was measured."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def random_vit(patch: int, *, image: int = 224, depth: int = 12, dim: int = 768, heads: int = 12) -> nn.Module:
-    """A ViT with random weights: speed does not depend on what they are."""
-    from transformers import ViTConfig, ViTModel
-
-    config = ViTConfig(
-        patch_size=patch,
-        image_size=image,
-        num_hidden_layers=depth,
-        hidden_size=dim,
-        num_attention_heads=heads,
-        intermediate_size=4 * dim,
-    )
-    model: nn.Module = ViTModel(config, add_pooling_layer=False)
-    return model.eval()
+    """One pass per task, extrapolated from one."""
 
 
 def bench_engine(
@@ -56,7 +38,6 @@ def bench_engine(
     counts: Sequence[int] = (1, 10, 50, 100),
     forks: Sequence[int] = (0, 8),
     cells: int = 5,
-    classes: int = 10,
     batch: int = 8,
     rounds: int = 5,
     tick: Callable[[], None] = lambda: None,
@@ -67,7 +48,7 @@ def bench_engine(
     rows, columns = backbone.anatomy.patch
     grid = (height // rows, width // columns)
     tokens = backbone.anatomy.prefix + grid[0] * grid[1]
-    labels = [str(i) for i in range(classes)]
+    labels = [str(i) for i in range(CLASSES)]
     with torch.no_grad():
         candidates: dict[str, Callable[[], object]] = {"base": lambda: backbone.original(pixels)}
         for fork in forks:
@@ -95,10 +76,14 @@ def bench_engine(
 
 
 def candidate_count(counts: Sequence[int], forks: Sequence[int]) -> int:
-    """How many candidates `bench_engine` times: for a progress bar."""
-    return 1 + len(forks) * len({1, *counts}) + (len({1, *counts}) if 0 in forks else 0)
+    """The number of candidates that `bench_engine` times, for a progress bar."""
+    return 1 + len({1, *counts}) * (len(forks) + (0 in forks))
 
 
-def load_bench_backbone(patch: int, dtype: str = "float32") -> Backbone:
-    """ViT-B with random weights at 224 pixels."""
-    return load_backbone(random_vit(patch), dtype=dtype)
+def engine_table(title: str, rows: Sequence[EngineRow]) -> Table:
+    columns = ("tasks", "fork", "memoro", "arithmetic limit", "dense mask", "separate passes")
+    cells = []
+    for row in rows:
+        costs = (row.engine, row.limit, row.dense, row.separate)
+        cells.append([str(row.tasks), str(row.fork), *("" if cost is None else f"{cost:.2f}" for cost in costs)])
+    return make_table(columns, cells, f"{title}: cost of one pass, in plain base passes", left=0)

@@ -1,4 +1,4 @@
-"""How long each way trains until it answers a given share of real test images right."""
+"""Training time until a given accuracy on real test images, for several regimes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,32 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from memoro.backbones import Backbone
+from memoro.console import make_table
 from memoro.data import Augment, load_data
 from memoro.errors import TrainingError
 from memoro.regimes import REGIMES, TaskPlan
 from memoro.training.cached import Cache, CachedLoader, fill_caches
-from memoro.training.group import RunGroup, RunGroups, RunSpec
-from memoro.training.loop import Training, run_training
-from memoro.training.recipe import OptimizerName, Recipe
+from memoro.training.group import RunGroup, RunSpec
+from memoro.training.loop import Trainer
+from memoro.training.recipe import OptimizerName, Recipe, TrainOptions
 
 
 @dataclass(frozen=True)
 class Approach:
-    """One way to train, with an optimiser and a rate that suit it."""
+    """A regime with an optimiser and a learning rate that suit it."""
 
     name: str
     regime: str
     optimizer: OptimizerName
     lr: float
     cached: bool = False
+
+    def epochs(self, most: int) -> int:
+        """Epochs from the cache are so much shorter that there are four times as many of them."""
+        return 4 * most if self.cached else most
 
 
 APPROACHES = (
@@ -37,28 +44,20 @@ APPROACHES = (
     *(Approach("full", "full", "adamw", lr) for lr in (0.00003, 0.0001)),
 )
 
-CHEAPER = 4
-"""How many epochs from the cache there are to one that computes base passes: they still take less time."""
-
-
-def epoch_count(epochs: int, approaches: Sequence[Approach] = APPROACHES) -> int:
-    """Epochs that `bench_reach` ticks."""
-    return sum(epochs * CHEAPER if approach.cached else epochs for approach in approaches)
-
 
 @dataclass(frozen=True)
 class TimeToAccuracy:
-    """How far one approach came."""
+    """The result of one approach."""
 
     approach: Approach
     curve: list[tuple[float, float]]
-    """Seconds of training so far and accuracy, after each epoch. Features that are kept are computed within the
-    first; examining is not counted."""
+    """Seconds of training so far and accuracy, after each epoch. The first includes the time to compute cached
+    features; evaluation is not counted."""
     goal: float
 
     @property
     def best(self) -> float | None:
-        """None for one that diverged before its first val_set."""
+        """None for a run that diverged in its first epoch."""
         return max((accuracy for _, accuracy in self.curve), default=None)
 
     @property
@@ -72,30 +71,30 @@ class TimeToAccuracy:
 
 @dataclass
 class _Stopwatch:
-    """Watches a training, notes accuracy over time and ends it at the goal."""
+    """A watcher that records accuracy over time and stops the run at the goal."""
 
     goal: float
-    spent: float
+    seconds: float
     tick: Callable[[int], None]
     curve: list[tuple[float, float]] = field(default_factory=list)
 
-    def begin(self, groups: Sequence[RunGroup]) -> None:
-        self._from = self._last = time.perf_counter()
+    def on_train_begin(self, groups: Sequence[RunGroup]) -> None:
+        self._start = self._last = time.perf_counter()
 
-    def step(self, group: RunGroup, entry: dict[str, Any]) -> None:
+    def on_step_end(self, group: RunGroup, entry: dict[str, Any]) -> None:
         self._last = time.perf_counter()
 
-    def epoch(self, group: RunGroup, entries: list[dict[str, Any]]) -> None:
-        self.spent += self._last - self._from
-        self._from = time.perf_counter()
+    def on_epoch_end(self, group: RunGroup, entries: list[dict[str, Any]]) -> None:
+        self.seconds += self._last - self._start
+        self._start = time.perf_counter()
         self.tick(1)
-        for entry, run in zip(entries, group.runs, strict=False):  # none where it diverged
-            self.curve.append((self.spent, entry["val_accuracy"]))
+        for entry, run in zip(entries, group.runs, strict=False):  # no entry where the run diverged
+            self.curve.append((self.seconds, entry["val_accuracy"]))
             if entry["val_accuracy"] >= self.goal:
                 run.stopped = f"{self.goal:g} reached"
 
 
-def bench_reach(
+def bench_time_to_accuracy(
     backbone: Backbone,
     data: str,
     goal: float,
@@ -108,65 +107,80 @@ def bench_reach(
     workers: int | None = None,
     tick: Callable[[int], None] = lambda epochs: None,
 ) -> list[TimeToAccuracy]:
-    """Trains each approach from nothing on the plain views of `data`'s training images, until the goal or the end.
+    """Trains each approach on the unaugmented training images of `data`, until the goal or the last epoch.
 
-    Accuracy is that on the test images (the validation images where there are none): this measures time and chooses
-    nothing. `tick` hears of epochs that are done or no longer needed.
+    Accuracy is on the test images (the validation images where there are none): this measures time and selects
+    nothing. `tick` receives the number of epochs that are done or no longer needed.
     """
     splits = load_data(data, workers=workers, quiet=True)
     if splits.kind != "softmax" or splits.train is None:
         raise TrainingError(f"{splits.name}: time to an accuracy needs training images with one label each.")
     splits = replace(splits, val=splits.test or splits.val)
     preprocessing = backbone.preprocessing if image_size is None else backbone.preprocessing.at(image_size)
+    plain = Recipe(batch_size=batch, views=1, augment=Augment(crop="none", flip=0))
     found = []
     for approach in approaches:
-        own = epochs * CHEAPER if approach.cached else epochs
-        recipe = Recipe(
-            lr=approach.lr, optimizer=approach.optimizer, epochs=own, batch_size=batch, views=1,
-            augment=Augment(crop="none", flip=0),
-        )  # fmt: skip
+        most = approach.epochs(epochs)
+        recipe = replace(plain, lr=approach.lr, optimizer=approach.optimizer, epochs=most)
         regime = REGIMES[approach.regime]
         task = regime.build(backbone, TaskPlan("goal", splits.labels, cells=cells, seed=0))
         spec = RunSpec(task, recipe, regime, splits, preprocessing)
-        curve = _follow(backbone, spec, approach.cached, goal, workers, tick)
-        tick(own - len(curve))
+        curve = _train(backbone, spec, approach.cached, goal, workers, tick)
+        tick(most - len(curve))
         found.append(TimeToAccuracy(approach, curve, goal))
     return found
 
 
-def _follow(
+def epoch_count(epochs: int, approaches: Sequence[Approach] = APPROACHES) -> int:
+    """The number of epochs that `bench_time_to_accuracy` reports to `tick`."""
+    return sum(approach.epochs(epochs) for approach in approaches)
+
+
+def _train(
     backbone: Backbone, spec: RunSpec, cached: bool, goal: float, workers: int | None, tick: Callable[[int], None]
 ) -> list[tuple[float, float]]:
     with tempfile.TemporaryDirectory() as folder:
         cache = Cache(Path(folder)) if cached else None
-        groups = RunGroups(backbone, [spec], cache=cache, workers=workers)
-        begun = time.perf_counter()
+        trainer = Trainer(backbone, [spec], TrainOptions(workers=workers), cache=cache)
+        start = time.perf_counter()
         if cache is not None:
-            [group] = groups.list
-            assert isinstance(group.train, CachedLoader)
-            fill_caches([group.train], cache, lambda images: None)
-        watch = _Stopwatch(goal, time.perf_counter() - begun, tick)
+            [group] = trainer.groups
+            assert isinstance(group.loader, CachedLoader)
+            fill_caches([group.loader], cache, lambda images: None)
+        watch = _Stopwatch(goal, time.perf_counter() - start, tick)
         if cache is not None:
-            fill_caches(groups.cached, cache, lambda images: None)  # the images of the val_set
-        run_training(Training(backbone, groups.list, [watch]))
+            fill_caches(trainer.loaders.cached, cache, lambda images: None)  # the validation images
+        trainer.callbacks.append(watch)
+        trainer.train()
         return watch.curve
 
 
-def draw_reach(path: Path, title: str, found: Sequence[TimeToAccuracy]) -> Path:
-    """Accuracy over seconds of training, a line for each approach."""
+def time_table(title: str, found: Sequence[TimeToAccuracy]) -> Table:
+    """Seconds to the goal, a row for each approach."""
+    rows = []
+    for one in found:
+        how, seconds = one.approach, one.seconds
+        reached = "diverged" if one.best is None else "not reached" if seconds is None else f"{seconds:.0f}"
+        best = "" if one.best is None else f"{one.best:.3f}"
+        rows.append((how.name, how.optimizer, f"{how.lr:g}", reached, str(len(one.curve)), best))
+    return make_table(("method", "optimiser", "lr", "seconds to the goal", "epochs", "best accuracy"), rows, title)
+
+
+def draw_times(path: Path, title: str, found: Sequence[TimeToAccuracy]) -> Path:
+    """Plots accuracy over seconds of training: a colour for each name, the first learning rate as a solid line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
-    names = list(dict.fromkeys(reach.approach.name for reach in found))
-    for reach in found:
-        if not reach.curve:
-            continue
-        number = names.index(reach.approach.name)
-        style = "-" if reach.approach == next(r.approach for r in found if r.approach.name == names[number]) else "--"
-        seconds, accuracy = zip(*reach.curve, strict=True)
-        label = f"{reach.approach.name}, lr {reach.approach.lr:g}"
-        axes.plot(seconds, accuracy, f"o{style}", color=f"C{number}", label=label, markersize=4)
+    names: list[str] = []
+    for one in found:
+        how = one.approach
+        style = "--" if how.name in names else "-"
+        names += [how.name] if how.name not in names else []
+        if one.curve:
+            seconds, accuracy = zip(*one.curve, strict=True)
+            color, label = f"C{names.index(how.name)}", f"{how.name}, lr {how.lr:g}"
+            axes.plot(seconds, accuracy, f"o{style}", color=color, label=label, markersize=4)
     if found:
         axes.axhline(found[0].goal, color="#555555", linewidth=1, linestyle=":")
     axes.set(title=title, xlabel="seconds of training", ylabel="test accuracy", xlim=(0, None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from memoro.console import plain_console
 
 if TYPE_CHECKING:
     from memoro.backbones import Backbone
-    from memoro.bench.steps import Method, Setting
+    from memoro.bench.step import Candidate, Setting
 
 bench = typer.Typer(help="Measure on this machine. Ratios, in one process.", no_args_is_help=True)
 
@@ -29,18 +30,18 @@ def bench_engine_command(
     as_json: Json = False,
 ) -> None:
     """One pass with many tasks against a plain pass, the dense-mask way and separate passes."""
-    from memoro.bench.engine import bench_engine, candidate_count, load_bench_backbone
+    from memoro.backbones import load_backbone
+    from memoro.bench.engine import bench_engine, candidate_count, engine_table
+    from memoro.bench.models import random_vit
     from memoro.console import bar
-    from memoro.evaluation.report import engine_table
 
     counts, starts = numbers(tasks), numbers(forks)
     results: dict[str, Any] = {}
     for size in patch:
         with bar(f"ViT-B/{size}", rounds * candidate_count(counts, starts)) as tick:
-            rows = bench_engine(
-                load_bench_backbone(size, dtype), counts=counts, forks=starts, batch=batch, rounds=rounds, tick=tick
-            )
-        results[f"ViT-B/{size}"] = [row.to_json() for row in rows]
+            backbone = load_backbone(random_vit(size), dtype=dtype)
+            rows = bench_engine(backbone, counts=counts, forks=starts, batch=batch, rounds=rounds, tick=tick)
+        results[f"ViT-B/{size}"] = [asdict(row) for row in rows]
         if not as_json:
             plain_console().print(engine_table(f"ViT-B/{size} at 224, batch {batch}, {dtype}", rows))
     if as_json:
@@ -81,7 +82,8 @@ def bench_train_command(
 
     memoro bench train --no-steps --data photos.zip --goal 0.85 -b facebook/dinov2-small
     """
-    from memoro.bench.steps import MODELS, Setting, list_ways
+    from memoro.bench.models import MODELS
+    from memoro.bench.step import Setting, list_candidates
 
     for name in model.split(","):
         if name not in MODELS:
@@ -89,8 +91,8 @@ def bench_train_command(
     record: dict[str, Any] = {}
     if steps:
         settings = [Setting(name, batch, cells) for name in model.split(",")]
-        ways = list_ways(cells, numbers(runs), numbers(forks), baselines=baselines)
-        record |= _time_steps(settings, ways, rounds, memory, plot, as_json)
+        candidates = list_candidates(cells, numbers(runs), numbers(forks), baselines=baselines)
+        record |= _time_steps(settings, candidates, rounds, memory, plot, as_json)
     if data is not None:
         how = {"cells": cells, "epochs": epochs, "batch": batch, "image_size": image_size}
         record |= _time_to_goal(data, goal, load(backbone), plot, as_json, **how)
@@ -99,16 +101,20 @@ def bench_train_command(
 
 
 def _time_steps(
-    settings: Sequence[Setting], ways: Sequence[Method], rounds: int, memory: bool, plot: Path | None, as_json: bool
+    settings: Sequence[Setting],
+    candidates: Sequence[Candidate],
+    rounds: int,
+    memory: bool,
+    plot: Path | None,
+    as_json: bool,
 ) -> dict[str, Any]:
-    from memoro.bench.train import bench_loader, bench_train, draw_growth, tick_count
+    from memoro.bench.train import bench_loader, bench_train, draw_growth, tick_count, train_table
     from memoro.console import bar
-    from memoro.evaluation.report import train_table
 
     results = {}
     for setting in settings:
-        with bar(setting.model, tick_count(ways, rounds)) as tick:
-            rows = results[setting.model] = bench_train(setting, ways, rounds=rounds, memory=memory, tick=tick)
+        with bar(setting.model, tick_count(candidates, rounds)) as tick:
+            rows = results[setting.model] = bench_train(setting, candidates, rounds=rounds, memory=memory, tick=tick)
         if not as_json:
             plain_console().print(train_table(f"{setting.model} at {setting.side}, batch {setting.batch}", rows))
     if plot is not None:
@@ -117,22 +123,21 @@ def _time_steps(
     if not as_json:
         shown = ", ".join(f"{name}: {speed:.0f}" for name, speed in speeds.items())
         plain_console().print(f"loader, images per second (JPEG, 500 x 375 to 224): {shown}")
-    steps = {name: [row.to_json() for row in rows] for name, rows in results.items()}
+    steps = {name: [asdict(row) for row in rows] for name, rows in results.items()}
     return {"steps": steps, "loader_images_per_second": speeds}
 
 
 def _time_to_goal(
     data: str, goal: float, backbone: Backbone, plot: Path | None, as_json: bool, **how: Any
 ) -> dict[str, Any]:
-    from memoro.bench.time_to_accuracy import bench_reach, draw_reach, epoch_count
+    from memoro.bench.time_to_accuracy import bench_time_to_accuracy, draw_times, epoch_count, time_table
     from memoro.console import bar
-    from memoro.evaluation.report import reach_table
 
     with bar("time to accuracy", epoch_count(how["epochs"])) as tick:
-        found = bench_reach(backbone, data, goal, tick=tick, **how)
+        found = bench_time_to_accuracy(backbone, data, goal, tick=tick, **how)
     title = f"{Path(data).stem} on {backbone.name}: seconds of training to an accuracy of {goal:g}"
     if not as_json:
-        plain_console().print(reach_table(title, found))
+        plain_console().print(time_table(title, found))
     if plot is not None:
-        draw_reach(plot.with_name(f"{plot.stem}-goal.png"), title, found)
-    return {"time_to_accuracy": [reach.to_json() for reach in found]}
+        draw_times(plot.with_name(f"{plot.stem}-goal.png"), title, found)
+    return {"time_to_accuracy": [one.to_json() for one in found]}

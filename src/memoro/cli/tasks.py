@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memoro.cli.options import BackboneOption, Files, Json, TaskFiles, gather_tasks, load, print_json
+from memoro.cli.options import BackboneOption, DeviceOption, Files, Json, TaskFiles, gather_tasks, load, print_json
 from memoro.console import plain_console
 
 app = typer.Typer()
@@ -23,15 +23,9 @@ def inspect(
 
     memoro inspect pets.safetensors
     """
-    from memoro.evaluation.report import inspect_baseline, inspect_table, inspect_tasks
-    from memoro.regimes.baselinefile import is_baseline, read_baseline
-    from memoro.tasks.taskfile import load_tasks
+    from memoro.evaluation.inspect import inspect_file, inspect_table
 
-    frozen = None if backbone is None else load(backbone)
-    if is_baseline(file):
-        record = inspect_baseline(file, *read_baseline(file), frozen)
-    else:
-        record = inspect_tasks(file, load_tasks(file), frozen)
+    record = inspect_file(file, None if backbone is None else load(backbone, "cpu"))
     if as_json:
         print_json(record)
     else:
@@ -43,11 +37,11 @@ def compose_files(
     files: Files,
     out: Annotated[Path, typer.Option("--out", "-o", help="The bundle to write.", show_default=False)],
 ) -> None:
-    """Put tasks into one file, side by side or on top of each other. Parents must be among them.
+    """Bundle tasks into one file. Every parent of a task must be included.
 
     memoro compose pets.safetensors rooms.safetensors -o both.safetensors
     """
-    from memoro.console import say_bytes
+    from memoro.console import format_bytes
     from memoro.engine.composition import check_together
     from memoro.tasks.taskfile import save_tasks
 
@@ -55,25 +49,26 @@ def compose_files(
     check_together(tasks)
     save_tasks(tasks, out)
     names = ", ".join(task.name for task in tasks)
-    typer.echo(f"{out}: {names} ({say_bytes(out.stat().st_size)})")
+    typer.echo(f"{out}: {names} ({format_bytes(out.stat().st_size)})")
 
 
 @app.command()
 def verify(
     tasks: TaskFiles,
     backbone: BackboneOption = None,
+    device: DeviceOption = None,
     images: Annotated[
         list[Path] | None, typer.Argument(help="Images to run on; without any, random pixels.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the original model beside the composition, and each task alone beside all of them.
+    """Compare the composition with the original model, and each task alone with the same task composed.
 
-    The backbone's own answer must be equal to the bit. A task's logits, alone
-    and composed, may differ by rounding: sums are taken in another order.
-    The largest difference is shown with the bound that rounding stays below.
+    The backbone's own output must be bitwise equal. A task's logits may differ
+    by rounding, because sums are taken in a different order. The largest
+    difference is shown with its bound.
 
-    Exits with 1 where the base differs, or a task by more than its bound.
+    Exits with 1 if the backbone's output differs, or a task by more than its bound.
 
     memoro verify -t pets.safetensors -t rooms.safetensors photo.jpg
     """
@@ -81,7 +76,7 @@ def verify(
     from memoro.engine.verify import sample_pixels
 
     members = gather_tasks(tasks)
-    loaded = load(backbone)
+    loaded = load(backbone, device)
     model = compose(loaded, members)
     receipt = model.verify(sample_pixels(loaded, images or []))
     if as_json:
@@ -107,7 +102,7 @@ def import_checkpoint(
     from memoro.tasks.reproduction import import_tasks
     from memoro.tasks.taskfile import save_tasks
 
-    tasks = import_tasks(load(backbone), checkpoint, names=None if names is None else names.split(","))
+    tasks = import_tasks(load(backbone, "cpu"), checkpoint, names=None if names is None else names.split(","))
     save_tasks(tasks, out)
     for task in tasks:
         over = ", ".join(parent.name for parent in task.extends)
@@ -118,17 +113,17 @@ def import_checkpoint(
 @app.command("cache")
 def cache_command(
     folder: Annotated[
-        Path | None, typer.Option("--folder", help="Folder of features.", show_default="~/.cache/memoro/features")
+        Path | None, typer.Option("--folder", help="Folder of the cache.", show_default="~/.cache/memoro/features")
     ] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all features.")] = False,
 ) -> None:
-    """How much room the kept features take; --clear removes them."""
-    from memoro.console import say_bytes
+    """Show the size of the feature cache; --clear empties it."""
+    from memoro.console import format_bytes
     from memoro.engine.featurestore import clear as clear_all
     from memoro.engine.featurestore import default_folder, total_bytes
 
     place = folder or default_folder()
     if clear:
-        typer.echo(f"{place}: {say_bytes(clear_all(place))} removed")
+        typer.echo(f"{place}: {format_bytes(clear_all(place))} removed")
     else:
-        typer.echo(f"{place}: {say_bytes(total_bytes(place))}")
+        typer.echo(f"{place}: {format_bytes(total_bytes(place))}")

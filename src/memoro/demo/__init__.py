@@ -1,5 +1,5 @@
-"""`memoro demo`: the whole job on what is installed."""
+"""`memoro demo`: training, composition and evaluation on generated images, without a download."""
 
-from memoro.demo.story import run_demo
+from memoro.demo.run import run_demo
 
 __all__ = ["run_demo"]

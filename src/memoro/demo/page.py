@@ -1,22 +1,21 @@
-"""The demo's page: one HTML file with its pictures inside."""
+"""The demo's page: one HTML file with its images inside."""
 
 from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 
-from memoro.backbones import Backbone
+from memoro.console import format_bytes
+from memoro.data import Splits
 from memoro.engine.composition import Composition
-from memoro.engine.verify import Verification
-
-if TYPE_CHECKING:
-    from memoro.demo.story import Answered, Cost
+from memoro.training.sweep import SweepResult
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem; margin: 2rem auto;
@@ -30,35 +29,82 @@ th:first-child, td:first-child { text-align: left } thead th { border-bottom: 1p
 .right { color: #176b2c } .wrong { color: #b3261e } .other { color: #767676 }
 img.plot { max-width: 100%; height: auto }
 """
+COLORS = {"right": "#176b2c", "wrong": "#b3261e", "other": "#9a9a9a"}
+
+SAME_IMAGES = (("letter", "style", "case"), ("digit", "parity"))
+"""Tasks that label the same images."""
+SAMPLES = 8
+"""Images shown of each set."""
+
+RESULT_COLUMNS = ("task", "classes", "alone", "composed", "head only", "from layer", "lr", "file")
 
 
-def write_page(
-    path: Path,
-    backbone: Backbone,
-    model: Composition,
-    answered: dict[str, Answered],
-    cost: Cost,
-    receipt: Verification,
-) -> Path:
-    """Writes the page, and a picture of it beside; returns the page's path."""
-    asked = ask(model, answered, 8)
-    draw_overview(path.with_name("overview.png"), asked, cost, len(answered))
-    same = "equal to the bit" if receipt.base_equal else f"different by {receipt.base_difference:.2g}"
+@dataclass(frozen=True)
+class DemoResult:
+    """One task of the demo and its accuracy."""
+
+    file: Path
+    splits: Splits
+    sweep: SweepResult
+    composed: float
+    head: float
+    """Of a linear head on the frozen backbone."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """In plain base passes."""
+
+    composed: float
+    separate: float
+    """One pass per task, as separate models would need."""
+
+
+Answered = Sequence[tuple[Image.Image, list[tuple[str, str]]]]
+"""Images with every task's answer: `right`, `wrong` or `other` (not trained on such images), and the text."""
+
+
+def result_rows(results: dict[str, DemoResult]) -> list[list[str]]:
+    """A row for each task, under `RESULT_COLUMNS`."""
+    rows = []
+    for name, found in results.items():
+        task = found.sweep.task
+        parents = ", ".join(parent.name for parent in task.extends)
+        accuracies = (found.sweep.best.metrics["accuracy"], found.composed, found.head)
+        rows.append([
+            f"{name}, extends {parents}" if parents else name,
+            str(len(task.labels)),
+            *(f"{accuracy:.3f}" for accuracy in accuracies),
+            str(task.from_layer),
+            f"{task.spec.training['lr']:g}",
+            format_bytes(found.file.stat().st_size),
+        ])  # fmt: skip
+    return rows
+
+
+def write_page(path: Path, model: Composition, results: dict[str, DemoResult], cost: Cost, same: str) -> Path:
+    """Writes the page, and an overview as a PNG beside it; returns the page's path.
+
+    `same` says whether the backbone's own output is unchanged.
+    """
+    answered = predict_samples(model, results)
+    draw_overview(path.with_name("overview.png"), answered, cost, len(results))
+    head = "".join(f"<th>{name}</th>" for name in RESULT_COLUMNS)
+    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in result_rows(results))
     parts = [
-        f"<h1>{len(answered)} tasks on one frozen backbone</h1>",
-        f"<p>{escape(str(backbone))}. With all tasks attached, its own answer is <b>{same}</b>. One pass for all tasks "
-        f"costs {cost.composed / cost.base:.2f} plain passes; a pass for each would cost "
-        f"{cost.separate / cost.base:.2f}.</p>",
-        _table(answered),
-        "<h2>What all tasks say of some test images, in one pass</h2>",
-        "<p>Green is right, red is wrong, grey was not asked of such images.</p>",
-        _cards(asked),
-        "<h2>What it costs</h2>",
-        _picture(_cost_plot(cost, len(answered)), "bars: one base pass, all tasks in one pass, a pass for each"),
-        "<h2>How it was learned</h2>",
-        "<p>Validation accuracy of every run over its epochs; the chosen one is drawn thick. All of a panel's runs "
+        f"<h1>{len(results)} tasks on one frozen backbone</h1>",
+        f"<p>{escape(str(model.backbone))}. With all tasks attached, its own output is <b>{same}</b>. One pass for all "
+        f"tasks costs {cost.composed:.2f} plain passes; one pass per task would cost {cost.separate:.2f}.</p>",
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>",
+        "<h2>Answers of all tasks to some test images, from one pass</h2>",
+        "<p>Green is right, red is wrong, grey is a task that was not trained on such images.</p>",
+        f'<div class="cards">{"".join(_card(image, answers) for image, answers in answered)}</div>',
+        "<h2>Cost</h2>",
+        _plot(_cost_figure(cost, len(results)), "bars: one base pass, all tasks in one pass, one pass per task"),
+        "<h2>Training</h2>",
+        "<p>Validation accuracy of every run over its epochs; the selected run is drawn thick. All runs of a panel "
         "shared each base pass.</p>",
-        _picture(_curves(answered), "validation accuracy of every run"),
+        _plot(_curves_figure(results), "validation accuracy of every run"),
     ]
     body = "\n".join(parts)
     path.write_text(
@@ -69,118 +115,73 @@ def write_page(
     return path
 
 
-def _table(answered: dict[str, Answered]) -> str:
-    heads = ("task", "classes", "alone", "composed", "head only", "from layer", "file")
-    rows = []
-    for name, found in answered.items():
-        parents = ", ".join(parent.name for parent in found.task.extends)
-        cells = (
-            escape(f"{name} (extends {parents})" if parents else name),
-            str(len(found.task.labels)),
-            f"{found.alone:.3f}",
-            f"{found.composed:.3f}",
-            f"{found.head:.3f}",
-            str(found.task.from_layer),
-            f"{found.file.stat().st_size / 1000:.0f} kB",
-        )
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{name}</th>" for name in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-KINDS = (("letter", "style", "case"), ("digit", "parity"))
-"""Tasks that are asked of the same images."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One task's answer to one image."""
-
-    task: str
-    label: str
-    share: float
-    truth: str | None
-    """None where the task is not about such images."""
-
-    @property
-    def look(self) -> str:
-        return "other" if self.truth is None else "right" if self.truth == self.label else "wrong"
-
-
-def ask(model: Composition, answered: dict[str, Answered], each: int) -> list[tuple[Image.Image, list[Answer]]]:
-    """Some test images of both kinds with every task's answer, all from one pass."""
-    pictures, truths = [], []
-    for names in KINDS:
-        first = answered[names[0]].splits.test
-        assert first is not None
-        for number in range(each):
-            at = number * len(first) // each
-            pictures.append(first.open(at))
-            truths.append({name: _truth(answered[name], first.key(at)) for name in names})
-    found = []
-    for picture, said, truth in zip(pictures, model.predict(pictures), truths, strict=True):
-        answers = [
-            Answer(name, answer["label"], answer["probabilities"][answer["label"]], truth.get(name))
-            for name, answer in said.items()
-        ]
-        found.append((picture, answers))
-    return found
-
-
-def _cards(asked: list[tuple[Image.Image, list[Answer]]]) -> str:
-    cards = []
-    for picture, answers in asked:
+def predict_samples(model: Composition, results: dict[str, DemoResult]) -> Answered:
+    """Some test images of both sets with every task's answer, all from one pass."""
+    labels = {name: _labels(found.splits) for name, found in results.items()}
+    images, targets = [], []
+    for names in SAME_IMAGES:
+        test = results[names[0]].splits.test
+        assert test is not None
+        for at in (number * len(test) // SAMPLES for number in range(SAMPLES)):
+            images.append(test.open(at))
+            targets.append({name: labels[name][test.key(at)] for name in names})
+    answered = []
+    for image, answers, target in zip(images, model.predict(images), targets, strict=True):
         lines = []
-        for said in answers:
-            note = f" (is {escape(str(said.truth))})" if said.look == "wrong" else ""
-            text = f"{escape(said.task)}: <b>{escape(said.label)}</b> {said.share:.0%}{note}"
-            lines.append(f'<div class="{said.look}">{text}</div>')
-        cards.append(f'<div class="card"><img src="{_inline(picture)}" alt="">{"".join(lines)}</div>')
-    return f'<div class="cards">{"".join(cards)}</div>'
+        for name, answer in answers.items():
+            text = f"{name}: {answer['label']} {answer['probability']:.0%}"
+            if name not in target or target[name] == answer["label"]:
+                lines.append(("right" if name in target else "other", text))
+            else:
+                lines.append(("wrong", f"{text} (is {target[name]})"))
+        answered.append((image, lines))
+    return answered
 
 
-def draw_overview(path: Path, asked: list[tuple[Image.Image, list[Answer]]], cost: Cost, tasks: int) -> Path:
-    """The page in one picture: images with answers above, the cost below."""
+def _labels(splits: Splits) -> dict[str, str]:
+    """The label of each test image, by the hash of its content."""
+    test = splits.test
+    assert test is not None
+    return {test.key(at): test.labels[int(test.targets[at])] for at in range(len(test))}
+
+
+def _card(image: Image.Image, answers: list[tuple[str, str]]) -> str:
+    lines = "".join(f'<div class="{status}">{escape(text)}</div>' for status, text in answers)
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return f'<div class="card"><img src="{_data_url(buffer)}" alt="">{lines}</div>'
+
+
+def draw_overview(path: Path, answered: Answered, cost: Cost, tasks: int) -> None:
+    """The page in one plot: images with answers above, the cost below."""
     from matplotlib.figure import Figure
 
-    colours = {"right": "#176b2c", "wrong": "#b3261e", "other": "#9a9a9a"}
-    columns = len(asked) // 2
+    columns = SAMPLES
     figure = Figure(figsize=(1.75 * columns, 8.4), layout="constrained")
     halves: Any = figure.subfigures(2, 1, height_ratios=(6.6, 1.5))
-    top, bottom = halves
-    rows = top.subplots(4, columns, height_ratios=(3, 2.1, 3, 2.1))
-    for number, (picture, answers) in enumerate(asked):
-        above, below = (rows[number // columns * 2 + part, number % columns] for part in (0, 1))
-        above.imshow(picture)
-        above.axis("off")
-        below.axis("off")
-        for line, said in enumerate(answers):
-            text = f"{said.task}: {said.label} {said.share:.0%}"
-            below.text(0.02, 1.0 - 0.21 * line, text, fontsize=9, va="top", color=colours[said.look])
-    _draw_cost(bottom.subplots(), cost, tasks)
+    axes = halves[0].subplots(4, columns, height_ratios=(3, 2.1, 3, 2.1))
+    for number, (image, answers) in enumerate(answered):
+        above, below = (axes[number // columns * 2 + part, number % columns] for part in (0, 1))
+        above.imshow(image)
+        for line, (status, text) in enumerate(answers):
+            below.text(0.02, 1.0 - 0.21 * line, text, fontsize=9, va="top", color=COLORS[status])
+    for one in axes.flat:
+        one.axis("off")
+    _draw_cost(halves[1].subplots(), cost, tasks)
     figure.savefig(path, dpi=100)
-    return path
 
 
-def _truth(found: Answered, key: str) -> str:
-    """What a task's own set says of an image, found by its content."""
-    test = found.splits.test
-    assert test is not None
-    at = next(at for at in range(len(test)) if test.key(at) == key)
-    return test.labels[int(test.targets[at])]
-
-
-def _cost_plot(cost: Cost, tasks: int) -> bytes:
+def _cost_figure(cost: Cost, tasks: int) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 2.2), layout="constrained")
     _draw_cost(figure.add_subplot(), cost, tasks)
-    return _png(figure)
+    return figure
 
 
 def _draw_cost(axes: Any, cost: Cost, tasks: int) -> None:
-    names = ("the backbone alone", f"all {tasks} tasks in one pass", "a pass for each task")
-    values = [1.0, cost.composed / cost.base, cost.separate / cost.base]
+    names = ("the backbone alone", f"all {tasks} tasks in one pass", "one pass per task")
+    values = [1.0, cost.composed, cost.separate]
     bars = axes.barh(names, values, color=["#9aa0a6", "#1a73e8", "#d93025"])
     axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=4)
     axes.invert_yaxis()
@@ -188,13 +189,13 @@ def _draw_cost(axes: Any, cost: Cost, tasks: int) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _curves(answered: dict[str, Answered]) -> bytes:
+def _curves_figure(results: dict[str, DemoResult]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(3.1 * len(answered), 3.0), layout="constrained")
-    panels = figure.subplots(1, len(answered), sharey=True, squeeze=False)[0]
-    for axes, (name, found) in zip(panels, answered.items(), strict=True):
+    figure = Figure(figsize=(3.1 * len(results), 3.0), layout="constrained")
+    panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
+    for axes, (name, found) in zip(panels, results.items(), strict=True):
         for result in found.sweep.results:
             points = [(entry["epoch"], entry["val_accuracy"]) for entry in result.history]
             best = result is found.sweep.best
@@ -203,20 +204,14 @@ def _curves(answered: dict[str, Answered]) -> bytes:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("validation accuracy")
-    return _png(figure)
+    return figure
 
 
-def _png(figure: Any) -> bytes:
+def _plot(figure: Any, alt: str) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue()
+    return f'<img class="plot" alt="{alt}" src="{_data_url(buffer)}">'
 
 
-def _picture(data: bytes, alt: str) -> str:
-    return f'<img class="plot" alt="{alt}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
-
-
-def _inline(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+def _data_url(png: io.BytesIO) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"

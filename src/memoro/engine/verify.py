@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.console import say_images
+from memoro.console import format_count
 from memoro.images import open_image
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Verification:
 
     def __str__(self) -> str:
         base = "equal to the bit" if self.base_equal else f"DIFFERENT, by up to {self.base_difference:.3g}"
-        where = f"{self.dtype} on {self.device}, {say_images(self.images)}"
+        where = f"{self.dtype} on {self.device}, {format_count(self.images, "image")}"
         return (
             f"backbone  {self.backbone} ({self.fingerprint[:12]}), {where}\n"
             f"base      {base}\n"

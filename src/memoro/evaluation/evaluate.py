@@ -1,4 +1,4 @@
-"""`evaluate`: how good tasks are on images that they may never have seen."""
+"""`evaluate`: metrics of tasks on a test split."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.console import say_images
+from memoro.console import format_count
 from memoro.data import ImageSet, Loader, Splits, Streams, load_data
-from memoro.engine.composition import Composition, compose
+from memoro.engine.composition import compose
 from memoro.errors import DataError, TrainingError
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure
 from memoro.extras import need
-from memoro.heads import HeadKind
-from memoro.images import Preprocessing
 from memoro.regimes.baseline import Baseline
 from memoro.tasks.spec import by_name
 from memoro.tasks.task import Task
@@ -31,75 +29,61 @@ def evaluate(
     batch_size: int = 32,
     workers: int | None = None,
     quiet: bool = True,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, dict[str, Any]]:
-    """Each task's figures on the test split of its data (or on the whole set where there is none), by name.
+    """Each task's metrics on the test split of its data (or on the whole set where there is none), by name.
 
-    `data` is one set for all tasks, or a dict from a task's name to its own. Tasks on the same images that share
-    labels and preprocessing are answered in one pass, baselines in a pass each; `say` is told of every pass, and of
-    data without a test split: a task may have learned from those very images.
+    `data` is one set for all tasks, or a dict from a task's name to its own. Tasks that have the same images, labels
+    and preprocessing share one pass; each baseline has its own. `log` receives a line for every pass, and a warning
+    for data without a test split.
     """
     need("torchmetrics")
-    model = compose(backbone, [task for task in tasks if not isinstance(task, Baseline)])
-    members = by_name(tasks)
+    models = by_name(tasks)
+    composition = compose(backbone, [task for task in tasks if not isinstance(task, Baseline)])
     for task in tasks:
         task.spec.check_backbone(backbone)
     # A DatasetDict is a dict of splits: one set.
-    wanted = dict(data) if type(data) is dict else dict.fromkeys(members, data)
-    for name in wanted:
-        if name not in members:
-            raise DataError(f"no task {name!r} among {', '.join(members)}: write NAME=DATA with one of these.")
-    sets: dict[tuple[Any, tuple[str, ...], HeadKind], tuple[ImageSet, str]] = {}
-    groups: dict[tuple[Any, tuple[str, ...], HeadKind], list[str]] = {}
-    for name, source in wanted.items():
-        task = members[name]
+    sources = dict(data) if type(data) is dict else dict.fromkeys(models, data)
+    groups: dict[Any, tuple[ImageSet, str, list[str]]] = {}
+    for name, source in sources.items():
+        if name not in models:
+            raise DataError(f"no task {name!r} among {', '.join(models)}: write NAME=DATA with one of these.")
+        task = models[name]
         key = (source if isinstance(source, (str, Path)) else id(source), task.spec.labels, task.kind)
-        if key not in sets:
-            sets[key] = _test_images(source, task, workers, quiet)
-        groups.setdefault(key, []).append(name)
+        if key not in groups:
+            groups[key] = (*_test_images(source, task, workers, quiet), [])
+        groups[key][2].append(name)
+
+    def forward(names: list[str]) -> Callable[[Tensor], list[Tensor]]:
+        if isinstance(baseline := models[names[0]], Baseline):
+            return lambda pixels: [baseline(pixels)]
+        return lambda pixels: [logits for name, logits in composition(pixels, names).items() if name != "base"]
+
     results: dict[str, dict[str, Any]] = {}
-    for key, names in groups.items():
-        images, split = sets[key]
+    for images, split, names in groups.values():
         if split != "test":
-            say(_untested(images, split, names))
-        passes: list[tuple[Preprocessing, list[str], Callable[[Tensor], list[Tensor]]]] = [
-            (preprocessing, together, _asker(model, together))
-            for preprocessing, together in model.passes([name for name in names if name in model.tasks]).items()
-        ]
+            log(_no_test_split(images, split, names))
+        passes = list(composition.passes([name for name in names if name in composition.names]).items())
         for name in names:
-            if isinstance(alone := members[name], Baseline):
-                passes.append((alone.spec.preprocessing or backbone.preprocessing, [name], _one_pass(alone)))
-        for preprocessing, together, ask in passes:
-            say(f"{images.name}: one pass over {say_images(len(images))} for {', '.join(together)}")
+            if name not in composition.names:
+                passes.append((models[name].spec.preprocessing or backbone.preprocessing, [name]))
+        for preprocessing, together in passes:
+            log(f"{images.name}: one pass over {format_count(len(images), 'image')} for {', '.join(together)}")
             loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
-            logits, targets = collect_logits(ask, backbone, loader)
+            logits, targets = collect_logits(forward(together), backbone, loader)
             for name, out in zip(together, logits, strict=True):
-                task = members[name]
-                results[name] = {"split": split, **measure(task.kind, task.labels, out, targets)}
-    return {name: results[name] for name in wanted}
+                results[name] = {"split": split, **measure(models[name].kind, models[name].labels, out, targets)}
+    return {name: results[name] for name in sources}
 
 
-def _untested(images: ImageSet, split: str, names: list[str]) -> str:
-    name, _, _ = images.name.rpartition(":")
-    measured = f"all {say_images(len(images))}" if split == "all" else f"the {say_images(len(images))} of {split}"
-    trained = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} were"
-    if split == "all":
-        known = f"If {trained} trained on them, this says nothing about new ones."
-    else:
-        known = f"If {trained} chosen by them, this says too much good of new ones."
-    return f"note: {name or images.name} has no test split: measured on {measured}. {known}"
-
-
-def _asker(model: Composition, names: list[str]) -> Callable[[Tensor], list[Tensor]]:
-    def ask(pixels: Tensor) -> list[Tensor]:
-        answers = model(pixels, names)
-        return [answers[name] for name in names]
-
-    return ask
-
-
-def _one_pass(model: Baseline) -> Callable[[Tensor], list[Tensor]]:
-    return lambda pixels: [model(pixels)]
+def _no_test_split(images: ImageSet, split: str, names: list[str]) -> str:
+    count = format_count(len(images), "image")
+    used, how = (f"all {count}", "trained") if split == "all" else (f"the {count} of {split}", "selected")
+    were = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} were"
+    return (
+        f"note: {images.name.rpartition(':')[0] or images.name} has no test split: evaluated on {used}. "
+        f"If {were} {how} on them, this overestimates accuracy on new images."
+    )
 
 
 def _test_images(source: Any, task: Task | Baseline, workers: int | None, quiet: bool) -> tuple[ImageSet, str]:
@@ -108,11 +92,11 @@ def _test_images(source: Any, task: Task | Baseline, workers: int | None, quiet:
         kind = None if task.kind == "softmax" else task.kind
         splits = load_data(source, kind=kind, labels=task.labels, val_fraction=0, workers=workers, quiet=quiet)
     check_labels(task, splits)
-    for name in ("test", "val", "train"):
+    for name, split in (("test", "test"), ("val", "val"), ("train", "all")):
         images: ImageSet | None = getattr(splits, name)
         if images is not None:
-            return images, name if name != "train" else "all"
-    raise DataError(f"{splits.name}: there are no images in it.")
+            return images, split
+    raise DataError(f"{splits.name} contains no images.")
 
 
 def check_labels(task: Task | Baseline, splits: Splits | Streams) -> None:

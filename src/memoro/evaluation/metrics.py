@@ -1,4 +1,4 @@
-"""How good a task is, from its logits on a set of images."""
+"""Metrics of a task, from its logits on a set of images, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rich.table import Table
 from torch import Tensor
 
+from memoro.console import make_table
 from memoro.heads import HeadKind, loss_sum, probabilities
 
 MAIN_FIGURE: dict[HeadKind, str] = {
@@ -17,12 +19,25 @@ MAIN_FIGURE: dict[HeadKind, str] = {
 }
 """What runs are compared by."""
 
+COLUMNS = (
+    "accuracy",
+    "balanced_accuracy",
+    "calibration_error",
+    "exact_match",
+    "mean_average_precision",
+    "mean_absolute_error",
+    "r2",
+    "loss",
+)
+"""The metrics that tables show, in this order."""
+
 
 def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tensor) -> dict[str, Any]:
-    """JSON-ready figures over a whole set. `score` says how to compare runs: higher is better.
+    """JSON-ready metrics over a whole set.
 
-    softmax: accuracy, balanced accuracy, expected calibration error (15 bins), the five worst classes. multilabel:
-    accuracy (share of right yes/no answers), exact match, mean average precision. regression: mean absolute error, R².
+    softmax: accuracy, balanced accuracy, expected calibration error (15 bins), recall of the five worst classes.
+    multilabel: accuracy (over all yes/no answers), exact match, mean average precision. regression: mean absolute
+    error, R².
     """
     logits = logits.detach().float().cpu()
     targets = targets.cpu()
@@ -42,10 +57,9 @@ def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tens
 
 
 def score(kind: HeadKind, metrics: dict[str, Any]) -> tuple[float, float]:
-    """What runs are compared by, higher is better: the kind's main figure, then a lower loss."""
-    main = MAIN_FIGURE[kind]
-    value, loss = metrics.get(main), metrics["loss"]
-    return (-float("inf") if value is None else value), -loss
+    """What runs are compared by, higher is better: the kind's main metric, then a lower loss."""
+    value = metrics.get(MAIN_FIGURE[kind])
+    return (-math.inf if value is None else value), -metrics["loss"]
 
 
 def confusion(logits: Tensor, targets: Tensor) -> Tensor:
@@ -53,6 +67,28 @@ def confusion(logits: Tensor, targets: Tensor) -> Tensor:
     classes = logits.shape[-1]
     pairs = targets.cpu() * classes + logits.argmax(dim=-1).cpu()
     return pairs.bincount(minlength=classes * classes).view(classes, classes)
+
+
+def metrics_table(results: dict[str, dict[str, Any]]) -> Table:
+    """Metrics of several tasks, a row each; columns that would be empty are left out."""
+    shown = [name for name in COLUMNS if any(metrics.get(name) is not None for metrics in results.values())]
+    columns = ["task", "split", "images", *(name.replace("_", " ").replace("calibration", "calib.") for name in shown)]
+    rows = [
+        [name, metrics["split"], str(metrics["images"])]
+        + [f"{metrics[column]:.4f}" if metrics.get(column) is not None else "" for column in shown]
+        for name, metrics in results.items()
+    ]
+    worst = [format_worst(metrics, 3) for metrics in results.values()]
+    if any(worst):
+        columns.append("worst classes")
+        rows = [[*row, text] for row, text in zip(rows, worst, strict=True)]
+    return make_table(columns, rows, left=2)
+
+
+def format_worst(metrics: dict[str, Any], most: int) -> str:
+    """The classes with the lowest recall; those without a mistake are left out."""
+    wrong = {label: recall for label, recall in metrics.get("worst_classes", {}).items() if recall < 1}
+    return ", ".join(f"{label} {recall:.3f}" for label, recall in list(wrong.items())[:most])
 
 
 def _softmax(labels: Sequence[str], probabilities: Tensor, targets: Tensor) -> dict[str, Any]:
@@ -76,7 +112,7 @@ def _multilabel(probabilities: Tensor, targets: Tensor) -> dict[str, Any]:
 
     truth = targets >= 0.5
     right = (probabilities >= 0.5) == truth
-    # Label by label: there may be a single one, and one without a positive image has no precision.
+    # Label by label: there may be only one, and without a positive image precision is undefined.
     each = [
         float(binary_average_precision(probabilities[:, label], truth[:, label].long()))
         for label in truth.any(dim=0).nonzero().flatten().tolist()

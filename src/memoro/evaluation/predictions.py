@@ -1,4 +1,4 @@
-"""Predictions for many images: which files are meant, and how the answers are written down."""
+"""Predictions for many images: finding the files, and writing the answers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ import io
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rich.table import Table
-from rich.text import Text
 
+from memoro.console import format_count, make_table
+from memoro.engine.composition import Composition
 from memoro.errors import DataError, ImageError
 from memoro.files import write_whole
 from memoro.images import IMAGE_SUFFIXES, open_image
+from memoro.regimes import Baseline
 
 Form = Literal["table", "json", "csv", "parquet"]
+Answers = dict[str, dict[str, Any]]
+"""By image and by task: what `read_answers` gives."""
+
+MAX_ROWS = 200
+FIELDS = ("image", "task", "answer", "probability")
 
 
 def find_images(places: Iterable[str | Path]) -> list[Path]:
-    """The image files that paths, folders (all levels) and globs stand for, each once, in order."""
+    """The image files of paths, folders (recursively) and globs, each once, in order."""
     found: dict[Path, None] = {}
     for place in places:
         path = Path(place)
@@ -37,21 +44,15 @@ def find_images(places: Iterable[str | Path]) -> list[Path]:
     return list(found)
 
 
-class Predictor(Protocol):
-    """A composition, or a baseline."""
-
-    def predict(self, images: Any, *, batch_size: int = 32) -> list[dict[str, dict[str, Any]]]: ...
-
-
 def predict_files(
-    models: Sequence[Predictor],
+    models: Sequence[Composition | Baseline],
     paths: Sequence[Path],
     *,
     batch_size: int = 32,
     tick: Callable[[int], None] = lambda n: None,
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Each readable image's answers by path, those of all models together, and why the others could not be read."""
-    answers: dict[str, dict[str, Any]] = {}
+) -> tuple[Answers, dict[str, str]]:
+    """The answers of all models for each readable image, by path, and why each of the others could not be read."""
+    answers: Answers = {}
     skipped: dict[str, str] = {}
     for at in range(0, len(paths), batch_size):
         batch = {}
@@ -61,76 +62,63 @@ def predict_files(
             except ImageError as error:
                 skipped[str(path)] = str(error)
         for model in models if batch else ():
-            for place, said in zip(batch, model.predict(batch.values(), batch_size=batch_size), strict=True):
-                answers.setdefault(place, {}).update(said)
+            for place, found in zip(batch, model.predict(batch.values(), batch_size=batch_size), strict=True):
+                answers.setdefault(place, {}).update(found)
         tick(len(paths[at : at + batch_size]))
     return answers, skipped
 
 
-def flat_rows(answers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row an image and task: image, task, answer, probability (empty for numbers)."""
+def flat_rows(answers: Answers) -> list[dict[str, Any]]:
+    """Rows of image, task, answer and probability (None for numbers): one for each answer."""
     rows = []
-    for image, said in answers.items():
-        for task, answer in said.items():
+    for image, found in answers.items():
+        for task, answer in found.items():
+            values: list[tuple[str, float | None]]
             if "label" in answer:
-                rows.append(_row(image, task, answer["label"], answer["probability"]))
+                values = [(answer["label"], answer["probability"])]
             elif "labels" in answer:
-                rows += [_row(image, task, label, answer["probabilities"][label]) for label in answer["labels"]]
-                if not answer["labels"]:
-                    rows.append(_row(image, task, "", None))
+                values = [(label, answer["probabilities"][label]) for label in answer["labels"]] or [("", None)]
             else:
-                rows += [_row(image, task, f"{name}={value:.6g}", None) for name, value in answer["values"].items()]
+                values = [(f"{name}={value:.6g}", None) for name, value in answer["values"].items()]
+            rows += [dict(zip(FIELDS, (image, task, *value), strict=True)) for value in values]
     return rows
 
 
-def write_predictions(answers: dict[str, dict[str, Any]], form: Form, out: Path | None) -> str | None:
-    """The predictions as text, or None where they went to the file `out`. Parquet always needs a file."""
-    rows = flat_rows(answers)
+def write_predictions(answers: Answers, form: Form, out: Path | None) -> str | None:
+    """Writes the predictions to the file `out`; without one, returns them as text."""
     if form == "parquet":
         if out is None:
-            raise DataError("parquet is no text: name a file with --out predictions.parquet.")
+            raise DataError("parquet is a binary format: name a file with --out predictions.parquet.")
         try:
             import pyarrow
             from pyarrow import parquet
         except ImportError:
             raise DataError(
-                "writing parquet needs pyarrow: pip install 'memoro[train]', or take --format csv."
+                "writing parquet needs pyarrow: pip install 'memoro[train]', or use --format csv."
             ) from None
         buffer = io.BytesIO()
-        parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
-        write_whole(out, buffer.getvalue())
-        return None
-    if form == "csv":
+        parquet.write_table(pyarrow.Table.from_pylist(flat_rows(answers)), buffer)
+        data = buffer.getvalue()
+    elif form == "csv":
         lines = io.StringIO()
-        writer = csv.DictWriter(lines, ["image", "task", "answer", "probability"], lineterminator="\n")
+        writer = csv.DictWriter(lines, FIELDS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
-        text = lines.getvalue()
+        writer.writerows(flat_rows(answers))
+        data = lines.getvalue().encode(errors="surrogateescape")
     else:
-        text = json.dumps(answers, ensure_ascii=False, indent=2) + "\n"
+        data = (json.dumps(answers, ensure_ascii=False, indent=2) + "\n").encode(errors="surrogateescape")
     if out is None:
-        return text
-    write_whole(out, text.encode())
+        return data.decode(errors="surrogateescape")
+    write_whole(out, data)
     return None
 
 
-def predictions_table(answers: dict[str, dict[str, Any]], most: int = 200) -> Table:
-    """A table for people: a row an image, a column a task. Names stand there as they are, never as markup."""
+def predictions_table(answers: Answers) -> Table:
+    """A row for each image, a column for each task."""
     names = list(next(iter(answers.values()), {}))
-    table = Table(
-        title=("1 image" if len(answers) == 1 else f"{len(answers)} images")
-        + (f", the first {most}" if len(answers) > most else "")
-    )
-    table.add_column("image", overflow="fold")
-    for name in names:
-        table.add_column(Text(name))
-    for image, said in list(answers.items())[:most]:
-        table.add_row(Text(image), *(Text(_brief(said[name])) for name in names))
-    return table
-
-
-def _row(image: str, task: str, answer: str, probability: float | None) -> dict[str, Any]:
-    return {"image": image, "task": task, "answer": answer, "probability": probability}
+    rows = [[image, *(_brief(found[name]) for name in names)] for image, found in list(answers.items())[:MAX_ROWS]]
+    title = format_count(len(answers), "image") + (f", the first {MAX_ROWS}" if len(answers) > MAX_ROWS else "")
+    return make_table(["image", *names], rows, title, left=1 + len(names))
 
 
 def _brief(answer: dict[str, Any]) -> str:

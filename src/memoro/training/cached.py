@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.console import say_bytes
+from memoro.console import format_bytes
 from memoro.data import ImageSet, Loader
 from memoro.data.augment import output_size
 from memoro.engine import featurestore
@@ -174,7 +174,7 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
     except OSError as error:
         raise featurestore.cannot_keep(cache.folder, error) from None
     if needed > 0.95 * free:
-        raise CacheError(_too_big(loaders, needed, f"the disk has {say_bytes(free)} left", "--cache-folder"))
+        raise CacheError(_too_big(loaders, needed, f"the disk has {format_bytes(free)} left", "--cache-folder"))
     for loader in loaders:
         loader.store.refresh()  # loaders may share records
         loader.fill(tick)
@@ -190,7 +190,7 @@ def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str
     views, layers = max(len(loader.views) for loader in loaders), loaders[0].store.format.layers
     choices = [f"a larger one ({option})", "--no-cache, which computes every pass again"]
     if views > 1:
-        choices.insert(0, f"fewer views (--views 1: {say_bytes(size / views)})")
+        choices.insert(0, f"fewer views (--views 1: {format_bytes(size / views)})")
     if layers > 4:
-        choices.insert(0, f"a later fork (4 layers: {say_bytes(size * 4 / layers)})")
-    return f"the features take {say_bytes(size)}, and {limit}. Choose {', '.join(choices[:-1])} or {choices[-1]}."
+        choices.insert(0, f"a later fork (4 layers: {format_bytes(size * 4 / layers)})")
+    return f"the features take {format_bytes(size)}, and {limit}. Choose {', '.join(choices[:-1])} or {choices[-1]}."

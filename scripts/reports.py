@@ -1,0 +1,46 @@
+"""What the comparisons have in common: data with a test split, results as JSON beside a Markdown report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import memoro
+from memoro.data import Splits
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the arguments of every comparison."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", nargs="+", help="sets with a test split")
+    parser.add_argument("--out", type=Path, required=True, help="the report; results are written as JSON beside it")
+    return parser
+
+
+def load_splits(source: str) -> Splits:
+    """A set whose training images are not split further."""
+    splits = memoro.load_data(source, val_fraction=0, quiet=True)
+    assert splits.train is not None, f"{source} has no training images"
+    assert splits.test is not None, f"{source} has no test split"
+    return splits
+
+
+def load_results(out: Path) -> dict[str, Any]:
+    """The results of earlier calls, or nothing."""
+    file = out.with_suffix(".json")
+    results: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return results
+
+
+def write_report(out: Path, results: dict[str, Any], lines: Iterable[str]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    out.write_text("\n".join(lines) + "\n")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return [f"| {' | '.join(map(str, row))} |" for row in (columns, ["---"] * len(columns), *rows)]

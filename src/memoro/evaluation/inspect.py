@@ -1,0 +1,132 @@
+"""`memoro inspect`: what a file of tasks, or of a baseline, contains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from memoro.backbones import Backbone
+from memoro.console import format_bytes, make_table
+from memoro.evaluation.metrics import format_worst
+from memoro.regimes.baseline import BaselineSpec
+from memoro.regimes.baselinefile import is_baseline, read_baseline
+from memoro.tasks.task import Task, TaskSpec
+from memoro.tasks.taskfile import load_tasks
+
+MAX_LABELS = 6
+
+
+def inspect_file(path: Path, backbone: Backbone | None = None) -> dict[str, Any]:
+    """Everything that a file records, JSON-ready; with a backbone also whether it was made for that one."""
+    if not is_baseline(path):
+        return inspect_tasks(path, load_tasks(path), backbone)
+    spec, content, parameters = read_baseline(path)
+    own = {"regime": spec.regime, "sizes": dict(spec.sizes), "parameters": parameters, "content": content}
+    return {"file": str(path), "bytes": path.stat().st_size, "baseline": _describe(spec, own, backbone)}
+
+
+def inspect_tasks(path: Path, tasks: Sequence[Task], backbone: Backbone | None = None) -> dict[str, Any]:
+    """The same for tasks that have been loaded from the file."""
+    entries = []
+    for task in tasks:
+        spec = task.spec
+        own = {
+            "cells": spec.cells,
+            "from_layer": spec.from_layer,
+            "memory_norm": spec.memory_norm,
+            "parents": [parent.name for parent in task.parents],
+            "parameters": sum(parameter.numel() for parameter in task.parameters()),
+            "content": task.content_hash(),
+        }
+        entries.append(_describe(spec, own, backbone))
+    return {"file": str(path), "bytes": path.stat().st_size, "tasks": entries}
+
+
+def _describe(spec: TaskSpec | BaselineSpec, own: dict[str, Any], backbone: Backbone | None) -> dict[str, Any]:
+    """What the records of tasks and baselines have in common, around what they do not."""
+    made = spec.backbone
+    record = {
+        "name": made.name,
+        "family": made.family,
+        "depth": made.depth,
+        "dim": made.dim,
+        "fingerprint": made.fingerprint.digest,
+        "dtype": made.fingerprint.dtype,
+    }
+    if backbone is not None:
+        record["match"] = made.fingerprint.match(backbone.fingerprint)
+    return {
+        "name": spec.name,
+        "kind": spec.kind,
+        "labels": list(spec.labels),
+        **own,
+        "backbone": record,
+        "preprocessing": None if spec.preprocessing is None else spec.preprocessing.to_json(),
+        "training": dict(spec.training),
+        "metrics": dict(spec.metrics),
+    }
+
+
+def inspect_table(record: dict[str, Any]) -> Table:
+    """The record of a file as a table with a column for each task."""
+    entries = record["tasks"] if "tasks" in record else [record["baseline"]]
+    columns = [_rows(entry) for entry in entries]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    title = f"{record['file']}  ({format_bytes(record['bytes'])})"
+    names = ["", *(entry["name"] for entry in entries)]
+    return make_table(names, [row for row in rows if any(row[1:])], title, left=len(names))
+
+
+def _rows(entry: dict[str, Any]) -> dict[str, str]:
+    """The cells of one column, by the names of their rows."""
+    backbone, labels = entry["backbone"], entry["labels"]
+    more = ", …" if len(labels) > MAX_LABELS else ""
+    rows = {"labels": f"{len(labels)}: {', '.join(labels[:MAX_LABELS])}{more}", "head": entry["kind"]}
+    if "regime" in entry:
+        rows["regime"] = f"{entry['regime']}, a baseline with a pass of its own: cannot be composed"
+        rows["sizes"] = ", ".join(f"{size} {name}" for name, size in entry["sizes"].items())
+    else:
+        norm = "before" if entry["memory_norm"] == "pre" else "after"
+        rows["memory"] = f"{entry['cells']} cells per layer, {norm} the norm"
+        rows["stream"] = _layers(entry["from_layer"], backbone["depth"])
+        rows["extends"] = ", ".join(entry["parents"]) or "nothing"
+    return rows | {
+        "parameters": f"{entry['parameters']:,}",
+        "backbone": (
+            f"{backbone['name']}\n{backbone['family']}, {backbone['depth']} layers of {backbone['dim']}, "
+            f"{backbone['dtype']}\nfingerprint {backbone['fingerprint'][:12]}"
+        ),
+        "this backbone": backbone.get("match", ""),
+        "images": _image_size(entry["preprocessing"]),
+        "metrics": _lines(entry["metrics"]),
+        "training": _lines(entry["training"]),
+        "content": entry["content"][:12],
+    }
+
+
+def _layers(first: int, depth: int) -> str:
+    """The layers that the task's token passes through."""
+    if first >= depth:
+        return "none: a head on the final token"
+    return f"layer {first}" if first == depth - 1 else f"layers {first} to {depth - 1}"
+
+
+def _image_size(preprocessing: dict[str, Any] | None) -> str:
+    if preprocessing is None:
+        return "the backbone's size"
+    size = preprocessing["crop"] or preprocessing["resize"]
+    return f"{size[0]}x{size[1]}" if isinstance(size, (list, tuple)) else str(size)
+
+
+def _lines(record: dict[str, Any]) -> str:
+    """A line for each entry that is not empty."""
+    shown = {**record, "worst_classes": format_worst(record, 5)} if "worst_classes" in record else record
+    lines = [
+        f"{name.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
+        for name, value in shown.items()
+        if value != ""
+    ]
+    return "\n".join(lines) or "-"
