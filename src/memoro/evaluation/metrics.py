@@ -37,7 +37,7 @@ def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tens
 
     softmax: accuracy, balanced accuracy, expected calibration error (15 bins), recall of the five worst classes.
     multilabel: accuracy (over all yes/no answers), exact match, mean average precision. regression: mean absolute
-    error, R².
+    error, R² (mean over outputs).
     """
     logits = logits.detach().float().cpu()
     targets = targets.cpu()
@@ -126,8 +126,10 @@ def _multilabel(probabilities: Tensor, targets: Tensor) -> dict[str, Any]:
 
 def _regression(values: Tensor, targets: Tensor) -> dict[str, Any]:
     error = values - targets
-    spread = (targets - targets.mean(dim=0)).square().sum()
+    variation = (targets - targets.mean(dim=0)).square().sum(dim=0)
+    known = variation > 0  # R² is undefined for an output whose targets are all the same
+    each = 1 - error.square().sum(dim=0)[known] / variation[known]
     return {
         "mean_absolute_error": float(error.abs().mean()),
-        "r2": float(1 - error.square().sum() / spread) if float(spread) > 0 else None,
+        "r2": float(each.mean()) if len(each) else None,
     }

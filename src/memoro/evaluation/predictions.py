@@ -54,16 +54,25 @@ def predict_files(
     """The answers of all models for each readable image, by path, and why each of the others could not be read."""
     answers: Answers = {}
     skipped: dict[str, str] = {}
+
+    def readable(path: Path) -> bool:
+        try:
+            open_image(path)
+        except ImageError as error:
+            skipped[str(path)] = str(error)
+            return False
+        return True
+
     for at in range(0, len(paths), batch_size):
-        batch = {}
-        for path in paths[at : at + batch_size]:
-            try:
-                batch[str(path)] = open_image(path)
-            except ImageError as error:
-                skipped[str(path)] = str(error)
-        for model in models if batch else ():
-            for place, found in zip(batch, model.predict(batch.values(), batch_size=batch_size), strict=True):
-                answers.setdefault(place, {}).update(found)
+        batch = paths[at : at + batch_size]
+        # The models open the images, at the size that each of them needs.
+        try:
+            found = [model.predict(batch, batch_size=batch_size) for model in models]
+        except ImageError:
+            batch = [path for path in batch if readable(path)]
+            found = [model.predict(batch, batch_size=batch_size) for model in models]
+        for path, *own in zip(batch, *found, strict=True):
+            answers[str(path)] = {name: answer for one in own for name, answer in one.items()}
         tick(len(paths[at : at + batch_size]))
     return answers, skipped
 
