@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from memoro.backbones import Backbone
-from memoro.console import format_bytes, make_table
+from memoro.console import Cell, format_bytes, make_table
 from memoro.evaluation.metrics import format_worst
 from memoro.regimes.baseline import BaselineSpec
 from memoro.regimes.baselinefile import is_baseline, read_baseline
@@ -80,11 +80,11 @@ def inspect_table(record: dict[str, Any]) -> Table:
     return make_table(names, [row for row in rows if any(row[1:])], title, left=len(names))
 
 
-def _rows(entry: dict[str, Any]) -> dict[str, str]:
+def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
     """The cells of one column, by the names of their rows."""
     backbone, labels = entry["backbone"], entry["labels"]
     more = ", …" if len(labels) > MAX_LABELS else ""
-    rows = {"labels": f"{len(labels)}: {', '.join(labels[:MAX_LABELS])}{more}", "head": entry["kind"]}
+    rows: dict[str, Cell] = {"labels": f"{len(labels)}: {', '.join(labels[:MAX_LABELS])}{more}", "head": entry["kind"]}
     if "regime" in entry:
         rows["regime"] = f"{entry['regime']}, a baseline with a pass of its own: cannot be composed"
         rows["sizes"] = ", ".join(f"{size} {name}" for name, size in entry["sizes"].items())
@@ -95,10 +95,11 @@ def _rows(entry: dict[str, Any]) -> dict[str, str]:
         rows["extends"] = ", ".join(entry["parents"]) or "nothing"
     return rows | {
         "parameters": f"{entry['parameters']:,}",
-        "backbone": (
-            f"{backbone['name']}\n{backbone['family']}, {backbone['depth']} layers of {backbone['dim']}, "
-            f"{backbone['dtype']}\nfingerprint {backbone['fingerprint'][:12]}"
-        ),
+        "backbone": [
+            backbone["name"],
+            f"{backbone['family']}, {backbone['depth']} layers of {backbone['dim']}, {backbone['dtype']}",
+            f"fingerprint {backbone['fingerprint'][:12]}",
+        ],
         "this backbone": backbone.get("match", ""),
         "images": _image_size(entry["preprocessing"]),
         "metrics": _lines(entry["metrics"]),
@@ -121,7 +122,7 @@ def _image_size(preprocessing: dict[str, Any] | None) -> str:
     return f"{size[0]}x{size[1]}" if isinstance(size, (list, tuple)) else str(size)
 
 
-def _lines(record: dict[str, Any]) -> str:
+def _lines(record: dict[str, Any]) -> list[str]:
     """A line for each entry that is not empty."""
     shown = {**record, "worst_classes": format_worst(record, 5)} if "worst_classes" in record else record
     lines = [
@@ -129,4 +130,4 @@ def _lines(record: dict[str, Any]) -> str:
         for name, value in shown.items()
         if value != ""
     ]
-    return "\n".join(lines) or "-"
+    return lines or ["-"]
