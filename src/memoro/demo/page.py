@@ -164,7 +164,7 @@ def draw_overview(path: Path, answered: Answered, cost: Cost, tasks: int) -> Non
         above, below = (axes[number // columns * 2 + part, number % columns] for part in (0, 1))
         above.imshow(image)
         for line, (status, text) in enumerate(answers):
-            how = {"fontsize": 9, "va": "top", "color": COLORS[status], "in_layout": False}
+            how = {"fontsize": 8, "va": "top", "color": COLORS[status], "in_layout": False}
             below.text(0.02, 1.0 - 0.21 * line, text, **how)
     for one in axes.flat:
         one.axis("off")
