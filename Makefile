@@ -1,14 +1,17 @@
-# make demo | test | check | bench | test-timm | clean
+# make demo | test | test-all | check | format | bench | test-timm | clean
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format bench test-timm clean
+.PHONY: demo test test-all check format bench test-timm clean
 
 demo: .venv/ready
 	$(BIN)/memoro demo
 
 test: .venv/ready
 	$(BIN)/python -m pytest
+
+# The slow lanes, each with an environment or downloads of its own, are added here.
+test-all: test test-timm
 
 check: .venv/ready
 	$(BIN)/ruff format --check .
@@ -22,7 +25,7 @@ format: .venv/ready
 bench: .venv/ready
 	$(BIN)/memoro bench engine
 
-# timm needs torchvision, and so a torch of its own: several gigabytes, in a separate environment.
+# timm needs torchvision, which needs its own build of torch: a separate environment of several gigabytes.
 test-timm: .venv-timm/ready
 	.venv-timm/bin/python -m pytest tests_timm
 

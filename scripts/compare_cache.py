@@ -34,8 +34,8 @@ def train(
         task, size = REGIMES["memory"].build(backbone, plan), backbone.preprocessing.at(options.image_size)
         specs.append(RunSpec(task, recipe, REGIMES["memory"], splits, size))
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
-        cache = None if source == RECOMPUTED else Cache(Path(folder), dtype=source)  # type: ignore[arg-type]
-        results = train_runs(backbone, specs, cache=cache, quiet=False)
+        cache = False if source == RECOMPUTED else Cache(Path(folder), dtype=source)  # type: ignore[arg-type]
+        results = train_runs(backbone, specs, cache=cache)
         size_on_disk = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     return results, size_on_disk / 1e9
 

@@ -44,7 +44,7 @@ def compare(backbone: memoro.Backbone, source: str, options: argparse.Namespace)
                 specs.append(RunSpec(task, recipe, REGIMES[name], splits, size, held))
                 tags.append((method, lr, held is not None))
     started = time.monotonic()
-    results = train_runs(backbone, specs, cache=Cache(options.cache), quiet=False)
+    results = train_runs(backbone, specs, cache=Cache(options.cache))
     found: dict[str, Any] = {"train": len(splits.train), "test": len(splits.test)}
     seconds = round(time.monotonic() - started)
     for method in options.methods:

@@ -23,7 +23,7 @@ from memoro.data import Augment
 from memoro.data.splits import hold_out
 from memoro.regimes import REGIMES, TaskPlan
 from memoro.training import Cache, Recipe
-from memoro.training.sweep import Grid, Subject, run_sweeps
+from memoro.training.sweep import Grid, SweepSpec, run_sweeps
 from reports import load_results, load_splits, make_parser, table, write_report
 
 RATES = (0.03, 0.1, 0.3, 1.0, 3.0)
@@ -56,11 +56,9 @@ def probe(
     recipe = Recipe(epochs=15 if large else options.epochs, views=1, augment=Augment(crop="none", flip=0))
     if large:
         splits = hold_out(splits, recipe.val_fraction, recipe.data_seed)
-    subject = Subject(TaskPlan(splits.name, splits.labels), splits, 0 if large else FOLDS)
-    [found] = run_sweeps(
-        backbone, [subject], REGIMES["head"], Grid((0,), (0,), RATES), recipe, preprocessing,
-        cache=Cache(options.cache), quiet=False,
-    )  # fmt: skip
+    plan, grid, folds = TaskPlan(splits.name, splits.labels), Grid((0,), (0,), RATES), 0 if large else FOLDS
+    sweep = SweepSpec(plan, REGIMES["head"], splits, preprocessing, grid, recipe, folds)
+    [found] = run_sweeps(backbone, [sweep], cache=Cache(options.cache))
     return {"accuracy": found.best.metrics["accuracy"], "lr": found.best.task.spec.training["lr"], **facts}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from memoro.engine.streams import Features
 from memoro.tasks.task import Task, new_task
 from memoro.training import Cache, cached, fit
 from memoro.training.cached import CachedLoader, fill_caches
-from memoro.training.run import SharedPass
+from memoro.training.run import SharedForward
 
 SIZE = 20
 
@@ -47,10 +48,10 @@ def cache(tmp_path: Path) -> Cache:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch, backbone: Backbone) -> int:
-    """Two records to a file."""
-    layout = RecordFormat(0, 5, 24, 3, 1 + (SIZE // 4) ** 2, "float32")
-    monkeypatch.setattr(featurestore, "SHARD_BYTES", 2 * layout.size + 1)
-    return layout.size
+    """Two records to a file; returns the size of a record."""
+    size = RecordFormat(0, 5, 24, 3, 1 + (SIZE // 4) ** 2, "float32").size
+    monkeypatch.setattr(featurestore, "SHARD_BYTES", 2 * size + 1)
+    return size
 
 
 def keeper(
@@ -69,8 +70,19 @@ def fill(*loaders: CachedLoader, budget: float = 20.0) -> int:
     return sum(counts)
 
 
-def files(cache: Cache, kind: str = "bin") -> list[Path]:
+def files(cache: Cache, kind: str = "features") -> list[Path]:
     return sorted(cache.folder.glob(f"*/*.{kind}"))
+
+
+def header_size(path: Path) -> int:
+    """Bytes of a file before its first tensor: an 8-byte length, and the header."""
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def age(paths: Iterable[Path], seconds: float) -> None:
+    """As if they had not been used for so long."""
+    for path in paths:
+        os.utime(path, (time.time() - seconds,) * 2)
 
 
 def far(left: Tensor, right: Tensor) -> float:
@@ -99,7 +111,7 @@ def tasks_of(backbone: Backbone, first: int) -> list[Task]:
 
 def answers(backbone: Backbone, loader: CachedLoader, tasks: list[Task]) -> list[tuple[Tensor, Tensor]]:
     """Each task's logits from features, and from pixels."""
-    shared, pairs = SharedPass(backbone, tasks), []
+    shared, pairs = SharedForward(backbone, tasks), []
     with torch.no_grad():
         for kept, fresh in zip(loader.epoch(0), loader.loader.epoch(0), strict=True):
             assert torch.equal(kept.index, fresh.index)
@@ -111,7 +123,7 @@ def answers(backbone: Backbone, loader: CachedLoader, tasks: list[Task]) -> list
 def curve(backbone: Backbone, splits: Splits, keep: Cache | bool, **options: Any) -> tuple[Task, Tensor]:
     task = new_task(backbone, "t", LABELS, cells=2, from_layer=1, seed=1)
     options = {"epochs": 3, "batch_size": 4, "lr": 0.05, **QUICK, **options}
-    result = fit(backbone, task, splits, cache=keep, **options)
+    result = fit(backbone, task, splits, **{**options, "cache": keep})
     return task, torch.tensor([[entry["train_loss"], entry["val_loss"]] for entry in result.history])
 
 
@@ -128,9 +140,3 @@ def counted() -> Iterator[Callable[[], int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cached, "keep_features", count)
         yield lambda: sum(counts)
-
-
-def in_fork(target: Callable[..., Any], *given: Any) -> Any:
-    process = multiprocessing.get_context("fork").Process(target=target, args=given)
-    process.start()
-    return process

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,13 @@ def random_task(backbone: Backbone, name: str, *, seed: int = 0, **options: Any)
         for parameter in task.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     return task
+
+
+def in_fork(target: Callable[..., Any], *given: Any) -> Any:
+    """A started process. It has everything imported already: importing torch and transformers takes seconds."""
+    process = multiprocessing.get_context("fork").Process(target=target, args=given)
+    process.start()
+    return process
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train_fit import distance
+from test_train_fit import FRESH, distance
 from test_train_recipe import save_square, save_squares
 
 from memoro.backbones import Backbone
@@ -15,7 +15,7 @@ from memoro.data import Splits, load_data
 from memoro.regimes import REGIMES, TaskPlan, find_regime
 from memoro.tasks.task import new_task
 from memoro.training import FitResult, Recipe, RunSpec
-from memoro.training.sweep import Grid, Subject, SweepResult, run_sweeps
+from memoro.training.sweep import Grid, SweepResult, SweepSpec, run_sweeps
 
 LABELS = ("blue", "green", "red")
 LOAD: dict[str, Any] = {"workers": 0, "quiet": True}
@@ -46,13 +46,13 @@ def sets(root: Path) -> list[Splits]:
 
 
 def run_spec(
-    backbone: Backbone, name: str, data: Splits, *, size: int = 20, held: Any = None, seed: int = 1, **given: Any
+    backbone: Backbone, name: str, data: Splits, *, size: int = 20, held_out: Any = None, seed: int = 1, **given: Any
 ) -> RunSpec:
     shape = {key: given.pop(key) for key in ("cells", "from_layer", "extends") if key in given}
     task = new_task(backbone, name, data.labels, head=data.kind, seed=seed, **{"cells": 2, **shape})
     recipe = Recipe(**{"epochs": 2, "batch_size": 5, "lr": 0.05, "warmup": 2, **given})
     regime = find_regime("head" if task.from_layer == backbone.depth else "memory")
-    return RunSpec(task, recipe, regime, data, backbone.preprocessing.at(size), held)
+    return RunSpec(task, recipe, regime, data, backbone.preprocessing.at(size), held_out)
 
 
 def same_result(left: FitResult, right: FitResult) -> None:
@@ -69,7 +69,7 @@ def sweep(
     backbone: Backbone, data: Splits, grid: Grid, *, folds: int = 0, halving: bool = False, **given: Any
 ) -> SweepResult:
     recipe = Recipe(**{"epochs": 2, "batch_size": 5, "warmup": 2, **given})
-    subject = Subject(TaskPlan("t", data.labels), data, folds)
-    size = backbone.preprocessing.at(20)
-    [result] = run_sweeps(backbone, [subject], REGIMES["memory"], grid, recipe, size, workers=0, halving=halving)
+    plan, size = TaskPlan("t", data.labels), backbone.preprocessing.at(20)
+    spec = SweepSpec(plan, REGIMES["memory"], data, size, grid, recipe, folds)
+    [result] = run_sweeps(backbone, [spec], **FRESH, halving=halving)
     return result

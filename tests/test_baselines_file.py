@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import in_fork
 from families import FAMILIES, Case
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -203,13 +203,14 @@ def test_a_killed_save_leaves_the_old_file(backbone: Backbone, vit: Any, tmp_pat
     path = save_baseline(build(backbone, "full"), tmp_path / "pets.safetensors")
     vit.save_pretrained(tmp_path / "vit")
     before = path.read_bytes()
-    code = (
-        "import os, memoro\n"
-        "from memoro.regimes.baselinefile import load_baseline, save_baseline\n"
-        f"model = load_baseline({str(path)!r}, memoro.load_backbone({str(tmp_path / 'vit')!r}))\n"
-        "model.describe(metrics={'x': 1})\n"
-        "os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
-        f"save_baseline(model, {str(path)!r})\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+
+    def save() -> None:
+        model = load_baseline(path, memoro.load_backbone(tmp_path / "vit"))
+        model.describe(metrics={"x": 1})
+        os.fsync = lambda _: os.kill(os.getpid(), 9)
+        save_baseline(model, path)
+
+    process = in_fork(save)
+    process.join(60)
+    assert process.exitcode == -9
     assert path.read_bytes() == before

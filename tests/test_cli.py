@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from conftest import random_task
 from PIL import Image
+from test_train_cli import run
 
 import memoro
 from memoro.backbones import Backbone
 
 
-def run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+def start(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """A process that has imported nothing yet. Most tests run their commands in a fork of this one instead."""
     done = subprocess.run(
         [sys.executable, "-m", "memoro", *map(str, arguments)], capture_output=True, text=True, timeout=300
     )
@@ -28,6 +30,7 @@ def run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def folder(vit: Any, tmp_path: Path) -> Path:
     vit.save_pretrained(tmp_path / "vit")
+    memoro.load_backbone(tmp_path / "vit")  # so that forks have everything imported
     return tmp_path / "vit"
 
 
@@ -42,56 +45,67 @@ def files(backbone: Backbone, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_without_arguments_it_teaches() -> None:
-    out = run().stdout
+    out = start().stdout
     for command in ("demo", "inspect", "compose", "verify", "import", "bench"):
         assert f"memoro {command}" in out
-    assert memoro.__version__ in run("--version").stdout
+    assert memoro.__version__ in start("--version").stdout
 
 
-def test_inspect(files: tuple[Path, Path], folder: Path) -> None:
-    table = run("inspect", files[0]).stdout
+def test_inspect(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
+    table = run(tmp_path, "inspect", files[0]).stdout
     assert "cat, dog" in table
-    record = json.loads(run("inspect", files[1], "--backbone", folder, "--json").stdout)
+    record = json.loads(run(tmp_path, "inspect", files[1], "--backbone", folder, "--json").stdout)
     assert record["tasks"][0]["parents"] == ["pets"]
     assert record["tasks"][0]["backbone"]["match"] == "same"
 
 
 def test_compose_and_verify(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle.safetensors"
-    run("compose", files[1], files[0], "-o", bundle)
+    run(tmp_path, "compose", files[1], files[0], "-o", bundle)
     assert [task.name for task in memoro.load_tasks(bundle)] == ["breeds", "pets"]
-    receipt = json.loads(run("verify", "--backbone", folder, "--tasks", bundle, "--json").stdout)
+    receipt = json.loads(run(tmp_path, "verify", "--backbone", folder, "--tasks", bundle, "--json").stdout)
     assert receipt["base_equal"] is True
     Image.new("RGB", (30, 40), (200, 10, 10)).save(tmp_path / "red.png")
-    text = run("verify", "-b", folder, "-t", files[0], "-t", files[1], tmp_path / "red.png").stdout
+    text = run(tmp_path, "verify", "-b", folder, "-t", files[0], "-t", files[1], tmp_path / "red.png").stdout
     assert "equal to the bit" in text
     assert "1 image" in text
     assert "1 images" not in text
 
 
 def test_errors_are_one_line(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
-    assert "attach 'pets' too" in run("compose", files[1], "-o", tmp_path / "x", code=1).stderr
+    assert "attach 'pets' too" in start("compose", files[1], "-o", tmp_path / "x", code=1).stderr
     assert not (tmp_path / "x").exists()
-    assert "two tasks are called 'pets'" in run("compose", files[0], files[0], "-o", tmp_path / "x", code=1).stderr
+    assert (
+        "two tasks are called 'pets'"
+        in run(tmp_path, "compose", files[0], files[0], "-o", tmp_path / "x", code=1).stderr
+    )
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(files[0].read_bytes()[:500])
-    assert "fetch it again" in run("inspect", broken, code=1).stderr
-    assert "[red]" not in run("inspect", tmp_path / "[red]x", code=1).stdout
-    run("verify", "--backbone", tmp_path / "none", "--tasks", files[0], code=1)
-    run("no-such-command", code=2)
+    assert "fetch it again" in run(tmp_path, "inspect", broken, code=1).stderr
+    assert "[red]" not in run(tmp_path, "inspect", tmp_path / "[red]x", code=1).stdout
+    run(tmp_path, "verify", "--backbone", tmp_path / "none", "--tasks", files[0], code=1)
+    run(tmp_path, "no-such-command", code=2)
 
 
 def test_import(shared: Path, tmp_path: Path) -> None:
     fixtures = shared / "fixtures" / "reproduction"
     out = tmp_path / "two.safetensors"
     text = run(
-        "import", fixtures / "extension_model.pt", "--backbone", fixtures / "base", "-o", out, "--names", "a,b"
+        tmp_path,
+        "import",
+        fixtures / "extension_model.pt",
+        "--backbone",
+        fixtures / "base",
+        "-o",
+        out,
+        "--names",
+        "a,b",
     ).stdout
     assert "extends a" in text
     assert [task.name for task in memoro.load_tasks(out)] == ["a", "b"]
 
 
 @pytest.mark.parametrize("command", ["inspect", "compose", "verify", "import", "demo", "bench engine"])
-def test_help(command: str) -> None:
-    out = run(*command.split(), "--help").stdout
+def test_help(command: str, tmp_path: Path) -> None:
+    out = run(tmp_path, *command.split(), "--help").stdout
     assert "Usage" in out

@@ -27,12 +27,12 @@ from memoro.errors import BackboneError, DataError
 from memoro.evaluation.inspect import inspect_table, inspect_tasks
 from memoro.evaluation.metrics import metrics_table
 from memoro.evaluation.predictions import predictions_table
-from memoro.evaluation.report import fit_table, sweep_table
 from memoro.regimes import METHODS, TaskPlan
-from memoro.training.checkpoint import _compare
+from memoro.training.checkpoint import compare_identities
 from memoro.training.recipe import Recipe
 from memoro.training.runfolder import ProgressBar
-from memoro.training.sweep import SweepRow
+from memoro.training.sweep import SweepRow, sweep_table
+from memoro.training.train import TrainResult, fit_table
 
 STRANGE = "x[bold]y:cat:"
 
@@ -123,7 +123,7 @@ def test_tables_and_bars_escape_for_every_console(
         pass
     assert "🐱" not in capsys.readouterr().err
     assert rendered(STRANGE, plain_console(file=io.StringIO(), width=80)) == f"{STRANGE}\n"
-    assert f"{STRANGE} " in rendered(shown._bar.get_renderable())
+    assert f"{STRANGE} " in rendered(shown.bar.get_renderable())
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -159,7 +159,7 @@ def test_verify_says_what_its_number_is(
     assert "DIFFERENT: rounding stays below" in shell(*both, code=1).out
     assert '"tasks_equal": false' in shell(*both, "--json", code=1).out
     help_text = " ".join(shell("verify", "--help").out.split())
-    assert "Exits with 1 where the base differs, or a task by more than its bound" in help_text
+    assert "Exits with 1 if the backbone's output differs, or a task by more than its bound" in help_text
 
 
 def test_a_task_beyond_its_bound_is_named_before_a_larger_difference() -> None:
@@ -187,7 +187,7 @@ def test_the_worst_classes_are_those_with_mistakes(backbone: Backbone, pets: Pat
     figures = {"split": "test", "images": 1, "accuracy": 0.5, "worst_classes": shares}
     task = random_task(backbone, "pets")
     task.describe(training={"trained_parameters": 3, "best_epoch": 1, "epochs": 2, "seconds": 1.0}, metrics=figures)
-    text = rendered(fit_table(task, figures, pets))
+    text = rendered(fit_table(TrainResult(task, [], figures, None, (), file=pets)))
     assert "g 0.000, b 0.500, a 0.750, e 0.900 " in text
     assert "1.000" not in text
     assert "(test, 1 image)" in text
@@ -222,12 +222,12 @@ def test_the_bar_ends_on_the_last_validation_and_says_whose() -> None:
 
     for runs, title in ((1, "pets"), (15, "best of 15 runs")):
         shown = ProgressBar("pets", 2, quiet=True)
-        shown.begin([group(runs)])
-        shown.step(group(runs), {"epoch": 1, "loss": 0.5})
-        shown.epoch(group(runs), [{"val_accuracy": 0.25}])
-        shown.step(group(runs), {"epoch": 2, "loss": 0.4})
-        shown.epoch(group(runs), [{"val_accuracy": 0.5}, {"val_accuracy": 0.75}])
-        [job] = shown._bar.tasks
+        shown.on_train_begin([group(runs)])
+        shown.on_step_end(group(runs), {"epoch": 1, "loss": 0.5})
+        shown.on_epoch_end(group(runs), [{"val_accuracy": 0.25}])
+        shown.on_step_end(group(runs), {"epoch": 2, "loss": 0.4})
+        shown.on_epoch_end(group(runs), [{"val_accuracy": 0.5}, {"val_accuracy": 0.75}])
+        [job] = shown.bar.tasks
         assert (job.description, job.completed) == (title, 2)
         assert job.fields["figures"] == "epoch 2 loss 0.400 val 0.750"
 
@@ -301,7 +301,7 @@ def test_baselines_are_refused_where_they_cannot_go(shell: Shell, backbone: Back
     memoro.save_baseline(METHODS["lora"].build(backbone, plan), tmp_path / "wide.safetensors")
     for command in (("verify", "-b", "vit", "-t", "wide.safetensors"), ("compose", "wide.safetensors", "-o", "x")):
         told = shell(*command, code=1).err
-        assert "wide.safetensors holds a baseline: those cannot be composed or verified. 'wide' was trained" in told
+        assert "wide.safetensors is a baseline, which cannot be composed or verified. 'wide' was trained" in told
         assert "load_baseline" not in told
 
 
@@ -310,7 +310,7 @@ def test_bad_options_are_refused_before_anything_is_read(shell: Shell, tmp_path:
         assert "choose 2 or more, or 0" in shell("train", "nothing", "-b", "none", "--folds", folds, code=2).err
     save_images(tmp_path / "set", "a/1.png", "b/1.png")
     told = shell("train", "set", "-b", "none", "--streaming", code=1).err
-    assert "set is here already: --streaming is for hub sets" in told
+    assert "set is a local file or folder: --streaming is for hub sets" in told
     assert "--steps 1000" in told
     assert (
         shell("train", "set", "-b", "none", "--flip", 3, code=1).err
@@ -333,20 +333,20 @@ def identity(*rates: float, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_refused_resume_names_what_differs() -> None:
-    assert _compare(identity(0.1), identity(0.1)) == ([], "")
-    assert _compare(identity(0.1), identity(0.5)) == (["recipe"], "lr 0.1 there, 0.5 here")
+    assert compare_identities(identity(0.1), identity(0.1)) == ([], "")
+    assert compare_identities(identity(0.1), identity(0.5)) == (["recipe"], "lr 0.1 there, 0.5 here")
     flipped = identity(0.1, augment=Augment(flip=0.0), epochs=3)
-    assert _compare(identity(0.1), flipped) == (
+    assert compare_identities(identity(0.1), flipped) == (
         ["recipe"],
         "epochs 15 there, 3 here; augment.flip 0.5 there, 0.0 here",
     )
-    assert _compare(identity(0.03, 0.1, 0.3), identity(0.5)) == (
+    assert compare_identities(identity(0.03, 0.1, 0.3), identity(0.5)) == (
         ["recipe"],
         "3 runs there, 1 here; lr 0.03, 0.1, 0.3 there, 0.5 here",
     )
-    assert _compare(identity(0.1), identity(0.1, 0.1)) == (["runs"], "1 run there, 2 here")
+    assert compare_identities(identity(0.1), identity(0.1, 0.1)) == (["runs"], "1 run there, 2 here")
     kept = {**identity(0.1), "features": None}
-    assert _compare(identity(0.1), kept) == (["features"], 'features "float16" there, null here')
+    assert compare_identities(identity(0.1), kept) == (["features"], 'features "float16" there, null here')
 
 
 def test_offline_the_hub_is_quiet_and_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

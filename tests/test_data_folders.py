@@ -15,7 +15,7 @@ import torch
 from test_data_images import picture, save_classes, to_bytes
 
 from memoro.data import ImageSet, Splits, load_data
-from memoro.data.folders import Members, arrange
+from memoro.data.folders import ZipImages, read_tree
 from memoro.errors import DataError, ImageError
 
 
@@ -87,19 +87,19 @@ def test_split_folders_are_used_as_such(tmp_path: Path, val: str) -> None:
 
 
 def test_class_may_be_called_train() -> None:
-    layout = arrange(["bus/1.png", "train/2.png", "car/3.png"], [], "x")
-    assert dict(layout.parts["train"]) == {0: "bus", 1: "train", 2: "car"}
+    tree, _ = read_tree(["bus/1.png", "train/2.png", "car/3.png"], [], "x")
+    assert dict(tree["train"]) == {0: "bus", 1: "train", 2: "car"}
 
 
 def test_folder_beside_the_splits_is_noted() -> None:
-    layout = arrange(["train/a/1.png", "test/a/2.png", "extra/a/3.png"], [], "x")
-    assert set(layout.parts) == {"train", "test"}
-    assert any("extra" in note for note in layout.notes)
+    tree, notes = read_tree(["train/a/1.png", "test/a/2.png", "extra/a/3.png"], [], "x")
+    assert set(tree) == {"train", "test"}
+    assert any("extra" in note for note in notes)
 
 
 def test_images_deeper_in_a_class_belong_to_it() -> None:
-    layout = arrange(["a/x/1.png", "a/2.png", "b/y/z/3.png"], [], "x")
-    assert dict(layout.parts["train"]) == {0: "a", 1: "a", 2: "b"}
+    tree, _ = read_tree(["a/x/1.png", "a/2.png", "b/y/z/3.png"], [], "x")
+    assert dict(tree["train"]) == {0: "a", 1: "a", 2: "b"}
 
 
 def test_clutter_is_ignored_and_other_files_are_noted(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_duplicates_across_splits_are_noted(tmp_path: Path) -> None:
     assert not any("too" in note for note in load_data(tmp_path).notes)
     (tmp_path / "test" / "a" / "copy.png").write_bytes((tmp_path / "train" / "a" / "0000.png").read_bytes())
     splits = load_data(tmp_path, val_fraction=0)
-    assert any("1 images of test stand in train too" in note and "copy.png" in note for note in splits.notes)
+    assert any("1 images of test are in train too" in note and "copy.png" in note for note in splits.notes)
     assert splits.train is not None
     assert splits.test is not None
     copy = next(at for at in range(len(splits.test)) if "copy" in splits.test.where(at))
@@ -187,7 +187,7 @@ def test_copies_stay_on_one_side_of_the_cut(tmp_path: Path) -> None:
 def test_image_under_two_labels_is_noted(tmp_path: Path) -> None:
     save_classes(tmp_path, {"a": 3, "b": 3})
     (tmp_path / "b" / "same.png").write_bytes((tmp_path / "a" / "0000.png").read_bytes())
-    assert any("1 images stand under two labels" in note for note in load_data(tmp_path, val_fraction=0).notes)
+    assert any("1 images have two or more labels" in note for note in load_data(tmp_path, val_fraction=0).notes)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,9 @@ def test_what_is_no_set_at_all(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         load_data("some/photos.zip")
     (tmp_path / "a.bin").write_bytes(b"x")
-    with pytest.raises(DataError, match="is no set of images"):
+    with pytest.raises(DataError, match="is not a dataset"):
         load_data(tmp_path / "a.bin")
-    with pytest.raises(DataError, match="int is no set of images"):
+    with pytest.raises(DataError, match="int is not a dataset"):
         load_data(3)
 
 
@@ -251,7 +251,7 @@ def test_zip_handle_of_another_process_is_not_used(tmp_path: Path) -> None:
     assert train is not None
     expected = train.read(1)
     source = train.source
-    assert isinstance(source, Members)
+    assert isinstance(source, ZipImages)
     assert source._open is not None
     process, archive, directory = source._open
     assert process == os.getpid()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import zipfile
 from pathlib import Path
@@ -64,8 +65,12 @@ def test_workers_change_nothing(images: ImageSet) -> None:
 def test_loader_works_in_processes_that_inherit_nothing(images: ImageSet, context: str) -> None:
     expected = list(Loader(images, SMALL, batch_size=9, augment=Augment(), workers=0).epoch(1))
     loader = Loader(images, SMALL, batch_size=9, augment=Augment(), workers=1)
-    loader._workers.multiprocessing_context = context
-    assert same(list(loader.epoch(1)), expected)
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(context, force=True)
+    try:
+        assert same(list(loader.epoch(1)), expected)
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def test_order_depends_on_seed_and_epoch(images: ImageSet) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pandas as pd
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from test_data_images import picture, save_classes, to_bytes
@@ -91,10 +92,10 @@ def test_csv_with_numbers(tmp_path: Path) -> None:
         ("path,what\n0.png,a\n", r"no column for the label among 'what'.*label_column"),
         ("path,label,split\n0.png,a,train\n1.png,b,later\n", r"line 3: the split 'later' is none of train"),
         ("path,label\n,a\n", "line 2: there is no path"),
-        ("path,label\n", "not one row"),
+        ("path,label\n", "there are no rows"),
         ("", "not a readable CSV"),
         ("path,label\n0.png,a\n1.png,a\n", "one class only"),
-        ("path,labels\n0.png,\n1.png,\n", "not one image has a label"),
+        ("path,labels\n0.png,\n1.png,\n", "no image has a label"),
     ],
 )
 def test_unusable_csv(tmp_path: Path, text: str, message: str) -> None:
@@ -116,7 +117,7 @@ def test_csv_path_that_leaves_the_folder(tmp_path: Path, way: str) -> None:
     (tmp_path / "in").mkdir()
     leaving = "x/../../out.png" if way == "relative" else outside
     path = csv(tmp_path / "in", f"path,label\n0.png,a\n{leaving},b\n")
-    with pytest.raises(DataError, match=r"line 3: .* leaves the manifest's folder.*allow_absolute"):
+    with pytest.raises(DataError, match=r"line 3: .* leaves the table's folder.*allow_absolute"):
         load_data(path)
     train = load_data(path, val_fraction=0, allow_absolute=True).train
     assert train is not None
@@ -143,8 +144,8 @@ def test_column_and_kind_as_asked(tmp_path: Path) -> None:
 
 def test_parquet_of_paths(tmp_path: Path) -> None:
     csv(tmp_path, "")
-    frame = pd.DataFrame({"path": ["0.png", "1.png"], "labels": [["x", "y"], ["y"]], "size": [0.5, 0.25]})
-    frame.to_parquet(tmp_path / "set.parquet")
+    rows = {"path": ["0.png", "1.png"], "labels": [["x", "y"], ["y"]], "size": [0.5, 0.25]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "set.parquet")
     splits = load_data(tmp_path / "set.parquet", val_fraction=0)
     assert splits.train is not None
     assert splits.train.targets.tolist() == [[1, 1], [0, 1]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_task
+from conftest import in_fork, random_task
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -140,14 +140,16 @@ def test_a_failed_save_leaves_the_old_file(task: Task, tmp_path: Path, monkeypat
 def test_a_killed_save_leaves_the_old_file(task: Task, tmp_path: Path) -> None:
     path = memoro.save_task(task, tmp_path / "t.safetensors")
     before = path.read_bytes()
-    code = (
-        "import os, memoro, torch\n"
-        f"task = memoro.load_task({str(path)!r})\n"
-        "task.describe(metrics={'x': 1})\n"
-        "os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
-        f"memoro.save_task(task, {str(path)!r})\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+
+    def save() -> None:
+        changed = memoro.load_task(path)
+        changed.describe(metrics={"x": 1})
+        os.fsync = lambda _: os.kill(os.getpid(), 9)
+        memoro.save_task(changed, path)
+
+    process = in_fork(save)
+    process.join(60)
+    assert process.exitcode == -9
     assert path.read_bytes() == before
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import CASES
 from test_train_cli import make_root
-from test_train_fit import LABELS, PLAIN, QUICK, distance, double, same, squares, state
+from test_train_fit import FRESH, LABELS, PLAIN, QUICK, distance, double, same, squares, state
 from typer.testing import CliRunner
 
 import memoro
@@ -20,7 +20,7 @@ from memoro.data import Splits, load_data
 from memoro.errors import CompositionError, TrainingError
 from memoro.regimes import METHODS, REGIMES, TaskPlan, find_regime
 from memoro.regimes.baselinefile import is_baseline
-from memoro.training import Cache, FitResult, Recipe, RunSpec, fit, loop, train_runs
+from memoro.training import Cache, FitResult, Recipe, RunSpec, Trainer, fit, train_runs
 
 __all__ = ["double", "squares"]  # fixtures
 PLAN = TaskPlan("model", LABELS, cells=2, width=3, rank=2, seed=1)
@@ -65,14 +65,14 @@ def test_what_was_trained_is_what_a_file_answers(
 # ------------------------------------------------------------------------------------------------------- company
 
 
-def lessons_of(names: list[str], backbone: Backbone, splits: Splits, **changes: Any) -> list[RunSpec]:
+def specs_of(names: list[str], backbone: Backbone, splits: Splits, **changes: Any) -> list[RunSpec]:
     recipe = Recipe(**{"epochs": 2, "batch_size": 8, "lr": 0.03, "warmup": 1, **changes})
     size = backbone.preprocessing.at(20)
     return [RunSpec(build(name, backbone), recipe, find_regime(name), splits, size) for name in names]
 
 
 def learn(names: list[str], backbone: Backbone, splits: Splits, **options: Any) -> dict[str, FitResult]:
-    results = train_runs(backbone, lessons_of(names, backbone, splits), workers=0, **options)
+    results = train_runs(backbone, specs_of(names, backbone, splits), **FRESH, **options)
     return dict(zip(names, results, strict=True))
 
 
@@ -98,22 +98,23 @@ def test_tasks_and_baselines_side_by_side_equal_each_alone(double: Backbone, squ
 def test_features_are_kept_for_tasks_only(backbone: Backbone, squares: Path, tmp_path: Path) -> None:
     splits = load_data(squares, labels=LABELS, workers=0, quiet=True)
     wanted = Cache(tmp_path / "kept", dtype="float32", required=False)
-    specs = lessons_of(["memory", "full"], backbone, splits, views=1)
-    results = train_runs(backbone, specs, cache=wanted, workers=0)
+    specs = specs_of(["memory", "full"], backbone, splits, views=1)
+    results = train_runs(backbone, specs, cache=wanted, workers=0, quiet=True)
     assert list((tmp_path / "kept").rglob("*.bin"))
-    again = train_runs(backbone, lessons_of(["memory", "full"], backbone, splits, views=1), workers=0)
+    again = train_runs(backbone, specs_of(["memory", "full"], backbone, splits, views=1), **FRESH)
     for left, right in zip(results, again, strict=True):
         assert left.metrics["loss"] == pytest.approx(right.metrics["loss"], abs=1e-5)  # float32
-    fit(backbone, build("full", backbone), splits, cache=Cache(tmp_path / "no", required=False), epochs=1, **QUICK)
+    unused = {**QUICK, "cache": Cache(tmp_path / "no", required=False)}
+    fit(backbone, build("full", backbone), splits, epochs=1, **unused)
     assert not (tmp_path / "no").exists()
-    with pytest.raises(TrainingError, match=r"regime 'full' changes base tokens: there is no base pass to keep"):
-        fit(backbone, build("full", backbone), splits, cache=True, **QUICK)
+    with pytest.raises(TrainingError, match=r"regime 'full' changes .* so its features cannot be cached"):
+        fit(backbone, build("full", backbone), splits, **{**QUICK, "cache": True})
 
 
 def test_a_regime_trains_what_it_builds(backbone: Backbone, squares: Path) -> None:
     task = memoro.new_task(backbone, "t", LABELS)
     for model, regime in ((task, "full"), (build("full", backbone), "memory"), (build("vpt", backbone), "full")):
-        with pytest.raises(TrainingError, match=f"regime '{regime}' trains what its own build"):
+        with pytest.raises(TrainingError, match=f"regime '{regime}' only trains models that it built itself"):
             fit(backbone, model, squares, regime=regime, **QUICK)
     other = memoro.load_backbone(CASES[0].model(seed=8))
     with pytest.raises(CompositionError, match="other weights"):
@@ -131,7 +132,7 @@ def test_a_resumed_baseline_is_the_same(
         return model
 
     monkeypatch.setattr("memoro.training.runfolder.draw_run", lambda *given: [])
-    calm, step, calls = train("calm"), loop._step, iter(range(100))
+    calm, step, calls = train("calm"), Trainer.step, iter(range(100))
 
     def stop(*given: Any) -> None:
         if next(calls) == 5:
@@ -139,8 +140,8 @@ def test_a_resumed_baseline_is_the_same(
         step(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Training, "every", 0.0)
-        patch.setattr(loop, "_step", stop)
+        patch.setattr(Trainer, "checkpoint_seconds", 0.0)
+        patch.setattr(Trainer, "step", stop)
         with pytest.raises(RuntimeError, match="pulled the plug"):
             train("stopped")
     resumed = train("stopped", resume=True)
@@ -189,7 +190,8 @@ def test_every_regime_from_the_shell(shell: Any, tmp_path: Path) -> None:
     done = shell("predict", *images, "-b", "vit", *files, "--json")
     answers = json.loads(done.stdout)
     assert [set(said) for said in answers.values()] == [set(REGIMES)] * 2
-    assert "a pass each for memory-full, class-full" in done.stderr
+    assert "memory-full, class-full" in done.stderr
+    assert "baselines, which need a separate pass each" in done.stderr
     backbone = memoro.load_backbone("vit")
     full = memoro.load_baseline("full.safetensors", backbone).predict(images)
     assert [said["full"]["label"] for said in answers.values()] == [said["full"]["label"] for said in full]
@@ -200,12 +202,12 @@ def test_every_regime_from_the_shell(shell: Any, tmp_path: Path) -> None:
     assert "cannot be composed" in shell("inspect", "lora.safetensors").stdout
     for command in (("compose", "full.safetensors", "-o", "x"), ("verify", "-b", "vit", "-t", "full.safetensors")):
         assert "needs a pass of its own and cannot be composed" in str(shell(*command, code=1))
-    assert "no base pass to keep" in str(shell("train", "set", "--regime", "full", *COMMON, "--cache", code=1))
+    assert "its features cannot be cached" in str(shell("train", "set", "--regime", "full", *COMMON, "--cache", code=1))
 
 
 def test_rates_of_a_baseline_are_tried_in_passes_of_their_own(shell: Any) -> None:
     done = shell("train", "set", "--task", "m", "--regime", "full", *COMMON)
-    assert "regime 'full' changes base tokens: each of its 3 runs has its own passes" in done.stderr
+    assert "regime 'full' changes base tokens, so each of the 3 runs needs passes of its own" in done.stderr
     record = json.loads(done.stdout)
     assert [row["lr"] for row in record["runs"]] == [0.03, 0.1, 0.3]
     assert record["chosen"]["lr"] == record["training"]["lr"]

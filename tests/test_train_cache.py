@@ -14,7 +14,6 @@ import torch
 from caches import SIZE, answers, cache, counted, curve, far, fill, images, keeper, splits, tasks_of
 from families import CASES, Case
 from test_train_fit import LABELS
-from test_train_resume import FIT
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import ImageSet, Splits
@@ -24,7 +23,8 @@ from memoro.errors import CacheError, TrainingError
 from memoro.regimes import find_regime
 from memoro.tasks.task import new_task
 from memoro.training import Cache, Recipe, RunSpec, train_runs
-from memoro.training.group import RunGroups
+from memoro.training.loop import Trainer
+from memoro.training.recipe import TrainOptions
 
 __all__ = ["cache", "images", "splits"]  # fixtures
 
@@ -85,17 +85,17 @@ def test_features_are_read_when_they_are_asked_for(backbone: Backbone, images: I
     assert [len(batch.targets) for batch in again] == [len(images) - 8]
 
 
-def test_exams_share_the_memory_that_they_read_into(backbone: Backbone, splits: Splits, cache: Cache) -> None:
+def test_validation_sets_share_the_memory_that_they_read_into(backbone: Backbone, splits: Splits, cache: Cache) -> None:
     assert splits.train is not None
     held = [np.flatnonzero(fold_numbers(splits.train, 3, 0) == fold) for fold in range(3)]
     task, size = partial(new_task, backbone, "t", LABELS), backbone.preprocessing.at(SIZE)
     recipe, regime = Recipe(views=1, accumulate=2, batch_size=4), find_regime("memory")
     specs = [RunSpec(task(), recipe, regime, splits, size, some) for some in held]
-    groups = RunGroups(backbone, specs, cache=cache, workers=0)
-    train, *val_sets = groups.cached
+    trainer = Trainer(backbone, specs, TrainOptions(workers=0), cache=cache)
+    train, *val_sets = trainer.loaders.cached
     assert len(val_sets) == 3
-    assert len({id(loader._buffers) for loader in val_sets}) == 1
-    assert val_sets[0]._room is not train._room
+    assert len({id(loader.buffers) for loader in val_sets}) == 1
+    assert val_sets[0].buffers is not train.buffers
 
 
 def test_where_it_lies_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_cache: Path) -> None:
@@ -115,7 +115,7 @@ def test_training_from_the_cache_is_training_on_the_same_views(
     _, half = curve(backbone, splits, replace(cache, dtype="float16"), views=2)
     assert far(exact, fresh) < 1e-4
     assert 0 < far(half, fresh) < 1e-3
-    _, other = curve(backbone, splits, False)
+    _, other = curve(backbone, splits, False, views=None)
     assert far(other[:2], fresh[:2]) > 1e-3  # without views the first epoch is a random one already
     several = {"views": 2, "accumulate": 3, "batch_size": 2, "epochs": 2}
     assert far(curve(backbone, splits, cache, **several)[1], curve(backbone, splits, False, **several)[1]) < 1e-4
@@ -127,17 +127,18 @@ def test_mixed_precision_from_the_cache(backbone: Backbone, splits: Splits, cach
     assert 0 < far(kept, fresh) < 0.01  # the kept pass itself is of full precision
 
 
-def test_the_number_of_views_is_fixed(
-    backbone: Backbone, splits: Splits, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FIT, "VIEWS", 3)
+def test_the_number_of_views_is_fixed(backbone: Backbone, splits: Splits, cache: Cache) -> None:
     with counted() as count:
-        curve(backbone, splits, cache)
+        curve(backbone, splits, cache, views=3)
     assert splits.train is not None
     assert splits.val is not None
     assert count() == 3 * len(splits.train) + len(splits.val)
     spec = RunSpec(
-        new_task(backbone, "t", LABELS), Recipe(), find_regime("memory"), splits, backbone.preprocessing.at(SIZE)
+        new_task(backbone, "t", LABELS),
+        Recipe(views=None),
+        find_regime("memory"),
+        splits,
+        backbone.preprocessing.at(SIZE),
     )
     with pytest.raises(TrainingError, match="fixed number of views"):
-        train_runs(backbone, [spec], cache=cache, workers=0)
+        train_runs(backbone, [spec], cache=cache, workers=0, quiet=True)

@@ -1,4 +1,4 @@
-"""Buffers for the feature cache: its budget, what makes way, and a disk that is full."""
+"""The space of the feature cache: its budget, eviction, and a full disk."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from caches import cache, curve, files, fill, images, keeper, small_shards, splits, whole
+from caches import age, cache, curve, files, fill, header_size, images, keeper, small_shards, splits, whole
 from families import CASES
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import ImageSet, Splits
-from memoro.engine.featurestore import make_room, total_bytes
+from memoro.engine.featurestore import evict, total_bytes
 from memoro.errors import CacheError
 from memoro.training import Cache, cached
 
@@ -29,7 +29,7 @@ def gigabytes(number: float) -> float:
 
 def test_what_does_not_fit_names_the_choices(backbone: Backbone, images: ImageSet, cache: Cache) -> None:
     loader = keeper(backbone, images, cache, views=2)
-    size = 2 * len(images) * loader.store.layout.size
+    size = 2 * len(images) * loader.store.format.size
     assert fill(loader, budget=gigabytes(size)) == 2 * len(images)
     with pytest.raises(CacheError) as told:
         fill(loader, budget=gigabytes(size - 1))
@@ -52,12 +52,7 @@ def test_a_disk_that_is_nearly_full(
     assert not files(cache)
 
 
-def age(paths: list[Path], seconds: float) -> None:
-    for path in paths:
-        os.utime(path.with_suffix(".json"), (time.time() - seconds,) * 2)
-
-
-def test_the_longest_unused_makes_room(
+def test_the_longest_unused_is_evicted(
     backbone: Backbone, images: ImageSet, cache: Cache, small_shards: int, tmp_path: Path
 ) -> None:
     other = load_backbone(CASES[0].model(seed=8))
@@ -69,21 +64,22 @@ def test_the_longest_unused_makes_room(
     for seconds, path in enumerate(theirs, start=1):
         age([path], 100 * seconds)
     age(mine, 1e6)  # oldest of all, but used now
-    # Two more records beside the four: room for eight in all, so that one file of the others stays.
+    # Two more records beside the four: space for eight in all, so that one file of the others stays.
+    headers = 4 * header_size(mine[0])
     loader = keeper(backbone, images.subset(range(6)), cache)
-    assert fill(loader, budget=gigabytes(8 * small_shards)) == 2
+    assert fill(loader, budget=gigabytes(8 * small_shards + headers)) == 2
     assert all(path.exists() for path in mine)
     assert [path.exists() for path in theirs] == [True, False, False]
-    assert len(files(cache)) == len(files(cache, "json")) == 4
+    assert len(files(cache)) == 4
     assert len(whole(loader)) == 6
 
-    assert make_room(cache.folder, 0, 10**9, set()) == set()
+    assert evict(cache.folder, 0, 10**9, set()) == set()
     rest = set(files(cache)) - set(mine)
-    assert make_room(cache.folder, 0, 0, set(mine)) == rest
+    assert evict(cache.folder, 0, 0, set(mine)) == rest
     assert files(cache) == mine
 
 
-def test_room_is_never_made_of_what_a_neighbour_needs(
+def test_what_another_loader_needs_is_never_evicted(
     backbone: Backbone, images: ImageSet, cache: Cache, small_shards: int
 ) -> None:
     parts = [images.subset(range(4)), images.subset(range(4, 8)), images.subset(range(8, 9))]
@@ -94,10 +90,11 @@ def test_room_is_never_made_of_what_a_neighbour_needs(
     loaders = [keeper(backbone, part, cache) for part in parts]
     mine = loaders[0].store.files_of(loaders[0].keys[0]) | loaders[1].store.files_of(loaders[1].keys[0])
     age(sorted(mine), 1e6)
-    assert fill(*loaders, budget=gigabytes(9 * small_shards)) == 1
+    headers = 5 * header_size(files(cache)[0])
+    assert fill(*loaders, budget=gigabytes(9 * small_shards + headers)) == 1
     assert [len(whole(loader)) for loader in loaders] == [4, 4, 1]
     assert all(path.exists() for path in mine)
-    assert total_bytes(cache.folder) == 9 * small_shards
+    assert total_bytes(cache.folder) == 9 * small_shards + sum(map(header_size, files(cache)))
 
 
 def test_only_what_is_read_counts_as_used(
@@ -108,9 +105,9 @@ def test_only_what_is_read_counts_as_used(
     idle = files(cache)
     age(idle, 1e6)
     fill(keeper(backbone, parts[1], cache))  # the same backbone, other images
-    assert all(time.time() - path.with_suffix(".json").stat().st_mtime > 1e5 for path in idle)
+    assert all(time.time() - path.stat().st_mtime > 1e5 for path in idle)
     fill(keeper(backbone, parts[0], cache))
-    assert all(time.time() - path.with_suffix(".json").stat().st_mtime < 1e5 for path in idle)
+    assert all(time.time() - path.stat().st_mtime < 1e5 for path in idle)
 
 
 def test_the_budget_holds_where_old_records_are_larger(
@@ -119,7 +116,7 @@ def test_the_budget_holds_where_old_records_are_larger(
     fill(keeper(backbone, images, cache))  # from layer 0 on
     before = total_bytes(cache.folder)
     loader = keeper(backbone, images, cache, first=4, views=3)
-    assert 3 * len(images) * loader.store.layout.size < before
+    assert 3 * len(images) * loader.store.format.size < before
     fill(loader, budget=gigabytes(before))
     assert total_bytes(cache.folder) <= before
     assert not any(loader.missing())
@@ -160,8 +157,14 @@ class Full:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
+    def __enter__(self) -> Full:
+        return self
 
-@pytest.mark.parametrize("when", ["write", "close", "index"])
+    def __exit__(self, *given: Any) -> None:
+        self.close()
+
+
+@pytest.mark.parametrize("when", ["write", "close", "sync"])
 def test_a_full_disk(
     backbone: Backbone,
     splits: Splits,
@@ -176,19 +179,19 @@ def test_a_full_disk(
 
     def opened(path: Path, *given: Any, **options: Any) -> Any:
         file = real(path, *given, **options)
-        return Full(file, 1, when) if path.suffix == ".part" else file
+        return Full(file, 0, when) if path.suffix == ".part" else file
 
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        if when == "index":
+        if when == "sync":
             patch.setattr(os, "fsync", full)
         else:
             patch.setattr(Path, "open", opened)
         with pytest.raises(CacheError, match=r"No space left on device.*--no-cache. What was kept so far stays"):
             fill(keeper(backbone, images, cache))
         assert files(cache) == before
-        assert not [path for path in cache.folder.rglob("*") if path.suffix not in {".bin", ".json", ""}]
+        assert not [path for path in cache.folder.rglob("*") if path.suffix not in {".features", ""}]
         curve(backbone, splits, replace(cache, required=False), views=1, epochs=1)
     assert fill(keeper(backbone, images, cache)) == len(images) - 2

@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from caches import answers, cache, curve, files, fill, images, in_fork, keeper, small_shards, splits, tasks_of
+from caches import age, answers, cache, curve, files, fill, images, keeper, small_shards, splits, tasks_of
+from conftest import in_fork
 from test_train_resume import at_call, no_pictures, often
 
 from memoro.backbones import Backbone
 from memoro.data import ImageSet, Splits
-from memoro.engine import featurestore
 from memoro.engine.featurestore import ABANDONED, clear_abandoned
 from memoro.engine.streams import Features
 from memoro.errors import TrainingError
-from memoro.training import Cache, cached, loop
+from memoro.training import Cache, Trainer, cached
 
 __all__ = ["cache", "images", "no_pictures", "often", "small_shards", "splits"]  # fixtures
 
@@ -29,8 +29,8 @@ __all__ = ["cache", "images", "no_pictures", "often", "small_shards", "splits"] 
 # In place of which call the process dies, and how many records are left.
 DEATHS: dict[str, tuple[Any, str, int, int]] = {
     "in a pass": (cached, "keep_features", 2, 4),
-    "between a file and its index": (featurestore, "write_whole", 2, 2),
-    "before a file has its name": (os, "replace", 3, 2),
+    "before a file is on disk": (os, "fsync", 2, 2),
+    "before a file has its name": (os, "replace", 2, 2),
 }
 
 
@@ -59,17 +59,17 @@ def test_what_a_killed_process_left_is_cleared_later(
     backbone: Backbone, images: ImageSet, cache: Cache, small_shards: int
 ) -> None:
     fill(keeper(backbone, images, cache))
-    folder, good = files(cache)[0].parent, set(files(cache) + files(cache, "json"))
-    strays = [folder / "a.part", folder / "b.bin", folder / "c.json", folder / ".d.json.x.part"]
-    for stray in strays:
+    folder, good = files(cache)[0].parent, files(cache)
+    strays = [folder / "a.features.part", folder / "b.features.part"]
+    other = folder / "c.part"  # not memoro's
+    for stray in (*strays, other):
         stray.write_bytes(b"x" * 9)
     clear_abandoned(cache.folder)
     assert all(stray.exists() for stray in strays)  # another process may be at it
-    for path in (*strays, *good):
-        os.utime(path, (time.time() - ABANDONED - 9,) * 2)
+    age([*strays, other, *good], ABANDONED + 9)
     fill(keeper(backbone, images.subset([0]), cache))
     assert not any(stray.exists() for stray in strays)
-    assert all(path.exists() for path in good)
+    assert all(path.exists() for path in (other, *good))
 
 
 def test_an_interrupt_keeps_what_is_complete(
@@ -94,11 +94,13 @@ def test_an_interrupt_amid_a_record(backbone: Backbone, images: ImageSet, cache:
     loader = keeper(backbone, images, cache)
     [batch, *_] = loader.loader.epoch(0)
     features = cached.keep_features(backbone, batch.pixels, 0)
-    writer = loader.store.writer()
-    writer.add(loader.keys[0][:2], features)
-    assert writer._file is not None
-    writer._file.write(b"half of the third")
-    writer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+    def keys() -> Iterator[bytes]:
+        yield from loader.keys[0][:2]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), loader.store.writer() as writer:
+        writer.add(keys(), features)  # type: ignore[arg-type]
     assert fill(keeper(backbone, images, cache)) == len(images) - 2
 
 
@@ -109,7 +111,7 @@ def test_a_resume_from_the_cache_gives_the_same_weights(
     calm, losses = curve(backbone, splits, half, folder=tmp_path / "calm")
     shutil.rmtree(half.folder)  # killed in a step, and the features gone as well
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_step", at_call(5, loop._step))
+        patch.setattr(Trainer, "step", at_call(5, Trainer.step))
         process = in_fork(lambda: curve(backbone, splits, half, folder=tmp_path / "killed"))
         process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -128,7 +130,7 @@ def test_a_training_that_had_no_room_goes_on_without(
     calm, _ = curve(backbone, splits, False, views=2)
     roomy = replace(cache, required=False)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_step", at_call(5, loop._step))
+        patch.setattr(Trainer, "step", at_call(5, Trainer.step))
         process = in_fork(
             lambda: curve(backbone, splits, replace(roomy, budget=0.0), views=2, folder=tmp_path / "killed")
         )

@@ -6,11 +6,12 @@ import json
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from caches import cache, files, fill, images, keeper, small_shards, splits, whole
+from caches import cache, files, fill, header_size, images, keeper, small_shards, splits, whole
 
 from memoro.backbones import Backbone
 from memoro.data import ImageSet
@@ -18,57 +19,90 @@ from memoro.training import Cache
 
 __all__ = ["cache", "images", "small_shards", "splits"]  # fixtures
 
-
-def lie(**changes: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda record: {**record, "layout": {**record["layout"], **changes}}
+Header = dict[str, Any]
 
 
-def deep(record: dict[str, Any]) -> bytes:
-    return b"[" * 200_000
+def lie(name: str, **changes: Any) -> Callable[[Header], Any]:
+    return lambda header: {**header, name: {**header[name], **changes}}
 
 
-LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "empty": lambda record: b"",
-    "half": lambda record: json.dumps(record)[:-40].encode(),
-    "no text": lambda record: b"\xff\xfe\x00junk",
-    "deep": deep,
-    "a list": lambda record: [record],
-    "no layout": lambda record: {"keys": record["keys"]},
-    "layout of another kind": lambda record: {**record, "layout": 5},
-    "more in the layout": lie(more=1),
-    "one key less": lambda record: {**record, "keys": record["keys"][1:]},
-    "a key too many": lambda record: {**record, "keys": [*record["keys"], "00" * 32]},
-    "no keys": lambda record: {**record, "keys": []},
-    "keys that are none": lambda record: {**record, "keys": [None, 7]},
-    "keys that are no hex": lambda record: {**record, "keys": ["zz", "yy"]},
-    "keys as a number": lambda record: {**record, "keys": 10**9},
-    "first below 0": lie(first=-1),
-    "first as text": lie(first="0"),
-    "first as a float": lie(first=0.0),
-    "first as a truth": lie(first=False),
-    "no heads": lie(heads=0),
-    "huge": lie(tokens=10**30),
-    "infinite": lie(depth=math.inf),
-    "no number": lie(dim=math.nan),
-    "a dtype that torch has not": lie(dtype="float17"),
-    "a dtype that is something else": lie(dtype="nn"),
-    "a dtype of the same size": lie(dtype="int32"),
+def shape(name: str, *, more: int = 0, **changed: Any) -> Callable[[Header], Any]:
+    """Axis `a<number>` of a tensor has another length."""
+
+    def tell(header: Header) -> Any:
+        axes = list(header[name]["shape"]) + [1] * more
+        for axis, length in changed.items():
+            axes[int(axis[1:])] = length
+        return lie(name, shape=axes)(header)
+
+    return tell
+
+
+LIES: dict[str, Callable[[Header], Any]] = {
+    "empty": lambda header: b"",
+    "half": lambda header: json.dumps(header)[:-40].encode(),
+    "no text": lambda header: b"\xff\xfe\x00junk",
+    "deep": lambda header: b"[" * 200_000,
+    "deep objects": lambda header: b'{"a":' * 200_000,
+    "a list": lambda header: [header],
+    "no keys": lambda header: {name: part for name, part in header.items() if name != "keys"},
+    "no tokens": lambda header: {name: part for name, part in header.items() if name != "tokens"},
+    "a tensor of another kind": lambda header: {**header, "pairs": 5},
+    "another name": lambda header: {("other" if name == "pairs" else name): part for name, part in header.items()},
+    "one key less": shape("keys", a0=1),
+    "a key too many": shape("keys", a0=3),
+    "no key at all": shape("keys", a0=0),
+    "shorter keys": shape("keys", a0=4, a1=16),
+    "keys as text": lie("keys", dtype="STR"),
+    "keys of other numbers": lie("keys", dtype="I8"),
+    "keys without rows": lie("keys", shape=[]),
+    "another number of layers": shape("tokens", a0=3, a1=4),
+    "as many layers as no model has": shape("tokens", a0=1, a1=12),
+    "no axis": lie("tokens", shape=[]),
+    "one axis more": shape("tokens", more=1),
+    "a negative axis": shape("tokens", a0=-1),
+    "a float": shape("tokens", a0=2.0),
+    "a truth": shape("tokens", a0=True),
+    "swapped axes": shape("pairs", a2=3, a3=2),
+    "huge": shape("pairs", a0=10**30),
+    "overflowing": shape("pairs", a0=2**62, a1=2**62),
+    "infinite": shape("pairs", a0=math.inf),
+    "no number": shape("pairs", a0=math.nan),
+    "a dtype that there is not": lie("pairs", dtype="F17"),
+    "a dtype of the same size": lie("pairs", dtype="I32"),
+    "offsets beyond the end": lie("pairs", data_offsets=[0, 10**9]),
+    "offsets that overlap": lie("pairs", data_offsets=[0, 64]),
+    "offsets backwards": lie("pairs", data_offsets=[64, 0]),
 }
 
 
+def rewrite_header(path: Path, told: Any) -> None:
+    data = told if isinstance(told, bytes) else json.dumps(told).encode()
+    rest = path.read_bytes()[header_size(path) :]
+    path.write_bytes(len(data).to_bytes(8, "little") + data + rest)
+
+
 @pytest.mark.parametrize("how", LIES)
-def test_a_damaged_index_is_passed_over(
+def test_a_damaged_header_is_passed_over(
     backbone: Backbone, images: ImageSet, cache: Cache, small_shards: int, how: str
 ) -> None:
     images = images.subset(range(8))
     fill(keeper(backbone, images, cache))
-    path = files(cache, "json")[0]
-    told = LIES[how](json.loads(path.read_text()))
-    path.write_bytes(told if isinstance(told, bytes) else json.dumps(told).encode())
+    path = files(cache)[0]
+    rewrite_header(path, LIES[how](json.loads(path.read_bytes()[8 : header_size(path)])))
     loader = keeper(backbone, images, cache)
     assert fill(loader) == 2
     assert fill(keeper(backbone, images, cache)) == 0
     assert torch.equal(whole(loader), whole(keeper(backbone, images, cache)))
+
+
+def test_a_header_that_is_written_anew_is_read(
+    backbone: Backbone, images: ImageSet, cache: Cache, small_shards: int
+) -> None:
+    fill(keeper(backbone, images, cache))
+    for path in files(cache):
+        rewrite_header(path, json.loads(path.read_bytes()[8 : header_size(path)]))
+    assert fill(keeper(backbone, images, cache)) == 0
 
 
 @pytest.mark.parametrize("size", [None, 0, 1, -1, -4, 1000])

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from caches import cache, files, fill, images, in_fork, keeper, small_shards, splits, whole
+from caches import cache, files, fill, images, keeper, small_shards, splits, whole
+from conftest import in_fork
 
 from memoro.backbones import Backbone
 from memoro.data import ImageSet

@@ -178,8 +178,9 @@ def test_eval_of_one_set_and_of_one_for_each(root: Path) -> None:
     table = run(root, "eval", "colour=set", "-b", "vit", *both)
     assert "colour" in table.stdout
     assert "one pass over 9 images for colour" in table.stderr
-    for data in (["set", "numbers"], ["colour=a", "colour=b"], ["other=set"]):
-        assert "NAME=DATA once for each" in run(root, "eval", *data, "-b", "vit", *both, code=1).stderr
+    for data in (["set", "numbers"], ["colour=a", "colour=b"]):
+        assert "give NAME=DATA for each" in run(root, "eval", *data, "-b", "vit", *both, code=1).stderr
+    assert "no task 'other' among colour, warmth" in run(root, "eval", "other=set", "-b", "vit", *both, code=1).stderr
     assert "for regression, write a CSV" in run(root, "eval", "set", "-b", "vit", *both, code=1).stderr
 
 
@@ -251,7 +252,7 @@ BAD: list[tuple[list[object], str]] = [
     (["set", *TRAIN, "--task", "base"], "reserved"),
     (["set", *TRAIN, "--lr", "-1"], "lr -1.0"),
     (["set", *TRAIN, "--epochs", "0"], "epochs 0"),
-    (["set", *TRAIN, "--optimizer", "lion"], "none of sgd, adamw"),
+    (["set", *TRAIN, "--optimizer", "lion"], "choose one of sgd, adamw"),
     (["set", *TRAIN, "--crop", "round"], "none of inception, pad, none"),
     (["set", *TRAIN, "--cells", "-1"], "cells -1"),
     (["set", *TRAIN, "--from-layer", "6"], "from_layer 6"),
@@ -304,7 +305,7 @@ def test_interrupted_killed_and_resumed(root: Path, tmp_path: Path) -> None:
     assert stopped(root, lines, 6, signal.SIGINT, *command("a")) == 130
     told = (root / ".stderr").read_text()
     assert "stopped and saved after step" in told
-    assert "the same command with --resume goes on" in told
+    assert "Run the same command with --resume" in told
     held = lines.read_bytes()
     assert "cannot resume: recipe differ" in run(root, *command("a"), "--resume", "--lr", 0.5, code=1).stderr
     assert lines.read_bytes() == held

@@ -8,23 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_groups import LOAD, root, run_spec, same_result
-from test_train_fit import PLAIN, double
+from test_train_fit import FRESH, PLAIN, double
 
 from memoro.backbones import Backbone
 from memoro.data import load_columns, load_data, splits
 from memoro.errors import DataError
 from memoro.training import RunSpec, train_runs
-from memoro.training.group import RunGroups
+from memoro.training.loop import Trainer
+from memoro.training.recipe import TrainOptions
 
 __all__ = ["double", "root"]  # fixtures
 
 
 def test_columns_of_a_table_are_one_course(double: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screened: list[str] = []
-    real = splits.screen_images
+    real = splits.drop_unreadable
     monkeypatch.setattr(
         splits,
-        "screen_images",
+        "drop_unreadable",
         lambda images, *given, **how: (screened.append(images.name), real(images, *given, **how))[1],
     )
     columns = load_columns(root / "table" / "table.csv", ["x", "y", "labels", "number"], val_fraction=0.25, **LOAD)
@@ -43,14 +44,14 @@ def test_columns_of_a_table_are_one_course(double: Backbone, root: Path, monkeyp
     def specs() -> list[RunSpec]:
         return [run_spec(double, name, one, seed=at) for at, (name, one) in enumerate(columns.items())]
 
-    [group] = RunGroups(double, specs(), cache=None, workers=0).list
+    [group] = Trainer(double, specs(), TrainOptions(workers=0)).groups
     assert (len(group.runs), len(group.val_sets)) == (4, 1)
-    together = train_runs(double, specs(), workers=0)
+    together = train_runs(double, specs(), **FRESH)
     for number in (1, 2, 3):
-        same_result(together[number], train_runs(double, [specs()[number]], workers=0)[0])
+        same_result(together[number], train_runs(double, [specs()[number]], **FRESH)[0])
     # The first is cut as a set that knows of no others.
     own = load_data(root / "table" / "table.csv", label_column="x", val_fraction=0.25, **LOAD)
-    same_result(together[0], train_runs(double, [run_spec(double, "x", own, seed=0)], workers=0)[0])
+    same_result(together[0], train_runs(double, [run_spec(double, "x", own, seed=0)], **FRESH)[0])
 
 
 def test_columns_that_are_examined_on_the_same_images_keep_their_own_labels(double: Backbone, root: Path) -> None:
@@ -59,9 +60,9 @@ def test_columns_that_are_examined_on_the_same_images_keep_their_own_labels(doub
     def specs() -> list[RunSpec]:  # other views: two groups, but one set of validation images
         return [run_spec(double, "x", columns["x"]), run_spec(double, "y", columns["y"], augment=PLAIN)]
 
-    assert len(RunGroups(double, specs(), cache=None, workers=0).list) == 2
-    for number, result in enumerate(train_runs(double, specs(), workers=0)):
-        same_result(result, train_runs(double, [specs()[number]], workers=0)[0])
+    assert len(Trainer(double, specs(), TrainOptions(workers=0)).groups) == 2
+    for number, result in enumerate(train_runs(double, specs(), **FRESH)):
+        same_result(result, train_runs(double, [specs()[number]], **FRESH)[0])
 
 
 def test_columns_of_a_set_with_splits_of_its_own(root: Path, tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ from memoro.errors import CompositionError, DataError, TrainingError
 from memoro.regimes import REGIMES, TaskPlan, find_regime
 from memoro.tasks.task import Task, new_task
 from memoro.training import FitResult, Recipe, RunSpec, fit, train_runs
-from memoro.training.run import Run, SharedPass
+from memoro.training.run import Run, SharedForward
 
 PLAIN = Augment(crop="none", flip=0.0)
-QUICK: dict[str, Any] = {"image_size": 20, "workers": 0, "quiet": True}
+FRESH: dict[str, Any] = {"workers": 0, "cache": False, "quiet": True}
+QUICK: dict[str, Any] = {"image_size": 20, **FRESH}
 LABELS = ["red", "green", "blue"]
 
 
@@ -94,7 +95,7 @@ def test_only_what_a_regime_trains_gets_a_gradient(name: str, backbone: Backbone
     parent = random_task(backbone, "parent", cells=2)
     task = find_regime(name).build(backbone, TaskPlan("t", LABELS, cells=2, extends=[parent]))
     run = Run.start(task, Recipe(), find_regime(name).trains(task))
-    [logits] = SharedPass(backbone, [task])(pixels)
+    [logits] = SharedForward(backbone, [task])(pixels)
     logits.square().sum().backward()
     assert run.trained
     for key, parameter in task.named_parameters():
@@ -139,7 +140,7 @@ def train_many(
         regime = find_regime("head" if task.from_layer == backbone.depth else "memory")
         recipe = replace(base, seed=number, **changes)
         specs.append(RunSpec(task, recipe, regime, splits, backbone.preprocessing.at(20)))
-    return train_runs(backbone, specs, workers=0)
+    return train_runs(backbone, specs, **FRESH)
 
 
 def test_runs_together_equal_each_alone(double: Backbone, squares: Path) -> None:
@@ -166,7 +167,7 @@ def test_a_run_that_diverges_leaves_its_neighbours_alone(double: Backbone, squar
         assert results[number].metrics["accuracy"] == alone.metrics["accuracy"]
         assert not any("learning rate" in note for note in results[number].notes)
     assert results[1].metrics == {}
-    assert f"choose a smaller learning rate than {0.1 if weight else 1e300:g}" in results[1].notes[-1]
+    assert f"choose a learning rate below {0.1 if weight else 1e300:g}" in results[1].notes[-1]
 
 
 def test_a_pass_has_one_precision_and_no_ancestor_of_its_tasks(double: Backbone, squares: Path) -> None:
@@ -177,9 +178,9 @@ def test_a_pass_has_one_precision_and_no_ancestor_of_its_tasks(double: Backbone,
     def run_spec(task: Task, **changes: Any) -> RunSpec:
         return RunSpec(task, Recipe(**changes), find_regime("memory"), splits, double.preprocessing)
 
-    with pytest.raises(TrainingError, match="one pass has one precision, not bf16 and no"):
+    with pytest.raises(TrainingError, match="need the same precision, not bf16 and no"):
         train_runs(double, [run_spec(tasks[0]), run_spec(tasks[1], precision="bf16")])
-    with pytest.raises(TrainingError, match="'child' extends 'a': train that first"):
+    with pytest.raises(TrainingError, match="'child' extends 'a': train 'a' first"):
         train_runs(double, [run_spec(tasks[0]), run_spec(child)])
 
 
@@ -347,14 +348,16 @@ def test_a_child_learns_over_a_parent_that_does_not_move(double: Backbone, squar
     splits = load_data(squares, labels=LABELS, workers=0, quiet=True)
     pixels = torch.stack([double.preprocessing.at(20).to_tensor(splits.val.open(i)) for i in range(4)]).double()  # type: ignore[union-attr]
     composed = memoro.compose(double, loaded)(pixels)
-    live = SharedPass(double, [child, orphan])(pixels)
+    live = SharedForward(double, [child, orphan])(pixels)
     for name, logits in zip(("child", "orphan"), live, strict=True):
         assert float((composed[name] - logits).detach().abs().max()) < 1e-10
     assert float((composed["child"] - composed["orphan"]).abs().max()) > 1e-3
     figures = memoro.evaluate(double, loaded, {"child": replace(splits, test=None)}, workers=0)
     assert figures["child"]["loss"] == pytest.approx(results[0].metrics["loss"], abs=1e-6)
 
-    with pytest.raises(TrainingError, match=r"'child' was loaded from a file and extends 'parent'.*make it anew"):
+    with pytest.raises(
+        TrainingError, match=r"'child' was loaded from a file without its parent 'parent'.*create it again"
+    ):
         fit(double, loaded[1], squares, epochs=1, **QUICK)
 
 

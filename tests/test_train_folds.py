@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 from run_groups import LABELS, LOAD, root, run_spec, same_result, sweep
-from test_train_fit import QUICK, distance, double
+from test_train_fit import FRESH, QUICK, distance, double
 from test_train_recipe import save_squares
-from test_train_resume import FIT
 
 import memoro
 from memoro.backbones import Backbone
@@ -23,7 +22,8 @@ from memoro.data.splits import fold_numbers
 from memoro.errors import TrainingError
 from memoro.tasks.task import new_task
 from memoro.training import RunSpec, fit, train_runs
-from memoro.training.group import RunGroups
+from memoro.training.loop import Trainer
+from memoro.training.recipe import TrainOptions
 from memoro.training.sweep import Grid
 
 __all__ = ["double", "root"]  # fixtures
@@ -34,8 +34,8 @@ def pool(root: Path) -> Splits:
     return load_data(root / "many", val_fraction=0, **LOAD)
 
 
-def fold_lessons(backbone: Backbone, data: Splits, held: Sequence[Any], **given: Any) -> list[RunSpec]:
-    return [run_spec(backbone, "t", data, held=some, **given) for some in held]
+def fold_specs(backbone: Backbone, data: Splits, held: Sequence[Any], **given: Any) -> list[RunSpec]:
+    return [run_spec(backbone, "t", data, held_out=some, **given) for some in held]
 
 
 def parts_of(data: Splits, folds: int = 2) -> list[Any]:
@@ -46,11 +46,11 @@ def parts_of(data: Splits, folds: int = 2) -> list[Any]:
 
 def test_folds_come_out_as_if_alone(double: Backbone, pool: Splits) -> None:
     parts = parts_of(pool)
-    [group] = RunGroups(double, fold_lessons(double, pool, parts), cache=None, workers=0).list
+    [group] = Trainer(double, fold_specs(double, pool, parts), TrainOptions(workers=0)).groups
     assert len(group.val_sets) == 2
-    results = train_runs(double, fold_lessons(double, pool, parts), workers=0)
+    results = train_runs(double, fold_specs(double, pool, parts), **FRESH)
     for part, result in zip(parts, results, strict=True):
-        [alone] = train_runs(double, fold_lessons(double, pool, [part]), workers=0)
+        [alone] = train_runs(double, fold_specs(double, pool, [part]), **FRESH)
         same_result(result, alone)
         assert result.metrics["split"] == ("train" if part is None else "fold")
     assert min(distance(results[2].task, fold.task) for fold in results[:2]) > 1e-4
@@ -104,9 +104,11 @@ def test_what_is_held_out_does_not_count_for_balance(double: Backbone, tmp_path:
     assert data.train is not None
     last = len(data.labels) - 1
     held = np.flatnonzero(data.train.targets.numpy() == last)  # all there is of the last class
-    [group] = RunGroups(double, [run_spec(double, "t", data, held=held, balance=True)], cache=None, workers=0).list
-    assert group.runs[0].goal.class_weights.tolist() == [1, 1, 0]
-    [result] = train_runs(double, [run_spec(double, "t", data, held=held, balance=True)], workers=0)
+    [group] = Trainer(
+        double, [run_spec(double, "t", data, held_out=held, balance=True)], TrainOptions(workers=0)
+    ).groups
+    assert group.runs[0].class_weights.tolist() == [1, 1, 0]
+    [result] = train_runs(double, [run_spec(double, "t", data, held_out=held, balance=True)], **FRESH)
     assert result.metrics["images"] == len(held)
 
 
@@ -115,14 +117,13 @@ def test_a_fold_that_diverges_takes_its_combination_with_it(
 ) -> None:
     calm = sweep(double, pool, Grid((1,), (0,), (0.05, 0.1)), folds=3)
     with monkeypatch.context() as patch:
-        real = FIT.RunGroups
+        real = Trainer.train
 
-        def spoil(*given: Any, **options: Any) -> Any:
-            groups = real(*given, **options)
-            groups.runs[5].task.class_token.data[0] = float("nan")  # the second fold of the second rate
-            return groups
+        def spoil(self: Trainer) -> float:
+            self.runs[5].task.class_token.data[0] = float("nan")  # the second fold of the second rate
+            return real(self)
 
-        patch.setattr(FIT, "RunGroups", spoil)
+        patch.setattr(Trainer, "train", spoil)
         found = sweep(double, pool, Grid((1,), (0,), (0.05, 0.1)), folds=3)
     assert [row.diverged for row in found.rows] == [0, 1]
     assert [len(row.val) for row in found.rows] == [1, 0]
@@ -147,8 +148,8 @@ def test_held_images_teach_nothing(double: Backbone, pool: Splits) -> None:
     targets[held] = targets[held].roll(1)
     assert not torch.equal(targets, pool.train.targets)
     changed = replace(pool, train=replace(pool.train, targets=targets))
-    [first] = train_runs(double, fold_lessons(double, pool, [held]), workers=0)
-    [second] = train_runs(double, fold_lessons(double, changed, [held]), workers=0)
+    [first] = train_runs(double, fold_specs(double, pool, [held]), **FRESH)
+    [second] = train_runs(double, fold_specs(double, changed, [held]), **FRESH)
     assert distance(first.task, second.task) == 0
     assert [e["train_loss"] for e in first.history] == [e["train_loss"] for e in second.history]
     assert first.metrics["loss"] != second.metrics["loss"]
@@ -156,5 +157,5 @@ def test_held_images_teach_nothing(double: Backbone, pool: Splits) -> None:
     shown = np.setdiff1d(np.arange(len(seen)), held)[0]
     seen[shown] = (seen[shown] + 1) % 3
     other = replace(pool, train=replace(pool.train, targets=seen))
-    [third] = train_runs(double, fold_lessons(double, other, [held]), workers=0)
+    [third] = train_runs(double, fold_specs(double, other, [held]), **FRESH)
     assert distance(first.task, third.task) > 1e-6

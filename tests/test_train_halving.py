@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 from run_groups import LOAD, root, run_spec, sets, sweep
-from test_train_fit import PLAIN, distance, double
+from test_train_fit import FRESH, PLAIN, distance, double
 
 from memoro.backbones import Backbone
 from memoro.data import load_data
 from memoro.errors import TrainingError
 from memoro.regimes import REGIMES, TaskPlan
 from memoro.training import FitResult, Recipe, RunSpec
-from memoro.training.group import RunGroups
-from memoro.training.sweep import Grid, Subject, run_sweeps
+from memoro.training.loop import Trainer
+from memoro.training.recipe import TrainOptions
+from memoro.training.sweep import Grid, SweepSpec, run_sweeps
 
 __all__ = ["double", "root"]  # fixtures
 
@@ -45,7 +46,7 @@ def test_halving_stops_the_worse_half_and_changes_no_other(double: Backbone, roo
 def test_halving_comes_with_every_quarter(double: Backbone, root: Path, epochs: int, ends: list[int]) -> None:
     data = sets(root)[0]
     specs = [run_spec(double, "t", data, cells=0, from_layer=5, epochs=epochs) for _ in range(16)]
-    [group] = RunGroups(double, specs, cache=None, workers=0, halving=True).list
+    [group] = Trainer(double, specs, TrainOptions(workers=0, halving=True)).groups
     for at, run in enumerate(group.runs):
         run.best_score = (at / 16, 0.0)
     left = []
@@ -59,10 +60,13 @@ def test_halving_comes_with_every_quarter(double: Backbone, root: Path, epochs: 
 
 def test_halving_ranks_each_task_apart(double: Backbone, root: Path) -> None:
     many, few = (load_data(root / name, val_fraction=0.3, **LOAD) for name in ("many", "few"))
-    subjects = [Subject(TaskPlan("a", many.labels), many), Subject(TaskPlan("b", few.labels), few)]
     recipe, size = Recipe(epochs=4, batch_size=5), double.preprocessing.at(20)
-    grid = Grid((0,), (5,), (1e-5, 0.1), 2)
-    found = run_sweeps(double, subjects, REGIMES["head"], grid, recipe, size, workers=0, halving=True)
+    grid, head = Grid((0,), (5,), (1e-5, 0.1), 2), REGIMES["head"]
+    specs = [
+        SweepSpec(TaskPlan(name, data.labels), head, data, size, grid, recipe)
+        for name, data in (("a", many), ("b", few))
+    ]
+    found = run_sweeps(double, specs, **FRESH, halving=True)
     for result in found:
         assert sorted(len(one.history) for one in result.results) == [1, 1, 2, 4]
         assert len(result.best.history) == 4
@@ -76,11 +80,11 @@ def test_what_was_stopped_early_is_not_chosen_for_its_mean(
 ) -> None:
     scores = {(0.1, 0): 0.9, (0.1, 1): 0.5, (0.2, 0): 0.75, (0.2, 1): 0.76}
 
-    def trained_runs(backbone: Backbone, specs: Sequence[RunSpec], **options: Any) -> list[FitResult]:
+    def train_runs(backbone: Backbone, specs: Sequence[RunSpec], options: Any) -> list[FitResult]:
         found = [(one.task, scores[one.recipe.lr, one.recipe.seed]) for one in specs]
         metrics = {"split": "val", "loss": 1.0}
         return [FitResult(task, [{"val_accuracy": s, "val_loss": 1.0}], metrics, None, ()) for task, s in found]
 
-    monkeypatch.setattr("memoro.training.sweep.train_runs", trained_runs)
+    monkeypatch.setattr("memoro.training.sweep.train_runs", train_runs)
     found = sweep(double, sets(root)[0], Grid((0,), (5,), (0.1, 0.2), 2), halving=halving)
     assert found.best.history[0]["val_accuracy"] == (0.9 if halving else 0.76)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from run_groups import LOAD, root, run_spec
+from test_train_fit import FRESH
 from test_train_recipe import save_square, save_squares
 from test_train_resume import no_pictures
 from test_train_together_cli import shell, told
@@ -38,14 +39,14 @@ def test_a_task_that_fails_takes_no_other_with_it(
 ) -> None:
     huge = table(tmp_path / "huge", [number * 1e25 for number in range(12)])
     done = shell("train", f"huge={huge}", f"ok={root / 'many'}", *rates, *QUICK, "--out", "tasks/", code=1)
-    assert "huge: nothing was written" in done.stdout.replace("\n", " ")
+    assert "huge: no file was written" in done.stdout.replace("\n", " ")
     assert [file.name for file in Path("tasks").iterdir()] == ["ok.safetensors"]
 
 
 def test_a_set_too_small_for_folds_or_for_a_choice(shell: Callable[..., Any], tmp_path: Path) -> None:
     small = table(tmp_path / "small", [float(number) for number in range(8)])  # every number alone of its kind
-    assert "nothing to choose a learning rate by: 0.1 is taken" in told(shell("train", small, *QUICK))
-    assert "there are no folds" in told(shell("train", small, *QUICK, "--folds", 4, code=1))
+    assert "no validation images to choose a learning rate with: using 0.1" in told(shell("train", small, *QUICK))
+    assert "folds need at least two images of a class" in told(shell("train", small, *QUICK, "--folds", 4, code=1))
 
 
 def test_small_columns_get_folds_like_small_folders(shell: Callable[..., Any], root: Path) -> None:
@@ -86,20 +87,20 @@ def test_where_the_file_goes(shell: Callable[..., Any], root: Path) -> None:
 def test_one_task_cannot_learn_twice_at_once(backbone: Backbone, root: Path) -> None:
     data = load_data(root / "many", val_fraction=0, **LOAD)
     twice = run_spec(backbone, "t", data)
-    with pytest.raises(TrainingError, match="stands there twice"):
-        train_runs(backbone, [twice, twice], workers=0)
+    with pytest.raises(TrainingError, match="'t' was passed twice"):
+        train_runs(backbone, [twice, twice], **FRESH)
 
 
 def test_a_model_that_was_changed_after_loading(vit: Any, root: Path) -> None:
     backbone, data = load_backbone(vit), load_data(root / "many", val_fraction=0, **LOAD)
     given = run_spec(backbone, "t", data, epochs=1)
-    train_runs(backbone, [given], workers=0)
+    train_runs(backbone, [given], **FRESH)
     with torch.no_grad():
         vit.vit.layers[0].mlp.fc1.weight.mul_(1.5)
     with pytest.raises(BackboneError, match="changed since it was loaded"):
-        train_runs(backbone, [given], workers=0)
+        train_runs(backbone, [given], **FRESH)
     again = load_backbone(vit)
-    assert train_runs(again, [run_spec(again, "t", data, epochs=1)], workers=0)[0].metrics
+    assert train_runs(again, [run_spec(again, "t", data, epochs=1)], **FRESH)[0].metrics
 
 
 def test_what_went_beyond_all_bounds_is_never_the_best() -> None:

@@ -26,13 +26,14 @@ from memoro.cli import app
 from memoro.data import Splits, load_data
 from memoro.errors import TrainingError
 from memoro.regimes import TaskPlan, find_regime
-from memoro.training import Cache, FitResult, Recipe, RunSpec, fit, loop, train_runs
+from memoro.training import Cache, FitResult, Recipe, RunSpec, Trainer, fit, train_runs
 from memoro.training.distributed import find_processes
-from memoro.training.sweep import Grid, Subject, run_sweeps
+from memoro.training.sweep import Grid, SweepSpec, run_sweeps
 
 LABELS = ["blue", "green", "red"]
 RECIPE = Recipe(epochs=3, batch_size=5, lr=0.05, warmup=2)
 COMMAND = ("train", "--image-size", 20, "--workers", 0, "--batch-size", 5, "--lr", 0.05, "--epochs", 2, "--json")
+FRESH: dict[str, Any] = {"workers": 0, "cache": False, "quiet": True}
 RANK = int(os.environ.get("RANK", 0))
 
 
@@ -43,15 +44,15 @@ def model(regime: str, backbone: Backbone, **options: Any) -> Any:
 
 def train(regime: str, backbone: Backbone, splits: Splits, **options: Any) -> list[FitResult]:
     task = model(regime, backbone, cells=2)
-    return [fit(backbone, task, splits, recipe=RECIPE, image_size=20, workers=0, quiet=True, **options)]
+    return [fit(backbone, task, splits, recipe=RECIPE, image_size=20, **FRESH, **options)]
 
 
 def sweep(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
     """Two rates, two forks and the folds of each, in one pass."""
-    subject = Subject(TaskPlan("t", LABELS), splits, folds=2)
-    grid = Grid(cells=(1,), from_layers=(0, 3), rates=(0.02, 0.1))
+    plan, grid = TaskPlan("t", LABELS), Grid(cells=(1,), from_layers=(0, 3), rates=(0.02, 0.1))
     recipe, preprocessing = replace(RECIPE, epochs=2), backbone.preprocessing.at(20)
-    [found] = run_sweeps(backbone, [subject], find_regime("memory"), grid, recipe, preprocessing, workers=0)
+    spec = SweepSpec(plan, find_regime("memory"), splits, preprocessing, grid, recipe, folds=2)
+    [found] = run_sweeps(backbone, [spec], **FRESH)
     return found.results
 
 
@@ -61,24 +62,24 @@ def mixed(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
     recipe, preprocessing = replace(RECIPE, views=2), backbone.preprocessing.at(20)
     specs = [RunSpec(made[name], recipe, find_regime(name), splits, preprocessing) for name in made]
     cache = Cache(root / "features", dtype="float32", required=False)
-    return train_runs(backbone, specs, cache=cache, workers=0)
+    return train_runs(backbone, specs, cache=cache, workers=0, quiet=True)
 
 
 def interrupted(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
     """The last process hears Ctrl-C at step 4: all stop there, and go on from the checkpoint."""
-    step, calls = loop._step, iter(range(1, 100))
+    step, calls = Trainer.step, iter(range(1, 100))
 
     def stop(*given: Any) -> None:
         step(*given)
         if next(calls) == 4 and find_processes(backbone.device).world - 1 == RANK:
             os.kill(os.getpid(), signal.SIGINT)
 
-    loop._step = stop
+    Trainer.step = stop  # type: ignore[method-assign]
     try:
         with pytest.raises(KeyboardInterrupt, match="stopped and saved after step 4 of"):
             train("memory", backbone, splits, folder=root / "run")
     finally:
-        loop._step = step
+        Trainer.step = step  # type: ignore[method-assign]
     return train("memory", backbone, splits, folder=root / "run", resume=True)
 
 
@@ -114,7 +115,7 @@ def learn(root: Path, place: Path, ways: list[str]) -> None:
             for result in WAYS[way](backbone, splits, place)
         ]
     if "head" in ways and found["world"] > 1:
-        with pytest.raises(TrainingError, match="process 1 has another recipe than the first"):
+        with pytest.raises(TrainingError, match="process 1 and process 0 have different recipe"):
             fit(backbone, model("head", backbone), splits, lr=0.1 + RANK, workers=0, quiet=True)
     if ways == list(WAYS):
         options = ["-b", root / "vit", "-o", place / "c", "--folder", place / "c.run", "--cache-folder", place / "kept"]

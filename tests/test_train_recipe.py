@@ -17,7 +17,7 @@ from memoro.errors import TrainingError
 from memoro.evaluation.metrics import confusion, measure, score
 from memoro.heads import class_weights, loss_sum
 from memoro.training import Recipe
-from memoro.training.fit import build_recipe
+from memoro.training.recipe import merge_options
 from memoro.training.runfolder import draw_confusion, draw_curve
 
 COLOURS = {"red": (210, 40, 40), "green": (40, 200, 60), "blue": (50, 60, 210), "grey": (128, 128, 128)}
@@ -60,8 +60,8 @@ def test_warm_up_can_be_left_out_or_be_longer_than_the_training() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"optimizer": "adam"}, "'adam' is none of sgd, adamw"),
-    ({"precision": "fp16"}, "'fp16' is none of no, bf16"),
+    ({"optimizer": "adam"}, "unknown optimizer 'adam': choose one of sgd, adamw"),
+    ({"precision": "fp16"}, "unknown precision 'fp16': choose one of no, bf16"),
     ({"epochs": 0}, "epochs 0: choose a whole number, 1 or more"),
     ({"epochs": 2.5}, "epochs 2.5: choose a whole number"),
     ({"steps": 0}, "steps 0"),
@@ -72,24 +72,24 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"lr": math.inf}, "lr inf"),
     ({"label_smoothing": 1.0}, "at least 0 and below 1"),
     ({"momentum": -0.1}, "at least 0 and below 1"),
-    ({"clip": -1.0}, "clip -1.0"),
-    ({"clip": math.nan}, "clip nan"),
-    ({"weight_decay": -0.1}, "weight decay -0.1"),
+    ({"clip": -1.0}, "not -1.0 and 0.0"),
+    ({"clip": math.nan}, "not nan and 0.0"),
+    ({"weight_decay": -0.1}, "weight_decay must be 0 or more, not 1.0 and -0.1"),
     ({"warmup": -1}, "warmup -1: choose a whole number, 0 or more"),
     ({"patience": -1}, "patience -1"),
-    ({"val_fraction": 1.0}, "val_fraction 1.0"),
-    ({"speed": 3}, "a recipe has no 'speed'. There are: lr, epochs"),
+    ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1, not 1.0"),
+    ({"speed": 3}, "unknown training option 'speed'; the options are lr, epochs"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD)
 def test_a_bad_recipe_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(TrainingError, match=message):
-        build_recipe(None, changes)
+        merge_options(None, None, changes)
 
 
 def test_a_recipe_is_changed_field_by_field() -> None:
-    made = build_recipe(Recipe(lr=0.5, clip=2.0), {"lr": 0.25, "steps": 7})
+    made, _ = merge_options(Recipe(lr=0.5, clip=2.0), None, {"lr": 0.25, "steps": 7})
     assert (made.lr, made.clip, made.steps, made.epochs) == (0.25, 2.0, 7, Recipe().epochs)
 
 

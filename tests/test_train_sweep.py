@@ -17,7 +17,7 @@ from memoro.data import Augment, Splits
 from memoro.errors import TrainingError
 from memoro.regimes import REGIMES, TaskPlan
 from memoro.training import Recipe
-from memoro.training.sweep import Grid, Subject, SweepResult, run_sweeps
+from memoro.training.sweep import Grid, SweepResult, SweepSpec, run_sweeps
 
 
 @pytest.fixture
@@ -33,16 +33,17 @@ def photos(tmp_path: Path) -> Path:
 
 
 def test_a_grid_is_every_combination() -> None:
-    points = Grid((0, 5), (0, 3), (0.1, 0.3), 2).points()
-    assert len(points) == len(set(points)) == 16
-    assert Grid((5, 5), (0,), (0.1,), 1).points() == [(5, 0, 0.1, 0)]
+    settings = Grid((0, 5), (0, 3), (0.1, 0.3), 2).settings()
+    assert len(settings) == len(set(settings)) == 16
+    assert Grid((5, 5), (0,), (0.1,), 1).settings() == [(5, 0, 0.1, 0)]
     with pytest.raises(TrainingError):
         Grid(cells=())
 
 
 def sweep(backbone: Backbone, splits: Splits, grid: Grid, recipe: Recipe, folds: int = 0) -> SweepResult:
-    subject = Subject(TaskPlan("colours", splits.labels), splits, folds)
-    [result] = run_sweeps(backbone, [subject], REGIMES["memory"], grid, recipe, backbone.preprocessing, workers=0)
+    plan = TaskPlan("colours", splits.labels)
+    spec = SweepSpec(plan, REGIMES["memory"], splits, backbone.preprocessing, grid, recipe, folds)
+    [result] = run_sweeps(backbone, [spec], workers=0, cache=False, quiet=True)
     return result
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from run_groups import LABELS, LOAD, root, run_spec, same_result, sets
-from test_train_fit import PLAIN, QUICK, distance, double
+from test_train_fit import FRESH, PLAIN, QUICK, distance, double
 from test_train_resume import at_call, figures, no_pictures, often
 
 from memoro.backbones import Backbone
@@ -19,8 +19,9 @@ from memoro.data import load_data
 from memoro.engine import streams
 from memoro.errors import TrainingError
 from memoro.tasks.task import Task, new_task
-from memoro.training import Cache, FitResult, RunSpec, fit, fit_tasks, loop, train_runs
-from memoro.training.group import RunGroups
+from memoro.training import Cache, FitResult, RunSpec, fit, fit_tasks, train_runs
+from memoro.training.loop import Trainer
+from memoro.training.recipe import TrainOptions
 
 __all__ = ["double", "no_pictures", "often", "root"]  # fixtures
 
@@ -42,13 +43,13 @@ def shape_of(task: Task) -> dict[str, Any]:
 
 
 def test_tasks_with_sets_of_their_own_come_out_as_if_alone(double: Backbone, root: Path) -> None:
-    assert len(RunGroups(double, several(double, root), cache=None, workers=0).list) == 4
-    together = train_runs(double, several(double, root), workers=0)
+    assert len(Trainer(double, several(double, root), TrainOptions(workers=0)).groups) == 4
+    together = train_runs(double, several(double, root), **FRESH)
     assert len({result.history[-1]["step"] for result in together}) == 3
     for number, result in enumerate(together):
         one = several(double, root)[number]
         start = new_task(double, "s", result.task.labels, head=result.task.kind, seed=1, **shape_of(result.task))
-        [alone] = train_runs(double, [one], workers=0)
+        [alone] = train_runs(double, [one], **FRESH)
         same_result(result, alone)
         assert distance(result.task, start) > 1e-3
 
@@ -58,10 +59,10 @@ def test_a_set_whose_run_diverges_leaves_the_others_alone(double: Backbone, root
         first, second, *_ = several(double, root)
         return [first, replace(second, recipe=replace(second.recipe, lr=1e300))]
 
-    good, bad = train_runs(double, specs(), workers=0)
-    same_result(good, train_runs(double, specs()[:1], workers=0)[0])
+    good, bad = train_runs(double, specs(), **FRESH)
+    same_result(good, train_runs(double, specs()[:1], **FRESH)[0])
     assert bad.metrics == {}
-    assert "choose a smaller learning rate than 1e+300" in bad.notes[-1]
+    assert "choose a learning rate below 1e+300" in bad.notes[-1]
 
 
 def test_several_sets_from_the_cache(double: Backbone, root: Path, tmp_path: Path) -> None:
@@ -69,7 +70,10 @@ def test_several_sets_from_the_cache(double: Backbone, root: Path, tmp_path: Pat
         return [replace(one, recipe=replace(one.recipe, views=2)) for one in several(double, root)[:3]]
 
     cache = Cache(tmp_path / "features", dtype="float32")
-    kept, fresh = train_runs(double, specs(), cache=cache, workers=0), train_runs(double, specs(), workers=0)
+    kept, fresh = (
+        train_runs(double, specs(), cache=cache, workers=0, quiet=True),
+        train_runs(double, specs(), **FRESH),
+    )
     for mine, wanted in zip(kept, fresh, strict=True):
         for name in ("train_loss", "val_loss"):
             assert [e[name] for e in mine.history] == pytest.approx([e[name] for e in wanted.history], abs=1e-4)
@@ -95,7 +99,7 @@ def test_a_token_is_computed_for_its_own_images_alone(
         run_spec(double, "b", many, batch_size=9, epochs=1, cells=0),
         run_spec(double, "c", few, batch_size=8, epochs=2),
     ]
-    train_runs(double, specs, workers=0)
+    train_runs(double, specs, **FRESH)
     # Two tokens for each of the nine images, one for each of the eight; the epochs are of two steps and of one.
     assert seen == [((9, 2), 9), ((8, 1), 8), ((9, 2), 9), ((8, 1), 8)]
 
@@ -124,7 +128,7 @@ def test_a_child_waits_for_its_parent(double: Backbone, root: Path, tmp_path: Pa
     fit_tasks(double, list(zip(again, data, strict=True)), folder=tmp_path / "run", resume=True, **options)
     assert [task.content_hash() for task in again] == [task.content_hash() for task in together]
     child = run_spec(double, "child", sets(root)[0], extends=[together[1]])
-    with pytest.raises(TrainingError, match="train that first"):
+    with pytest.raises(TrainingError, match="train 'parent' first"):
         train_runs(double, [child, replace(child, task=together[1])])
 
 
@@ -133,11 +137,11 @@ def test_two_courses_are_resumed(
     double: Backbone, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: None, call: int
 ) -> None:
     def train(name: str, resume: bool = False) -> list[FitResult]:
-        return train_runs(double, several(double, root)[:2], folder=tmp_path / name, resume=resume, workers=0)
+        return train_runs(double, several(double, root)[:2], folder=tmp_path / name, resume=resume, **FRESH)
 
     calm = train("calm")
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_step", at_call(call, loop._step))
+        patch.setattr(Trainer, "step", at_call(call, Trainer.step))
         process = multiprocessing.get_context("fork").Process(target=train, args=("killed",))
         process.start()
         process.join(60)

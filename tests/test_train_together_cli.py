@@ -23,7 +23,7 @@ __all__ = ["no_pictures", "root"]  # fixtures
 def shell(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     CASES[0].model().save_pretrained(tmp_path / "vit")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("memoro.training.train.draw_sweep", lambda path, *given: path)
+    monkeypatch.setattr("memoro.training.runfolder.draw_sweep", lambda path, *given: path)
     common = ["-b", "vit", "--image-size", "20", "--batch-size", "5", "--workers", "0"]
 
     def run(command: str, *arguments: object, code: int = 0) -> Any:
@@ -65,7 +65,7 @@ def test_train_columns_from_the_shell(shell: Callable[..., Any], root: Path) -> 
     one = shell("train", table, *both[:2], "--lr", 0.05, "--epochs", 1, "--out", "x.safetensors", "--json")
     assert one["task"] == "x"
     assert Path("x.safetensors").is_file()
-    line = "--label-column makes a task of each column of one table"
+    line = "--label-column trains a task per column of one table"
     for wrong in ([table, *both, "--task", "t"], [f"a={table}", f"b={table}", *both]):
         assert line in told(shell("train", *wrong, code=1))
 
@@ -75,7 +75,7 @@ def test_wrong_combinations_from_the_shell(shell: Callable[..., Any], root: Path
     for wrong in ([many, few], [f"a={many}", f"a={few}"], [f"a={many}", few], [f"a={many}", f"b={few}", "-t", "c"]):
         assert "give NAME=DATA for each" in told(shell("train", *wrong, code=1))
     assert "looks like a path" in told(shell("train", f"x/y={many}", f"b={few}", code=1))
-    assert "with --views 0" in told(shell("train", many, "--cache", "--views", 0, code=1))
+    assert "--views 0" in told(shell("train", many, "--cache", "--views", 0, code=1))
     assert "the features take" in told(shell("train", many, "--cache", "--cache-budget", 0, "--lr", 0.1, code=1))
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memoro.tasks.reproduction import import_tasks
     from memoro.tasks.task import Task, new_task
     from memoro.tasks.taskfile import load_task, load_tasks, save_task, save_tasks
-    from memoro.training import Cache, Recipe, fit, fit_tasks
+    from memoro.training import Cache, Recipe, TrainOptions, fit, fit_tasks, train
 
 __version__ = "0.1.0"
 
@@ -49,6 +49,7 @@ _HOME = {
     "Task": "tasks.task",
     "TaskError": "errors",
     "TaskFileError": "errors",
+    "TrainOptions": "training",
     "TrainingError": "errors",
     "compose": "engine.composition",
     "evaluate": "evaluation.evaluate",
@@ -65,6 +66,7 @@ _HOME = {
     "save_baseline": "regimes.baselinefile",
     "save_task": "tasks.taskfile",
     "save_tasks": "tasks.taskfile",
+    "train": "training",
 }
 
 
@@ -85,6 +87,7 @@ __all__ = [
     "Task",
     "TaskError",
     "TaskFileError",
+    "TrainOptions",
     "TrainingError",
     "compose",
     "evaluate",
@@ -101,6 +104,7 @@ __all__ = [
     "save_baseline",
     "save_task",
     "save_tasks",
+    "train",
 ]
 
 

@@ -17,7 +17,7 @@ from memoro.heads import loss_sum
 from memoro.regimes import METHODS, REGIMES, TaskPlan
 from memoro.training.cached import keep_features
 from memoro.training.recipe import Recipe
-from memoro.training.run import Run, SharedPass
+from memoro.training.run import Run, SharedForward
 
 Step = Callable[[], object]
 
@@ -78,7 +78,7 @@ def build_step(setting: Setting, candidate: Candidate, folder: Path) -> tuple[St
     ]
     runs = [Run.start(task, Recipe(), regime.trains(task)) for task in tasks]
     read = _store_features(backbone, pixels, candidate.fork, folder) if candidate.cached else lambda: pixels
-    answer: Any = SharedPass(backbone, tasks) if regime.composes else lambda x: [task(x) for task in tasks]
+    answer: Any = SharedForward(backbone, tasks) if regime.composes else lambda x: [task(x) for task in tasks]
 
     def step() -> None:
         parts = [loss_sum("softmax", logits, targets) for logits in answer(read())]

@@ -17,9 +17,9 @@ from memoro.data import Augment, load_data
 from memoro.errors import TrainingError
 from memoro.regimes import REGIMES, TaskPlan
 from memoro.training.cached import Cache, CachedLoader, fill_caches
-from memoro.training.group import RunGroup, RunGroups, RunSpec
-from memoro.training.loop import Training, run_training
-from memoro.training.recipe import OptimizerName, Recipe
+from memoro.training.group import RunGroup, RunSpec
+from memoro.training.loop import Trainer
+from memoro.training.recipe import OptimizerName, Recipe, TrainOptions
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class _Stopwatch:
     tick: Callable[[int], None]
     curve: list[tuple[float, float]] = field(default_factory=list)
 
-    def begin(self, groups: Sequence[RunGroup]) -> None:
+    def on_train_begin(self, groups: Sequence[RunGroup]) -> None:
         self._start = self._last = time.perf_counter()
 
-    def step(self, group: RunGroup, entry: dict[str, Any]) -> None:
+    def on_step_end(self, group: RunGroup, entry: dict[str, Any]) -> None:
         self._last = time.perf_counter()
 
-    def epoch(self, group: RunGroup, entries: list[dict[str, Any]]) -> None:
+    def on_epoch_end(self, group: RunGroup, entries: list[dict[str, Any]]) -> None:
         self.seconds += self._last - self._start
         self._start = time.perf_counter()
         self.tick(1)
@@ -141,16 +141,17 @@ def _train(
 ) -> list[tuple[float, float]]:
     with tempfile.TemporaryDirectory() as folder:
         cache = Cache(Path(folder)) if cached else None
-        groups = RunGroups(backbone, [spec], cache=cache, workers=workers)
+        trainer = Trainer(backbone, [spec], TrainOptions(workers=workers), cache=cache)
         start = time.perf_counter()
         if cache is not None:
-            [group] = groups.list
-            assert isinstance(group.train, CachedLoader)
-            fill_caches([group.train], cache, lambda images: None)
+            [group] = trainer.groups
+            assert isinstance(group.loader, CachedLoader)
+            fill_caches([group.loader], cache, lambda images: None)
         watch = _Stopwatch(goal, time.perf_counter() - start, tick)
         if cache is not None:
-            fill_caches(groups.cached, cache, lambda images: None)  # the validation images
-        run_training(Training(backbone, groups.list, [watch]))
+            fill_caches(trainer.loaders.cached, cache, lambda images: None)  # the validation images
+        trainer.callbacks.append(watch)
+        trainer.train()
         return watch.curve
 
 

@@ -14,29 +14,29 @@ from memoro.cli.benches import bench
 from memoro.console import plain_console
 from memoro.errors import MemoroError
 
-TEACH = """\
+OVERVIEW = """\
 [bold]memoro[/] teaches one frozen Vision Transformer many tasks. A task is a small file; one pass answers them all,
-and the backbone's own answer does not change by a bit.
+and the backbone's own output stays bitwise the same.
 
-  memoro demo                                            see it work, with what is installed
+  memoro demo                                            see it work, without a download
   memoro train photos/ --task pets                       a folder of class folders becomes pets.safetensors
   memoro train pets=photos/ rooms=rooms.zip --out tasks/ several tasks in one pass
   memoro sweep photos/ --cells 0,5,10 --from-layer 0,8   many settings in one pass, the best by validation kept
   memoro eval photos/ --tasks pets.safetensors           how good a task is on a set's test split
   memoro predict new/*.jpg --tasks pets.safetensors --tasks flowers.safetensors
-                                                         what all tasks say of images, in one pass
-  memoro inspect pets.safetensors                        what is in a task file
+                                                         predict with all tasks in one pass
+  memoro inspect pets.safetensors                        what a task file contains
   memoro compose pets.safetensors flowers.safetensors -o both.safetensors
                                                          put tasks into one file
   memoro verify --tasks both.safetensors photo.jpg       prove that the backbone is untouched
   memoro import model.pt --backbone FOLDER -o tasks.safetensors
                                                          tasks of the paper's public reproduction
-  memoro cache                                           how much room kept base passes take; --clear removes them
+  memoro cache                                           show the size of the feature cache; --clear empties it
   memoro bench engine                                    what 1 to 100 tasks cost here
   memoro bench train                                     what a training step costs here
 
-What reads images takes [bold]--backbone[/], a hub id or a folder; without it the small one that memoro ships is used.
-[bold]memoro COMMAND --help[/] tells more; most commands take [bold]--json[/]."""
+Commands that read images take [bold]--backbone[/], a hub id or a folder; the default is the small one that ships with
+memoro. Run [bold]memoro COMMAND --help[/] for details; most commands take [bold]--json[/]."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 app.add_typer(training.app)
@@ -64,7 +64,7 @@ def root(
 
         typer.echo(__version__)
     elif context.invoked_subcommand is None:
-        plain_console(soft_wrap=True).print(TEACH, markup=True)
+        plain_console(soft_wrap=True).print(OVERVIEW, markup=True)
 
 
 @app.command()

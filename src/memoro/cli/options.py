@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from memoro.errors import CompositionError
+from memoro.errors import CompositionError, DataError
 
 if TYPE_CHECKING:
     from memoro.backbones import Backbone
@@ -30,22 +30,38 @@ TaskFiles = Annotated[
 ]
 
 
-def load(backbone: str | None, *, hint: bool = False, device: Any = None) -> Any:
-    """The backbone; without a name the one that memoro ships, with a hint to better ones for those who train."""
+def load(backbone: str | None) -> Backbone:
+    """The backbone of a command."""
     from memoro.backbones import load_backbone
+
+    return load_backbone(name_backbone(backbone))
+
+
+def name_backbone(backbone: str | None, *, hint: bool = False) -> str:
+    """The backbone's name; without one, that of the shipped one, with a hint to better ones."""
     from memoro.backbones.load import TINY
     from memoro.console import quiet_libraries
 
     quiet_libraries()
     if backbone is None and hint:
-        typer.echo(f"backbone: {TINY}, small and built in. Larger ones do better: -b facebook/dinov2-small", err=True)
-    return load_backbone(backbone or TINY, device=device)
+        typer.echo(f"backbone: {TINY} (small, built in). Larger ones are better: -b facebook/dinov2-small", err=True)
+    return backbone or TINY
+
+
+def read_data(arguments: Sequence[str]) -> str | dict[str, str]:
+    """One set, or `NAME=DATA` for each task as a dict."""
+    if len(arguments) == 1 and ("=" not in arguments[0] or Path(arguments[0]).exists()):
+        return arguments[0]
+    sets = {name: data for name, _, data in (argument.partition("=") for argument in arguments)}
+    if len(sets) < len(arguments) or not all(sets.values()):
+        raise DataError("to use several sets, give NAME=DATA for each, with different names.")
+    return sets
 
 
 def gather_tasks(files: Iterable[Path], option: str = "-t") -> list[Task]:
-    """The tasks of some files. Those that do not go together are told in words for the shell.
+    """The tasks of some files; an error for the shell where they do not go together.
 
-    `option` is what stands before a file there, nothing for an argument.
+    `option` is what precedes a file there, nothing for an argument.
     """
     from memoro.regimes.baselinefile import is_baseline, read_baseline
     from memoro.tasks.task import say_apart
@@ -56,14 +72,14 @@ def gather_tasks(files: Iterable[Path], option: str = "-t") -> list[Task]:
         if is_baseline(file):
             spec, _, _ = read_baseline(file)
             why = say_apart(spec.name, spec.regime)
-            raise CompositionError(f"{file} holds a baseline: those cannot be composed or verified. {why}")
+            raise CompositionError(f"{file} is a baseline, which cannot be composed or verified. {why}")
         found += [(file, task) for task in load_tasks(file)]
     _check_names(found, option)
     return [task for _, task in found]
 
 
 def gather_models(files: Iterable[Path], backbone: Backbone) -> list[Task | Baseline]:
-    """The same where baselines are welcome, each over the backbone."""
+    """The tasks and baselines of some files."""
     from memoro.regimes.baselinefile import load_models
 
     found = [(file, model) for file in files for model in load_models([file], backbone)]
@@ -72,7 +88,7 @@ def gather_models(files: Iterable[Path], backbone: Backbone) -> list[Task | Base
 
 
 def _check_names(found: Sequence[tuple[Path, Any]], option: str) -> None:
-    """Raises where a name stands for two tasks, or a task builds on one that is not there."""
+    """Raises where two tasks have one name, or a task extends one that is missing."""
     places: dict[str, Path] = {}
     for file, model in found:
         if model.name in places:
@@ -80,9 +96,7 @@ def _check_names(found: Sequence[tuple[Path, Any]], option: str) -> None:
             advice = "train one of them again with --task OTHER"
             if file == places[model.name]:
                 where, advice = f"as {file} is given twice", "give it once"
-            raise CompositionError(
-                f"two tasks are called {model.name!r}, {where}, but a name stands for one answer: {advice}."
-            )
+            raise CompositionError(f"two tasks are called {model.name!r}, {where}, but names must be unique: {advice}.")
         places[model.name] = file
     for _, model in found:
         for parent in getattr(model, "extends", ()):
@@ -98,7 +112,7 @@ def numbers(text: str, kind: type[Number] = int) -> list[Number]:
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of numbers such as 1,10,100") from None
+        raise typer.BadParameter(f"{text!r} is not a comma-separated list of numbers such as 1,10,100") from None
 
 
 def print_json(value: Any) -> None:

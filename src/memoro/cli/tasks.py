@@ -37,7 +37,7 @@ def compose_files(
     files: Files,
     out: Annotated[Path, typer.Option("--out", "-o", help="The bundle to write.", show_default=False)],
 ) -> None:
-    """Put tasks into one file, side by side or on top of each other. Parents must be among them.
+    """Bundle tasks into one file. Every parent of a task must be included.
 
     memoro compose pets.safetensors rooms.safetensors -o both.safetensors
     """
@@ -61,13 +61,13 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the original model beside the composition, and each task alone beside all of them.
+    """Compare the composition with the original model, and each task alone with the same task composed.
 
-    The backbone's own answer must be equal to the bit. A task's logits, alone
-    and composed, may differ by rounding: sums are taken in another order.
-    The largest difference is shown with the bound that rounding stays below.
+    The backbone's own output must be bitwise equal. A task's logits may differ
+    by rounding, because sums are taken in a different order. The largest
+    difference is shown with its bound.
 
-    Exits with 1 where the base differs, or a task by more than its bound.
+    Exits with 1 if the backbone's output differs, or a task by more than its bound.
 
     memoro verify -t pets.safetensors -t rooms.safetensors photo.jpg
     """
@@ -114,11 +114,11 @@ def import_checkpoint(
 @app.command("cache")
 def cache_command(
     folder: Annotated[
-        Path | None, typer.Option("--folder", help="Folder of features.", show_default="~/.cache/memoro/features")
+        Path | None, typer.Option("--folder", help="Folder of the cache.", show_default="~/.cache/memoro/features")
     ] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all features.")] = False,
 ) -> None:
-    """How much room the kept features take; --clear removes them."""
+    """Show the size of the feature cache; --clear empties it."""
     from memoro.console import format_bytes
     from memoro.engine.featurestore import clear as clear_all
     from memoro.engine.featurestore import default_folder, total_bytes

@@ -1,20 +1,23 @@
-"""The options of `train` and `sweep`, in the panels that their help shows."""
+"""The options of `train` and `sweep`, declared once, in the panels that their help shows.
+
+Defaults are those of `Recipe`, `TrainOptions` and `memoro.train`, which are not imported to keep `--help` fast; a test
+compares them.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-DATA, TASK, RECIPE = "Data", "Task", "Recipe"
-AUGMENTATION, CHOOSING, CACHE = "Augmentation", "Choosing", "Cache"
-OUTPUT, BASELINES = "Output", "Baselines"
 
-
-def _option(panel: str, help: str, *names: str, **options: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **options)
+def _option(kind: Any, default: Any, panel: str, help: str, *names: str, **more: Any) -> tuple[Any, Any]:
+    """An annotation as Typer reads it, and the default."""
+    return Annotated[kind, typer.Option(*names, help=help, rich_help_panel=panel, **more)], default
 
 
 def _check_folds(folds: int | None) -> int | None:
@@ -24,7 +27,7 @@ def _check_folds(folds: int | None) -> int | None:
 
 
 def _read_target(text: str) -> Path:
-    """The path, made a folder where it ends like one: a Path does not keep that."""
+    """The path; a folder is created where it ends with a slash, which a Path does not keep."""
     try:
         if text.endswith(("/", os.sep)):
             Path(text).mkdir(parents=True, exist_ok=True)
@@ -33,110 +36,109 @@ def _read_target(text: str) -> Path:
     return Path(text)
 
 
-Data = Annotated[
-    list[str],
-    typer.Argument(
-        help="Folder of class folders, zip, CSV/Parquet, hub id or known set; NAME=DATA for each of several tasks.",
-        show_default=False,
+_DATA, _TASK, _RECIPE, _AUGMENTATION = "Data", "Task", "Recipe", "Augmentation"
+_CHOOSING, _CACHE, _OUTPUT, _BASELINES = "Choosing", "Cache", "Output", "Baselines"
+
+TRAIN: dict[str, tuple[Any, Any]] = {
+    "task": _option(str | None, None, _TASK, "Name of the task.", "--task", "-t", show_default="the set's name"),
+    "regime": _option(str, "memory", _TASK, "What is trained; see above."),
+    "cells": _option(int, 5, _TASK, "Memory cells in each layer."),
+    "from_layer": _option(int, 0, _TASK, "Layer at which the task forks off the backbone; later is cheaper."),
+    "extends": _option(list[Path] | None, None, _TASK, "File of tasks to build on; repeat for more."),
+    "label_column": _option(
+        list[str] | None, None, _DATA, "Label column of a table; repeat to train a task for each in the same pass."
     ),
-]
-Columns = Annotated[
-    list[str] | None,
-    _option(DATA, "Column of a table; repeat for a task of each, in one pass.", "--label-column"),
-]
-ImageSize = Annotated[
-    int | None,
-    _option(DATA, "Pixels of an image's edge; resize and crop scale alike.", show_default="the backbone's"),
-]
-Workers = Annotated[int | None, _option(DATA, "Processes that decode images.", show_default="one a core")]
-Streaming = Annotated[bool, _option(DATA, "Read a hub set as a stream, storing nothing; needs --steps.", "--streaming")]
+    "image_size": _option(
+        int | None, None, _DATA, "Input size in pixels; resize and crop are scaled together.",
+        show_default="the backbone's",
+    ),
+    "workers": _option(int | None, None, _DATA, "Processes that decode images.", show_default="one per core"),
+    "streaming": _option(
+        bool, False, _DATA, "Read a hub set as a stream, storing nothing; needs --steps.", "--streaming"
+    ),
+    "out": _option(
+        Path | None, None, _OUTPUT, "Task file to write, or a folder/ for several.", "--out", "-o",
+        show_default="TASK.safetensors", parser=_read_target,
+    ),
+    "folder": _option(Path | None, None, _OUTPUT, "Run folder: metrics, plots, checkpoint.", show_default="runs/TASK"),
+    "resume": _option(bool, False, _OUTPUT, "Continue from the checkpoint in the run folder.", "--resume"),
+    "tensorboard": _option(bool, False, _OUTPUT, "Also write TensorBoard events.", "--tensorboard"),
+    "lr": _option(float | None, None, _RECIPE, "Peak learning rate.", show_default="the best of three, in one pass"),
+    "epochs": _option(int, 15, _RECIPE, "Passes over the training images."),
+    "steps": _option(int | None, None, _RECIPE, "Optimiser steps, instead of epochs."),
+    "batch_size": _option(int, 32, _RECIPE, "Images per batch.", min=1),
+    "optimizer": _option(str, "sgd", _RECIPE, "sgd or adamw."),
+    "momentum": _option(float, 0.9, _RECIPE, "Momentum of sgd."),
+    "weight_decay": _option(float, 0.0, _RECIPE, "Weight decay at each step."),
+    "clip": _option(float, 1.0, _RECIPE, "Largest norm of a tensor's gradient; 0 for no limit."),
+    "memory_rate": _option(
+        float | None, None, _RECIPE, "Learning rate of memory cells, as a fraction of --lr.",
+        show_default="0.03 with sgd, 1 with adamw",
+    ),
+    "warmup": _option(int, 5, _RECIPE, "Steps of linear warm-up before the cosine."),
+    "label_smoothing": _option(float, 0.0, _RECIPE, "Probability spread evenly over all classes."),
+    "balance": _option(bool, False, _RECIPE, "Weight classes inversely to their frequency.", "--balance"),
+    "accumulate": _option(int, 1, _RECIPE, "Batches per optimiser step (gradient accumulation)."),
+    "precision": _option(str, "no", _RECIPE, "no (the backbone's dtype) or bf16 (mixed)."),
+    "seed": _option(int, 0, _RECIPE, "Seed of the initial weights."),
+    "data_seed": _option(int, 0, _RECIPE, "Seed of image order, augmentation and validation split."),
+    "crop": _option(
+        str, "inception", _AUGMENTATION, "inception (random resized crop), pad (random shift) or none."
+    ),
+    "crop_scale": _option(
+        float, 0.08, _AUGMENTATION, "Smallest fraction of the image area that an inception crop takes."
+    ),
+    "flip": _option(float, 0.5, _AUGMENTATION, "Probability of a horizontal flip."),
+    "views": _option(
+        int, 4, _AUGMENTATION,
+        "Views of each image, used in turn: the plain one, then random ones. 0: a new random view every epoch.", min=0,
+    ),
+    "val_fraction": _option(float, 0.15, _CHOOSING, "Fraction of train to hold out if there is no validation split."),
+    "folds": _option(
+        int | None, None, _CHOOSING, "Cross-validation folds for comparing runs; 0: a validation split.",
+        show_default="4 for small sets", callback=_check_folds,
+    ),
+    "patience": _option(int, 0, _CHOOSING, "Stop a run after this many epochs without a better score; 0: never."),
+    "cache": _option(
+        bool | None, None, _CACHE, "Cache the backbone's features on disk.", "--cache/--no-cache",
+        show_default="on a CPU, if they fit",
+    ),
+    "cache_folder": _option(
+        Path | None, None, _CACHE, "Folder of the cache.", show_default="~/.cache/memoro/features"
+    ),
+    "cache_budget": _option(float, 20.0, _CACHE, "Maximum size of the cache in GB."),
+    "cache_dtype": _option(str, "float16", _CACHE, "Data type of cached features: float16, bfloat16 or float32."),
+    "width": _option(
+        int, 5, _BASELINES, "Width of an adapter's bottleneck (regimes adapter, adapter+memory-full)."
+    ),
+    "rank": _option(int, 8, _BASELINES, "Rank of LoRA's matrices (regime lora)."),
+}  # fmt: skip
 
-TaskName = Annotated[str | None, _option(TASK, "Name of the task.", "--task", "-t", show_default="the set's name")]
-RegimeName = Annotated[str, _option(TASK, "What is trained; see above.")]
-Cells = Annotated[int, _option(TASK, "Memory cells in each layer.")]
-CellCounts = Annotated[str, _option(TASK, "Numbers of memory cells to try, separated by commas.")]
-FromLayer = Annotated[int, _option(TASK, "Layer at which the task forks off; later is cheaper.")]
-FromLayers = Annotated[str, _option(TASK, "Layers to fork off at, to try, separated by commas.")]
-Extends = Annotated[list[Path] | None, _option(TASK, "File of tasks to build on; repeat for more.")]
-
-Rate = Annotated[float | None, _option(RECIPE, "Peak learning rate.", show_default="the best of three, in one pass")]
-Rates = Annotated[
-    str | None,
-    _option(
-        RECIPE,
-        "Learning rates to try, separated by commas.",
+SWEEP = {name: option for name, option in TRAIN.items() if name != "streaming"} | {
+    "cells": _option(str, "0,5", _TASK, "Numbers of memory cells to try, separated by commas."),
+    "from_layer": _option(str, "0", _TASK, "Layers to fork off at, to try, separated by commas."),
+    "lr": _option(
+        str | None, None, _RECIPE, "Learning rates to try, separated by commas.",
         show_default="0.03,0.1,0.3; a hundredth of that with adamw",
     ),
-]
-Epochs = Annotated[int, _option(RECIPE, "Times that every image is seen.")]
-Steps = Annotated[int | None, _option(RECIPE, "Optimiser steps, instead of epochs.")]
-BatchSize = Annotated[int, _option(RECIPE, "Images to a batch.", min=1)]
-Optimizer = Annotated[str, _option(RECIPE, "sgd or adamw.")]
-Momentum = Annotated[float, _option(RECIPE, "Momentum of sgd.")]
-WeightDecay = Annotated[float, _option(RECIPE, "Decay of the weights at each step.")]
-Clip = Annotated[float, _option(RECIPE, "Largest norm of a tensor's gradient; 0 for no limit.")]
-MemoryRate = Annotated[
-    float | None,
-    _option(RECIPE, "Share of the rate that memory learns at.", show_default="0.03 with sgd, 1 with adamw"),
-]
-Warmup = Annotated[int, _option(RECIPE, "Steps of linear warm-up before the cosine.")]
-LabelSmoothing = Annotated[float, _option(RECIPE, "Share of the target that is spread over all classes.")]
-Balance = Annotated[bool, _option(RECIPE, "Weight rare classes up.", "--balance")]
-Accumulate = Annotated[int, _option(RECIPE, "Batches to an optimiser step.")]
-Precision = Annotated[str, _option(RECIPE, "no (as the backbone is) or bf16 (mixed).")]
-Seed = Annotated[int, _option(RECIPE, "Seed of the initial weights.")]
-DataSeed = Annotated[int, _option(RECIPE, "Seed of image order, augmentation and validation split.")]
-
-CropKind = Annotated[str, _option(AUGMENTATION, "inception (a random part), pad (shifted) or none.")]
-CropScale = Annotated[float, _option(AUGMENTATION, "Smallest share of the image that an inception crop takes.")]
-Flip = Annotated[float, _option(AUGMENTATION, "Probability of a mirror image.")]
-Views = Annotated[
-    int,
-    _option(
-        AUGMENTATION,
-        "Views of an image, in turn: the plain one, then random ones. 0: a new one every epoch.",
-        min=0,
+    "seeds": _option(int, 1, _CHOOSING, "Number of seeds to try for each combination."),
+    "halving": _option(
+        bool, False, _CHOOSING, "After every quarter of the epochs, stop the worse half of the runs.", "--halving"
     ),
-]
+}  # fmt: skip
 
-ValFraction = Annotated[float, _option(CHOOSING, "Share of train held out where there is no validation split.")]
-Folds = Annotated[
-    int | None,
-    _option(
-        CHOOSING,
-        "Folds to compare runs on, 2 or more; 0: a validation split.",
-        show_default="4 for small sets",
-        callback=_check_folds,
-    ),
-]
-Patience = Annotated[int, _option(CHOOSING, "Epochs without a better score after which a run stops; 0: never.")]
-Seeds = Annotated[int, _option(CHOOSING, "Initial weights to try of each combination.")]
-Halving = Annotated[
-    bool, _option(CHOOSING, "After every quarter of the epochs, stop the worse half of the runs.", "--halving")
-]
 
-UseCache = Annotated[
-    bool | None,
-    _option(
-        CACHE,
-        "Keep base passes on disk and read them back.",
-        "--cache/--no-cache",
-        show_default="where they fit, on a CPU",
-    ),
-]
-CacheFolder = Annotated[Path | None, _option(CACHE, "Folder for them.", show_default="~/.cache/memoro/features")]
-CacheBudget = Annotated[float, _option(CACHE, "Gigabytes that all kept passes may take.")]
-CacheDtype = Annotated[str, _option(CACHE, "Kept as float16, bfloat16 or float32.")]
+def add_options(options: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds options to a command that takes them as `**settings`: Typer reads them from its signature."""
 
-Out = Annotated[
-    Path | None,
-    _option(
-        OUTPUT, "Task file, or folder/ for files.", "--out", "-o", show_default="TASK.safetensors", parser=_read_target
-    ),
-]
-Folder = Annotated[Path | None, _option(OUTPUT, "Run folder: figures, pictures, checkpoint.", show_default="runs/TASK")]
-Resume = Annotated[bool, _option(OUTPUT, "Go on from the run folder's checkpoint.", "--resume")]
-TensorBoard = Annotated[bool, _option(OUTPUT, "Also write TensorBoard events.", "--tensorboard")]
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
+        parameters += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, (annotation, default) in options.items()
+        ]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
 
-Width = Annotated[int, _option(BASELINES, "Width of an adapter's bottleneck (regimes adapter, adapter+memory-full).")]
-Rank = Annotated[int, _option(BASELINES, "Rank of LoRA's matrices (regime lora).")]
+    return decorate

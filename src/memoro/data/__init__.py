@@ -1,18 +1,22 @@
-"""Images and what they show: from folders, zips, tables and the hub to batches of pixels."""
+"""Datasets: from folders, archives, tables, the hub and streams to batches of pixels with their targets.
+
+`load_data`, `load_columns` and `load_stream` read splits of an `ImageSet` or `ImageStream`; a `Loader` makes batches.
+"""
 
 from memoro.data.augment import Augment
-from memoro.data.dataset import ImageSet, Skipped
+from memoro.data.dataset import DataOptions, ImageSet, Skipped, Splits
 from memoro.data.hub import KNOWN, KnownSet
 from memoro.data.load import load_columns, load_data
 from memoro.data.loader import Batch, Loader
 from memoro.data.screening import check_images
-from memoro.data.splits import Splits, stratified_folds, stratified_split
+from memoro.data.splits import fold_numbers, hold_out, stratified_folds, stratified_split
 from memoro.data.stream import ImageStream, Streams, load_stream
 
 __all__ = [
     "KNOWN",
     "Augment",
     "Batch",
+    "DataOptions",
     "ImageSet",
     "ImageStream",
     "KnownSet",
@@ -21,6 +25,8 @@ __all__ = [
     "Splits",
     "Streams",
     "check_images",
+    "fold_numbers",
+    "hold_out",
     "load_columns",
     "load_data",
     "load_stream",

@@ -1,4 +1,4 @@
-"""Random numbers that depend on nothing but their address: seed, purpose, epoch, sample."""
+"""Random draws that depend on nothing but (seed, purpose, epoch, sample), and augmentation by them."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Augment:
     """`inception`: a part of the image, stretched to the input size (the paper's); `pad`: the whole image, shifted
     (the paper's random crop for CIFAR-100); `none`: as in evaluation."""
     scale: tuple[float, float] = (0.08, 1.0)
-    """Share of the image's area that an inception crop takes."""
+    """Fraction of the image's area that an inception crop takes."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Width to height of an inception crop."""
     padding: float = 1 / 8
-    """How far `pad` shifts at most, as a share of the input size: 4 of 32 pixels, as usual for CIFAR."""
+    """How far `pad` shifts at most, as a fraction of the input size: 4 of 32 pixels, as usual for CIFAR."""
     flip: float = 0.5
     """Probability of a mirror image."""
 
@@ -71,11 +71,11 @@ class Augment:
         if self.crop not in get_args(Crop):
             raise DataError(f"crop {self.crop!r} is none of {', '.join(get_args(Crop))}.")
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise DataError(f"scale {self.scale}: give two shares of the image's area, 0 < low ≤ high ≤ 1.")
+            raise DataError(f"scale {self.scale}: give two fractions of the image's area, 0 < low ≤ high ≤ 1.")
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise DataError(f"ratio {self.ratio}: give two ratios of width to height, 0 < low ≤ high.")
         if not 0 <= self.padding < 1:
-            raise DataError(f"padding {self.padding}: choose a share of the input size, from 0 to below 1.")
+            raise DataError(f"padding {self.padding}: choose a fraction of the input size, from 0 to below 1.")
         if not 0 <= self.flip <= 1:
             raise DataError(f"flip {self.flip}: choose a probability from 0 to 1.")
 
@@ -92,7 +92,8 @@ class Augment:
             image = preprocessing.fit(image)
         if self.crop == "pad":
             # Pillow fills what lies outside with black.
-            left, top = (_shift(draws[at], self.padding * side) for at, side in ((1, width), (2, height)))
+            far = round(self.padding * width), round(self.padding * height)
+            left, top = (math.floor(draws[at + 1] * (2 * far[at] + 1)) - far[at] for at in (0, 1))
             image = image.crop((left, top, left + width, top + height))
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if draws[0] < self.flip else image
 
@@ -110,9 +111,9 @@ class Augment:
         width, height = size
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         for area, shape in zip(draws[3::2], draws[4::2], strict=True):
-            share = self.scale[0] + (self.scale[1] - self.scale[0]) * area
+            part = self.scale[0] + (self.scale[1] - self.scale[0]) * area
             ratio = math.exp(low + (high - low) * shape)
-            crop = math.sqrt(width * height * share * ratio), math.sqrt(width * height * share / ratio)
+            crop = math.sqrt(width * height * part * ratio), math.sqrt(width * height * part / ratio)
             if crop[0] <= width and crop[1] <= height:
                 break
         else:
@@ -128,9 +129,3 @@ def output_size(preprocessing: Preprocessing) -> tuple[int, int]:
     if preprocessing.size is None:
         raise DataError("images of this preprocessing come out at different sizes; fix one with preprocessing.at(224).")
     return preprocessing.size
-
-
-def _shift(draw: float, most: float) -> int:
-    """A whole number of pixels from -most to most, all equally likely."""
-    pixels = round(most)
-    return math.floor(draw * (2 * pixels + 1)) - pixels

@@ -1,11 +1,11 @@
-"""An image set: encoded images that can be read one by one, and what each of them shows."""
+"""Datasets of encoded images that are read one by one, their splits, and the options to load them with."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +13,46 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from memoro.errors import ImageError
+from memoro.errors import DataError
+from memoro.heads import HeadKind
 from memoro.images import Draft, open_image
 
-if TYPE_CHECKING:
-    from memoro.heads import HeadKind
-
+SplitName = Literal["train", "val", "test"]
+SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 
 # No encoded image is bigger; a file that is would only fill the memory.
 MAX_BYTES = 512 * 2**20
+MAX_UNREADABLE = 0.05
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How a dataset is read. `load_data`, `load_columns` and `load_stream` take these fields as keyword arguments."""
+
+    split: str | None = None
+    """The one split to use."""
+    kind: HeadKind | None = None
+    """By default, the name or type of the label column decides."""
+    image_column: str | None = None
+    label_column: str | Sequence[str] | None = None
+    """Several columns are the numbers of a regression."""
+    labels: Sequence[str] | None = None
+    """The labels of a task that the data must match; by default, the classes of the training images, sorted."""
+    val_fraction: float = 0.15
+    """Fraction of train that becomes the validation split where the data has none; 0 leaves train whole."""
+    fold: tuple[int, int] | None = None
+    """(k, n): the k-th of n folds of train becomes the validation split."""
+    seed: int = 0
+    config: str | None = None
+    """The configuration of a dataset of the hub."""
+    allow_absolute: bool = False
+    """Whether a table may name image files outside its folder."""
+    screen: bool = True
+    """Whether every image is decoded once: unreadable ones are left out and listed, more than 5 % of them is an error,
+    and duplicates are found."""
+    workers: int | None = None
+    """Worker processes for that; by default one per core, and none for a small dataset."""
+    quiet: bool = False
 
 
 class Skipped(NamedTuple):
@@ -42,20 +73,26 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class ImageSet:
-    """Images of one split. Nothing is decoded before it is asked for."""
+class Labelled:
+    """What datasets, streams and their splits have in common."""
 
     name: str
     labels: tuple[str, ...]
     kind: HeadKind
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet(Labelled):
+    """A map-style dataset: the images of one split. An image is decoded when it is opened."""
+
     source: Source
     rows: npt.NDArray[np.int64]
-    """Which rows of the source belong to this set."""
+    """Which rows of the source belong to this split."""
     targets: Tensor
     """Class numbers (n,) for softmax, else float32 (n, labels)."""
     skipped: tuple[Skipped, ...] = ()
     digests: npt.NDArray[np.uint8] | None = field(default=None, repr=False)
-    """SHA-256 of each encoded image (n, 32), where somebody has read them all."""
+    """SHA-256 of each encoded image (n, 32), once all have been read."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,7 +105,7 @@ class ImageSet:
 
     def open(self, index: int, *, draft: Draft = None) -> Image.Image:
         """The image, upright, in RGB. `draft` as in `open_image`."""
-        return open_encoded(self.read(index), self.where(index), draft)
+        return open_image(self.read(index), draft=draft, name=self.where(index))
 
     def key(self, index: int) -> str:
         """SHA-256 of the encoded image: equal for copies under other names."""
@@ -79,26 +116,45 @@ class ImageSet:
     def subset(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> ImageSet:
         """The images at these positions, in this order."""
         at = np.asarray(indices, dtype=np.int64)
-        return replace(
-            self,
-            rows=self.rows[at],
-            targets=self.targets[torch.from_numpy(at)],
-            digests=None if self.digests is None else self.digests[at],
-        )
+        digests = None if self.digests is None else self.digests[at]
+        return replace(self, rows=self.rows[at], targets=self.targets[torch.from_numpy(at)], digests=digests)
+
+
+Images = TypeVar("Images")
+
+
+@dataclass(frozen=True, eq=False)
+class AnySplits(Labelled, Generic[Images]):
+    """The splits of a dataset or stream; None where it has none."""
+
+    train: Images | None = None
+    val: Images | None = None
+    test: Images | None = None
+    notes: tuple[str, ...] = ()
+    """What to know before trusting a metric."""
+    skipped: tuple[Skipped, ...] = ()
+    """Unreadable images of all splits."""
+
+
+@dataclass(frozen=True, eq=False)
+class Splits(AnySplits[ImageSet]):
+    """The splits of a map-style dataset."""
 
 
 def unreadable_size(size: int) -> str | None:
-    """Why a file of so many bytes is no image, or None if it may be one."""
+    """Why a file of this many bytes cannot be an image, or None."""
     if size == 0:
         return "the file is empty (0 bytes)"
     return f"{size / 2**20:.0f} MiB, more than {MAX_BYTES // 2**20}" if size > MAX_BYTES else None
 
 
-def open_encoded(data: bytes, where: str, draft: Draft = None) -> Image.Image:
-    """The image of encoded bytes; errors call it by its address."""
-    if not data:
-        raise ImageError(f"{where}: the file is empty (0 bytes).")
-    try:
-        return open_image(data, draft=draft)
-    except ImageError as error:
-        raise ImageError(f"{where}: {str(error).removeprefix('image: ')}") from None
+def refuse_many(skipped: Sequence[Skipped], total: int, name: str) -> None:
+    """An error if more than 5 % of `total` images, the skipped ones among them, cannot be read."""
+    if len(skipped) <= MAX_UNREADABLE * total:
+        return
+    first = "".join(f"\n  {where}: {reason}" for where, reason in skipped[:5])
+    more = f"\n  and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+    raise DataError(
+        f"{name}: {len(skipped)} of {total} images cannot be read, more than {MAX_UNREADABLE:.0%}; "
+        f"repair or remove them:{first}{more}"
+    )

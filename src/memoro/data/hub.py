@@ -1,4 +1,4 @@
-"""The paper's four sets by name: where they come from, and which images are for what."""
+"""Datasets of the hub, and the paper's four by name: where they come from, and which split is for what."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memoro.data.listing import Listing
+from memoro.data.annotations import RawDataset
 from memoro.errors import DataError
-
-_SUFFIXES = ("", ".zip", ".parquet", ".csv")
 
 
 @dataclass(frozen=True)
 class KnownSet:
-    """One of the sets that the paper measures on."""
+    """One of the datasets that the paper measures on."""
 
     name: str
-    classes: int
     images: dict[str, int]
     """How many images the official splits have."""
     rule: str
@@ -28,7 +25,7 @@ class KnownSet:
     hub: str | None
     label_column: str | None
     fetch: str
-    """What to download by hand, and how to lay it out."""
+    """What to download by hand, and how to arrange it."""
     val_is_test: bool = False
     """Its official test labels are secret, so that results are reported on its validation split."""
 
@@ -40,7 +37,6 @@ KNOWN = {
     for known in (
         KnownSet(
             name="cifar100",
-            classes=100,
             images={"train": 50_000, "test": 10_000},
             rule=f"the official train and test splits, fine labels; {_CUT}",
             hub="uoft-cs/cifar100",
@@ -49,7 +45,6 @@ KNOWN = {
         ),
         KnownSet(
             name="inaturalist2017",
-            classes=5_089,
             images={"train": 579_184, "val": 95_986},
             rule=f"the official validation split is the test split; {_CUT}",
             hub=None,
@@ -60,7 +55,6 @@ KNOWN = {
         ),
         KnownSet(
             name="places365",
-            classes=365,
             images={"train": 1_803_460, "val": 36_500},
             rule=f"Places365-Standard, 256 px; the official validation split is the test split; {_CUT}",
             hub=None,
@@ -71,7 +65,6 @@ KNOWN = {
         ),
         KnownSet(
             name="sun397",
-            classes=397,
             images={"train": 76_128, "val": 10_875, "test": 21_750},
             rule="the fixed train, validation and test splits of TensorFlow Datasets",
             hub="dpdl-benchmark/sun397",
@@ -83,18 +76,14 @@ KNOWN = {
 
 
 def find_known(known: KnownSet) -> Path | None:
-    """The local copy of a known set: a folder, zip or table of its name in $MEMORO_DATA or in ./data."""
-    for place in _places():
-        for suffix in _SUFFIXES:
-            path = place / f"{known.name}{suffix}"
-            if path.exists():
-                return path
-    return None
+    """The local copy of a known dataset: a folder, zip or table of its name in $MEMORO_DATA or in ./data."""
+    paths = (place / f"{known.name}{suffix}" for place in _places() for suffix in ("", ".zip", ".parquet", ".csv"))
+    return next((path for path in paths if path.exists()), None)
 
 
 def explain_known(known: KnownSet, reason: str = "") -> DataError:
-    """The error that says what to fetch and where to put it."""
-    places = " or ".join(str(place) for place in _places())
+    """The error that says what to download and where to put it."""
+    places = " or ".join(map(str, _places()))
     hub = f" Or download {known.hub} from the hub while online." if known.hub else ""
     return DataError(
         f"{known.name} is not here{reason}. Fetch {known.fetch}; put it into {places} as {known.name} (a folder), "
@@ -102,19 +91,17 @@ def explain_known(known: KnownSet, reason: str = "") -> DataError:
     )
 
 
-def with_rule(listing: Listing, known: KnownSet) -> Listing:
-    """The listing with the set's splits used as its rule says, and notes on both."""
-    parts = dict(listing.parts)
+def apply_rule(raw: RawDataset, known: KnownSet) -> RawDataset:
+    """The dataset with its splits used as the rule says, and notes on both."""
+    splits = dict(raw.splits)
     notes = [f"{known.name}: {known.rule}."]
-    for role, part in parts.items():
-        official = known.images.get(role)
-        if official is not None and official != len(part.rows):
-            notes.append(
-                f"{known.name}: this copy has {len(part.rows):,} {role} images, the official set {official:,}."
-            )
-    if known.val_is_test and "val" in parts and "test" not in parts:
-        parts["test"] = parts.pop("val")
-    return replace(listing, parts=parts, notes=(*notes, *listing.notes))
+    for split, part in splits.items():
+        here, official = len(part.rows), known.images.get(split)
+        if official not in {None, here}:
+            notes.append(f"{known.name}: this copy has {here:,} {split} images, the official set {official:,}.")
+    if known.val_is_test and "val" in splits and "test" not in splits:
+        splits["test"] = splits.pop("val")
+    return replace(raw, splits=splits, notes=(*notes, *raw.notes))
 
 
 def _places() -> list[Path]:
@@ -122,14 +109,13 @@ def _places() -> list[Path]:
     return [*([Path(named)] if named else []), Path("data")]
 
 
-TRAIN = "train2017.json"
-VAL = "val2017.json"
+INATURALIST = "train2017.json"
 
 
 def read_inaturalist(folder: Path) -> dict[str, list[str]]:
     """The columns path, label (the species) and split of both files, or of train alone where val is missing."""
     columns: dict[str, list[str]] = {"path": [], "label": [], "split": []}
-    for split, path in (("train", folder / TRAIN), ("val", folder / VAL)):
+    for split, path in (("train", folder / INATURALIST), ("val", folder / "val2017.json")):
         if not path.is_file():
             continue
         try:
@@ -150,7 +136,7 @@ _ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<split>[\w\[\]:%+. -]+))?", re.
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether it could be a set of the hub; a relative path may look the same."""
+    """Whether it could be a dataset of the hub; a relative path may look the same."""
     return _ID.fullmatch(source) is not None and not source.startswith((".", "-"))
 
 
@@ -159,7 +145,9 @@ def is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def fetch(source: Any, *, split: str | None, config: str | None, streaming: bool = False) -> tuple[dict[str, Any], str]:
+def fetch(
+    source: Any, split: str | None = None, config: str | None = None, *, streaming: bool = False
+) -> tuple[dict[str, Any], str]:
     """({split: table}, name) of a `datasets` object, a folder it saved, or a hub id."""
     import datasets
 
@@ -173,7 +161,7 @@ def fetch(source: Any, *, split: str | None, config: str | None, streaming: bool
         loaded, name = source, "dataset"
     if not isinstance(loaded, dict):  # DatasetDict and IterableDatasetDict are dictionaries
         if not isinstance(loaded, (datasets.Dataset, datasets.IterableDataset)):
-            raise DataError(f"{type(loaded).__name__} is no set of images; give a folder, a zip, a table or a Dataset.")
+            raise DataError(f"{type(loaded).__name__} is not a dataset; give a folder, a zip, a table or a Dataset.")
         loaded = {split or "train": loaded}
     elif split is not None:
         if split not in loaded:
@@ -193,14 +181,14 @@ def _from_hub(source: str, split: str | None, config: str | None, streaming: boo
 
     match = _ID.fullmatch(source)
     if match is None:
-        raise DataError(f"{source!r} is no id of the hub: those look like owner/name or owner/name:split.")
+        raise DataError(f"{source!r} is not an id of the hub: those look like owner/name or owner/name:split.")
     repository, split = match["id"], split or match["split"]
     try:
         return datasets.load_dataset(repository, config, split=split, streaming=streaming), repository, split
     except Exception as error:  # the network, the hub and the files each fail in their own ways
         raise DataError(
-            f"{source!r} is no file or folder here, and the hub did not deliver it: {str(error).splitlines()[0]}\n"
+            f"{source!r} is not a file or folder, and the hub did not deliver it: {str(error).splitlines()[0]}\n"
             f"Online, check the name at huggingface.co/datasets/{repository}. Offline, run `hf download --repo-type "
-            f"dataset {repository} --local-dir FOLDER` where there is a network, and give that folder's "
-            "images or Parquet file."
+            f"dataset {repository} --local-dir FOLDER` on a machine with a network, and give that folder's images or "
+            "Parquet file."
         ) from error

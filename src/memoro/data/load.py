@@ -1,4 +1,4 @@
-"""From whatever a user has to splits of images."""
+"""From a folder, archive, table, `datasets` object, hub id or known name to splits of images."""
 
 from __future__ import annotations
 
@@ -6,138 +6,107 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memoro.data.folders import list_archive, list_folder
-from memoro.data.hub import KNOWN, TRAIN, explain_known, fetch, find_known, is_hub_id, is_saved, with_rule
-from memoro.data.listing import Listing, role_of
-from memoro.data.splits import Splits, build_splits, hold_out
-from memoro.data.tables import MANIFEST_SUFFIXES, list_manifest, list_tables
+from memoro.data.annotations import RawDataset, split_name
+from memoro.data.dataset import DataOptions, Splits
+from memoro.data.folders import read_archive, read_folder
+from memoro.data.hub import (
+    INATURALIST,
+    KNOWN,
+    KnownSet,
+    apply_rule,
+    explain_known,
+    fetch,
+    find_known,
+    is_hub_id,
+    is_saved,
+)
+from memoro.data.splits import build_splits, hold_out
+from memoro.data.tables import TABLE_SUFFIXES, read_manifest, read_tables
 from memoro.errors import DataError
 
-if TYPE_CHECKING:
-    from memoro.heads import HeadKind
-
-_FORMS = (
+_SOURCES = (
     "give a folder of class folders (or of train/ and test/ with class folders), a .zip of one, a .csv or .parquet "
     "with the columns path and label, a datasets.Dataset, a hub id like owner/name:train, or one of " + ", ".join(KNOWN)
 )
 
 
-def load_data(
-    source: Any,
-    *,
-    split: str | None = None,
-    kind: HeadKind | None = None,
-    image_column: str | None = None,
-    label_column: str | Sequence[str] | None = None,
-    labels: Sequence[str] | None = None,
-    val_fraction: float = 0.15,
-    fold: tuple[int, int] | None = None,
-    seed: int = 0,
-    config: str | None = None,
-    allow_absolute: bool = False,
-    screen: bool = True,
-    screened: Splits | None = None,
-    workers: int | None = None,
-    quiet: bool = False,
-) -> Splits:
+def load_data(source: Any, **options: Any) -> Splits:
     """The splits of a folder, zip, CSV, Parquet file, `datasets` object, hub id or known name.
 
-    `labels` are those of a task that the data must match; without them the training classes are taken, sorted. Where
-    the data has no validation split, `val_fraction` of train becomes one (0: none, train stays whole), or with
-    `fold=(k, n)` the k-th of n folds does. `split` uses one split of the data alone. `screen` decodes every image once:
-    unreadable ones are left out and listed, more than 5 % of them is an error; duplicates are found on the way. What
-    `screened` has seen of the same images is not decoded again.
+    The keyword arguments are the fields of `DataOptions`: `split`, `kind`, `image_column`, `label_column`, `labels`,
+    `val_fraction`, `fold`, `seed`, `config`, `allow_absolute`, `screen`, `workers`, `quiet`.
     """
-    columns: dict[str, Any] = {"kind": kind, "image_column": image_column, "label_column": label_column}
-    path = Path(source).expanduser() if isinstance(source, (str, os.PathLike)) else None
-    if path is None:
-        tables, name = fetch(source, split=split, config=config)
-        listing, split = list_tables(tables, **columns, name=name), None
-    elif path.exists():
-        name = path.stem if path.is_file() else path.resolve().name
-        listing = _list_path(path, columns, allow_absolute)
-    elif str(source) in KNOWN:
-        name = str(source)
-        listing = _list_known(name, columns, allow_absolute)
-    elif isinstance(source, str) and is_hub_id(source) and path.suffix.lower() not in {*MANIFEST_SUFFIXES, ".zip"}:
-        tables, name = fetch(source, split=split, config=config)
-        listing, split = list_tables(tables, **columns, name=name), None
-    else:
-        raise DataError(f"{str(source)!r}: there is no such file or folder; {_FORMS}.")
-    if kind is not None and listing.kind != kind:
-        raise DataError(
-            f"{name}: class folders give one class per image (softmax); for {kind}, write a CSV or Parquet."
-        )
-    if split is not None:
-        listing = _only(listing, split, name)
-    return build_splits(
-        listing,
-        name,
-        labels=labels,
-        val_fraction=val_fraction,
-        fold=fold,
-        seed=seed,
-        screen=screen,
-        screened=screened,
-        workers=workers,
-        quiet=quiet,
-    )
+    return _load(source, DataOptions(**options))
 
 
-def load_columns(
-    source: Any, columns: Sequence[str], *, val_fraction: float = 0.15, seed: int = 0, **options: Any
-) -> dict[str, Splits]:
-    """For each label column of a table the splits of its images, so cut that all columns have the same ones.
+def load_columns(source: Any, columns: Sequence[str], **options: Any) -> dict[str, Splits]:
+    """For each label column of a table the splits of its images; all columns hold out the same images.
 
     Tasks that are trained on these share every base pass (`fit_tasks`). Options as for `load_data`.
     """
     if not columns or len(set(columns)) < len(columns):
-        raise DataError("name one label column or more, each of them once.")
+        raise DataError("name one or more label columns, each of them once.")
+    common = DataOptions(**options)
     found: dict[str, Splits] = {}
     first: Splits | None = None
     for column in columns:
-        splits = load_data(source, label_column=column, val_fraction=0, seed=seed, screened=first, **options)
+        splits = _load(source, replace(common, label_column=column, val_fraction=0), first)
         splits = replace(splits, name=f"{splits.name}-{column}")
         first = first or splits
-        found[column] = splits if splits.val is not None else hold_out(splits, val_fraction, seed, like=first)
+        found[column] = hold_out(splits, common.val_fraction, common.seed, like=first)
     return found
 
 
-def _list_path(path: Path, columns: dict[str, Any], allow_absolute: bool) -> Listing:
+def _load(source: Any, options: DataOptions, checked: Splits | None = None) -> Splits:
+    path = Path(source).expanduser() if isinstance(source, (str, os.PathLike)) else None
+    is_file = path is not None and path.suffix.lower() in {*TABLE_SUFFIXES, ".zip"}
+    split = options.split
+    if path is not None and path.exists():
+        name, raw = path.stem if path.is_file() else path.resolve().name, _read_path(path, options)
+    elif path is not None and str(source) in KNOWN:
+        name, raw = str(source), _read_known(KNOWN[str(source)], options)
+    elif path is None or (isinstance(source, str) and is_hub_id(source) and not is_file):
+        tables, name = fetch(source, split, options.config)
+        raw, split = read_tables(tables, options, name), None
+    else:
+        raise DataError(f"{str(source)!r}: there is no such file or folder; {_SOURCES}.")
+    if options.kind not in {None, raw.kind}:
+        raise DataError(
+            f"{name}: class folders give one class per image (softmax); for {options.kind}, write a CSV file."
+        )
+    if split is not None:
+        chosen = split_name(split)
+        if chosen not in raw.splits:
+            raise DataError(f"{name}: no split {split!r}; it has {', '.join(sorted(raw.splits))}.")
+        raw = replace(raw, splits={chosen: raw.splits[chosen]})
+    return build_splits(raw, name, options, checked)
+
+
+def _read_path(path: Path, options: DataOptions) -> RawDataset:
+    suffix = path.suffix.lower()
     if path.is_dir():
         if is_saved(path):
-            tables, name = fetch(path, split=None, config=None)
-            return list_tables(tables, **columns, name=name)
-        if (path / TRAIN).is_file():
-            return list_manifest(path / TRAIN, **columns, allow_absolute=allow_absolute)
-        return list_folder(path)
-    suffix = path.suffix.lower()
+            return read_tables(fetch(path)[0], options, str(path))
+        manifest = path / INATURALIST
+        return read_manifest(manifest, options) if manifest.is_file() else read_folder(path)
     if suffix == ".zip":
-        return list_archive(path)
-    if suffix in MANIFEST_SUFFIXES:
-        return list_manifest(path, **columns, allow_absolute=allow_absolute)
-    raise DataError(f"{path} is no set of images: {_FORMS}.")
+        return read_archive(path)
+    if suffix in TABLE_SUFFIXES:
+        return read_manifest(path, options)
+    raise DataError(f"{path} is not a dataset: {_SOURCES}.")
 
 
-def _list_known(name: str, columns: dict[str, Any], allow_absolute: bool) -> Listing:
-    known = KNOWN[name]
+def _read_known(known: KnownSet, options: DataOptions) -> RawDataset:
     local = find_known(known)
     if local is not None:
-        return with_rule(_list_path(local, columns, allow_absolute), known)
+        return apply_rule(_read_path(local, options), known)
     if known.hub is None:
         raise explain_known(known)
-    columns = {**columns, "label_column": columns["label_column"] or known.label_column}
     try:
-        tables, _ = fetch(known.hub, split=None, config=None)
+        tables, _ = fetch(known.hub)
     except DataError as error:
         raise explain_known(known, f" ({error.__cause__})") from None
-    return with_rule(list_tables(tables, **columns, name=name), known)
-
-
-def _only(listing: Listing, split: str, name: str) -> Listing:
-    role = role_of(split)
-    if role is None or role not in listing.parts:
-        raise DataError(f"{name}: no split {split!r}; it has {', '.join(sorted(listing.parts))}.")
-    return replace(listing, parts={role: listing.parts[role]})
+    options = replace(options, label_column=options.label_column or known.label_column)
+    return apply_rule(read_tables(tables, options, known.name), known)

@@ -1,31 +1,40 @@
-"""A loader: batches of normalised pixels, decoded and augmented in worker processes."""
+"""Loaders: batches of normalised pixels, decoded and augmented in worker processes that all loaders share."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from memoro.data.augment import Augment, Purpose, order, output_size
-from memoro.data.dataset import ImageSet, Skipped, open_encoded
-from memoro.data.screening import refuse_many, worker_count
+from memoro.data.dataset import ImageSet, Skipped, refuse_many
 from memoro.data.stream import ImageStream, StreamSample
 from memoro.errors import DataError, ImageError
-from memoro.images import Preprocessing
+from memoro.images import Preprocessing, open_image
 
-BUFFER = 1024
-"""Images of a stream among which the next one is drawn."""
+SHUFFLE_BUFFER = 1024
+"""Images of a stream that are shuffled at a time."""
 
-_PREFETCH = 4
-_ENOUGH = 100  # images of a stream to have seen before a share of unreadable ones means anything
+_PREFETCH = 4  # requests under way for each worker
+_SMALL = 512  # with fewer images, starting processes takes longer than the work
+_MIN_SEEN = 100  # images of a stream to read before the fraction of unreadable ones means anything
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -36,27 +45,27 @@ class Batch:
     """(b, 3, height, width) float32, normalised."""
     targets: Tensor
     index: Tensor
-    """The samples' numbers (b,): positions in the set, or in the stream."""
+    """The samples' numbers (b,): positions in the dataset or stream."""
     total: int
     """Images of the whole batch over all processes: what a sum of losses is divided by."""
 
 
-class Job(NamedTuple):
-    """What a worker is asked for: samples of a set, or encoded images of a stream."""
+class Request(NamedTuple):
+    """What a worker is asked for: samples of a dataset, or encoded images of a stream."""
 
     view: int
-    samples: Sequence[int]
-    data: Sequence[bytes] | None
-    targets: Tensor
+    samples: list[int]
+    targets: npt.NDArray[Any]
     total: int
+    data: list[bytes] | None = None
 
 
 class Loader:
-    """Batches of a set, epoch by epoch. The order and every view are pure functions of (seed, epoch).
+    """Batches of a dataset, epoch by epoch. The order and every view are pure functions of (seed, epoch).
 
-    With `world` processes, each of them gets every `world`-th image of the same global batches, `batch_size` being
-    theirs together. A part may be smaller than its neighbours' by one image, or empty at an epoch's end. With `views`,
-    there are only so many of each image, in turn: the first is the one of evaluation, the others are random.
+    With `world` processes, each of them gets every `world`-th image of the same global batches of `batch_size` images.
+    Its part may be one image smaller than another's, or empty at the end of an epoch. With `views`, each image has
+    only that many, in turn: the first is the one of evaluation, the others are random.
     """
 
     def __init__(
@@ -77,28 +86,19 @@ class Loader:
         if not 0 <= rank < world <= batch_size:
             raise DataError(f"batch size {batch_size} for process {rank} of {world}: each needs at least one image.")
         output_size(preprocessing)
-        self.images = images
-        self.batch_size = batch_size
+        self.images, self.batch_size = images, batch_size
+        self.preprocessing, self.augment, self.seed, self.views = preprocessing, augment, seed, views
+        self.rank, self.world = rank, world
         self.skipped: list[Skipped] = []
         """Images of a stream that could not be read so far."""
         self._shuffle, self._drop_last = shuffle, drop_last
-        self.preprocessing, self.augment, self.seed, self.views = preprocessing, augment, seed, views
-        self.rank, self.world = rank, world
-        self._seen = 0
-        self._turn = 0
-        self._jobs = _Jobs()
-        count = worker_count(workers, len(images) if isinstance(images, ImageSet) else 1_000_000)
-        self._workers: DataLoader[Any] = DataLoader(
-            _Decoder(images, preprocessing, augment, seed, plain_first=views is not None),
-            batch_size=None,
-            sampler=self._jobs,
-            num_workers=count,
-            collate_fn=_as_is,
-            persistent_workers=count > 0,
-            worker_init_fn=_leave_interrupts_to_the_trainer,
-            prefetch_factor=_PREFETCH if count else None,
-            generator=torch.Generator(),  # its own: the global one would be moved on, and with it the run
-        )
+        self._workers = worker_count(workers, len(images) if isinstance(images, ImageSet) else None)
+        # A stream's table stays here: workers get encoded images.
+        seen = replace(images, table=None) if isinstance(images, ImageStream) else images
+        self._decoder = _Decoder(seen, preprocessing, augment, seed, plain_first=views is not None)
+        self._pool = shared_pool()
+        self._pool.register(self._decoder)
+        self._seen = self._epochs = 0
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -111,177 +111,210 @@ class Loader:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, without the first `start`, which are not decoded."""
+        view = self.view(number)
         if isinstance(self.images, ImageSet):
-            parts = self.parts(number, start)
-            return self._work(self._job(samples, self.view(number), total) for samples, total in parts)
-        return self._work(self._stream_jobs(number, start))
+            return self._load(self._request(view, samples, total) for samples, total in self.parts(number, start))
+        return self._load(self._stream_request(view, batch) for batch in self._stream_batches(number, start))
 
     def pick(self, samples: Sequence[int], view: int) -> Iterator[Batch]:
-        """Batches of these samples of a set in one view, in this order."""
+        """Batches of these samples of a dataset in one view, in this order."""
         parts = (np.asarray(samples[at : at + self.batch_size]) for at in range(0, len(samples), self.batch_size))
-        return self._work(self._job(part, view, len(part)) for part in parts)
+        return self._load(self._request(view, part, len(part)) for part in parts)
 
     def view(self, number: int) -> int:
         """The number of the view that every image has in this epoch."""
         return number if self.views is None else number % self.views
 
-    def _work(self, jobs: Iterator[Job]) -> Iterator[Batch]:
-        self._turn += 1
-        turn = self._turn
-        self._jobs.fill(jobs)
-        for pixels, failures in self._workers:
-            job = self._jobs.issued.popleft()
-            yield self._batch(job, pixels, failures)
-            if turn != self._turn:
-                raise DataError("this epoch was given up when another one began; use a loader for each of them.")
+    def parts(self, number: int, start: int = 0) -> Iterator[tuple[npt.NDArray[np.int64], int]]:
+        """This process's samples in each batch of an epoch, and how many all processes have of it together."""
+        assert isinstance(self.images, ImageSet)
+        length = len(self.images)
+        samples = order(length, self.seed, Purpose.ORDER, number) if self._shuffle else np.arange(length)
+        for at in range(start * self.batch_size, length, self.batch_size):
+            batch = samples[at : at + self.batch_size]
+            if len(batch) == self.batch_size or not self._drop_last:
+                yield batch[self.rank :: self.world], len(batch)
 
     def close(self) -> None:
-        """Ends the worker processes; the next epoch would start new ones."""
-        self._workers._iterator = None
+        """Ends the worker processes of all loaders; the next batch starts new ones."""
+        self._pool.close()
 
-    def order(self, number: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The samples of an epoch in their order."""
-        assert isinstance(self.images, ImageSet)
-        if self._shuffle:
-            return order(len(self.images), self.seed, Purpose.ORDER, number)
-        return np.arange(len(self.images))
-
-    def parts(self, number: int, start: int = 0) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.int64]], int]]:
-        """This process's samples in each batch of an epoch, and how many all processes have of it together."""
-        samples = self.order(number)
-        for at in range(start * self.batch_size, len(samples), self.batch_size):
-            batch = samples[at : at + self.batch_size]
-            if len(batch) < self.batch_size and self._drop_last:
-                return
-            yield batch[self.rank :: self.world], len(batch)
-
-    def _job(self, samples: np.ndarray[Any, np.dtype[np.int64]], view: int, total: int) -> Job:
-        assert isinstance(self.images, ImageSet)
-        return Job(view, samples.tolist(), None, self.images.targets[torch.from_numpy(samples)], total)
-
-    def _stream_jobs(self, number: int, start: int) -> Iterator[Job]:
+    def _stream_batches(self, number: int, start: int) -> Iterator[list[StreamSample]]:
         assert isinstance(self.images, ImageStream)
         samples = self.images.samples()
         if self._shuffle:
-            samples = _stirred(samples, self.seed, number)
-        batch: list[StreamSample] = []
-        count = 0
-        for sample in samples:
-            batch.append(sample)
-            if len(batch) == self.batch_size:
-                if count >= start:
-                    yield self._stream_job(number, batch)
-                batch, count = [], count + 1
-        if batch and not self._drop_last and count >= start:
-            yield self._stream_job(number, batch)
+            samples = _shuffled(samples, self.seed, number)
+        for step in count():
+            batch = list(islice(samples, self.batch_size))
+            if not batch or (self._drop_last and len(batch) < self.batch_size):
+                return
+            if step >= start:
+                yield batch
 
-    def _stream_job(self, number: int, batch: list[StreamSample]) -> Job:
-        mine = batch[self.rank :: self.world]
-        shown = torch.stack([sample.target for sample in batch])[self.rank :: self.world]
-        data = [sample.data for sample in mine]
-        return Job(self.view(number), [sample.number for sample in mine], data, shown, len(batch))
+    def _request(self, view: int, samples: npt.NDArray[np.int64], total: int) -> Request:
+        assert isinstance(self.images, ImageSet)
+        return Request(view, samples.tolist(), self.images.targets.numpy()[samples], total)
 
-    def _batch(self, job: Job, pixels: Tensor, failures: list[tuple[int, str]]) -> Batch:
-        if failures and isinstance(self.images, ImageSet):
-            raise DataError(
-                f"{failures[0][1]} It was not screened, or has changed since: load the data with screen=True, "
-                "which leaves out what cannot be read, or remove the file."
-            )
-        self._seen += len(job.samples)
-        for at, reason in failures:
-            self.skipped.append(Skipped(self.images.where(job.samples[at]), reason))
-        if self._seen >= _ENOUGH:
-            refuse_many(self.skipped, self._seen, self.images.name)
-        bad = {at for at, _ in failures}
-        good = torch.tensor([at for at in range(len(job.samples)) if at not in bad], dtype=torch.long)
-        index = torch.tensor(job.samples, dtype=torch.long)
-        return Batch(pixels, job.targets[good], index[good], job.total)
+    def _stream_request(self, view: int, batch: list[StreamSample]) -> Request:
+        own = slice(self.rank, None, self.world)
+        numbers, data, targets = zip(*batch, strict=True)
+        return Request(view, list(numbers[own]), torch.stack(targets)[own].numpy(), len(batch), list(data[own]))
+
+    def _load(self, requests: Iterator[Request]) -> Iterator[Batch]:
+        self._epochs += 1
+        epoch = self._epochs
+        self._pool = shared_pool()
+        for request, (pixels, failures) in self._pool.imap(self._decoder, requests, self._workers):
+            if epoch != self._epochs:
+                raise DataError("this epoch ended when another one began; use a loader for each of them.")
+            if failures and isinstance(self.images, ImageSet):
+                raise DataError(
+                    f"{next(iter(failures.values()))} It was not screened, or has changed since: load the data with "
+                    "screen=True, which leaves out what cannot be read, or remove the file."
+                )
+            self._seen += len(request.samples)
+            self.skipped += [Skipped(self.images.where(request.samples[at]), why) for at, why in failures.items()]
+            if self._seen >= _MIN_SEEN:
+                refuse_many(self.skipped, self._seen, self.images.name)
+            good = [at for at in range(len(request.samples)) if at not in failures]
+            targets, index = torch.from_numpy(request.targets), torch.tensor(request.samples, dtype=torch.long)
+            yield Batch(pixels, targets[good], index[good], request.total)
 
 
-class _Jobs(Sampler[Job]):
-    """Hands out the jobs of the epoch under way and remembers them, in order, until their results are back."""
+@dataclass(frozen=True, eq=False)
+class _Decoder:
+    """Runs in a worker: the pixels of a request's images, and why some could not be read, by their positions."""
+
+    images: ImageSet | ImageStream
+    preprocessing: Preprocessing
+    augment: Augment | None
+    seed: int
+    plain_first: bool
+
+    def __call__(self, request: Request) -> tuple[Tensor, dict[int, str]]:
+        pixels: list[Tensor] = []
+        failures: dict[int, str] = {}
+        for at, sample in enumerate(request.samples):
+            try:
+                data = self.images.read(sample) if isinstance(self.images, ImageSet) else request.data[at]  # type: ignore[index]
+                pixels.append(self._view(data, sample, request.view))
+            except ImageError as error:
+                failures[at] = str(error)
+        return torch.stack(pixels) if pixels else torch.empty(0, 3, *output_size(self.preprocessing)), failures
+
+    def _view(self, data: bytes, sample: int, view: int) -> Tensor:
+        spec, augment, where = self.preprocessing, self.augment, self.images.where(sample)
+        if augment is None or (self.plain_first and view == 0):
+            return spec.to_tensor(open_image(data, draft=spec.draft, name=where))
+        address = (spec, self.seed, view, sample)
+        image = open_image(data, draft=lambda size: augment.edge(size, *address), name=where)
+        return spec.normalise(np.asarray(augment.apply(image, *address)))
+
+
+def _shuffled(samples: Iterator[StreamSample], seed: int, epoch: int) -> Iterator[StreamSample]:
+    """A stream in blocks of `SHUFFLE_BUFFER` images, each block shuffled."""
+    for number in count():
+        block = list(islice(samples, SHUFFLE_BUFFER))
+        if not block:
+            return
+        yield from (block[at] for at in order(len(block), seed, Purpose.ORDER, epoch, number))
+
+
+def worker_count(workers: int | None, images: int | None) -> int:
+    """The number of worker processes: as asked, or one per core (eight at most), or none for a small dataset."""
+    if workers is not None:
+        if workers < 0:
+            raise DataError(f"{workers} workers: choose 0 (decode in this process) or more.")
+        return workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if images is not None and images < _SMALL else min(cores, 8)
+
+
+class WorkerPool:
+    """Worker processes that apply functions. They get the functions when they start, a new one starts them again."""
 
     def __init__(self) -> None:
-        self.issued: deque[Job] = deque()
-        self._source: Iterator[Job] = iter(())
+        self._executor: ProcessPoolExecutor | None = None
+        self._size = 0
+        self._numbers = count()
+        self._functions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._started: set[int] = set()
+        self._lock = threading.Lock()
 
-    def fill(self, source: Iterator[Job]) -> None:
-        self._source = source
-        self.issued = deque()
+    def register(self, function: Any) -> int:
+        """Lets the processes that start next know the function."""
+        if function not in self._functions:
+            self._functions[function] = next(self._numbers)
+        return self._functions[function]
 
-    def __iter__(self) -> Iterator[Job]:
-        for job in self._source:
-            # The worker needs no targets: they stay here.
-            self.issued.append(job._replace(data=None))
-            yield job._replace(targets=torch.empty(0))
+    def imap(self, function: Callable[[A], B], requests: Iterable[A], workers: int) -> Iterator[tuple[A, B]]:
+        """Each request and the function's result, in order, computed ahead by worker processes, or here without any."""
+        if not workers:
+            yield from ((request, function(request)) for request in requests)
+            return
+        waiting: deque[tuple[A, Future[B]]] = deque()
+        try:
+            for request in requests:
+                waiting.append((request, self._submit(function, request, workers)))
+                if len(waiting) > _PREFETCH * workers:
+                    request, future = waiting.popleft()
+                    yield request, future.result()
+            while waiting:
+                request, future = waiting.popleft()
+                yield request, future.result()
+        except BrokenProcessPool:
+            self._executor = None
+            raise DataError("a worker process died, perhaps for lack of memory; choose fewer workers.") from None
+        finally:
+            for _, future in waiting:
+                future.cancel()
 
+    def close(self) -> None:
+        """Ends the processes once they have done what was asked of them."""
+        if self._executor is not None:
+            self._executor.shutdown()
+        self._executor = None
 
-class _Decoder(Dataset[Any]):
-    """Runs in a worker: the pixels of a job's images, and which of them could not be read."""
-
-    def __init__(
-        self,
-        images: ImageSet | ImageStream,
-        preprocessing: Preprocessing,
-        augment: Augment | None,
-        seed: int,
-        *,
-        plain_first: bool,
-    ) -> None:
-        self.source, self.rows, self.name = None, None, images.name
-        if isinstance(images, ImageSet):
-            self.source, self.rows = images.source, images.rows
-        self.preprocessing = preprocessing
-        self.augment = augment
-        self.seed = seed
-        self.plain_first = plain_first
-
-    def __getitem__(self, job: Job) -> tuple[Tensor, list[tuple[int, str]]]:
-        pixels: list[Tensor] = []
-        failures: list[tuple[int, str]] = []
-        for at, sample in enumerate(job.samples):
-            try:
-                if self.source is not None and self.rows is not None:
-                    row = int(self.rows[sample])
-                    data, where = self.source.read(row), self.source.where(row)
-                else:
-                    assert job.data is not None
-                    data, where = job.data[at], f"{self.name}, image {sample} of the stream"
-                pixels.append(self._view(data, where, job.view, sample))
-            except ImageError as error:
-                failures.append((at, str(error)))
-        if not pixels:
-            return torch.empty(0, 3, *output_size(self.preprocessing)), failures
-        return torch.stack(pixels), failures
-
-    def _view(self, data: bytes, where: str, view: int, sample: int) -> Tensor:
-        if self.augment is None or (self.plain_first and view == 0):
-            return self.preprocessing.to_tensor(open_encoded(data, where, self.preprocessing.draft))
-        address = (self.preprocessing, self.seed, view, sample)
-        image = open_encoded(data, where, partial(_edge, self.augment, address))
-        return self.preprocessing.normalise(np.asarray(self.augment.apply(image, *address)))
+    def _submit(self, function: Callable[[A], B], request: A, workers: int) -> Future[B]:
+        with self._lock:
+            number = self.register(function)
+            if self._executor is None or workers > self._size or number not in self._started:
+                self.close()
+                functions = {number: function for function, number in self._functions.items()}
+                self._size, self._started = max(workers, self._size), set(functions)
+                self._executor = ProcessPoolExecutor(self._size, initializer=_start_worker, initargs=(functions,))
+            return self._executor.submit(_apply, number, request)
 
 
-def _edge(augment: Augment, address: tuple[Preprocessing, int, int, int], size: tuple[int, int]) -> int:
-    return augment.edge(size, *address)
+_pools: WeakValueDictionary[int, WorkerPool] = WeakValueDictionary()
 
 
-def _stirred(samples: Iterator[StreamSample], seed: int, epoch: int) -> Iterator[StreamSample]:
-    """A stream in blocks of `BUFFER` images, each block shuffled."""
-    block: list[StreamSample] = []
-    number = 0
-    for sample in samples:
-        block.append(sample)
-        if len(block) == BUFFER:
-            yield from (block[at] for at in order(len(block), seed, Purpose.ORDER, epoch, number))
-            block, number = [], number + 1
-    yield from (block[at] for at in order(len(block), seed, Purpose.ORDER, epoch, number))
+def shared_pool() -> WorkerPool:
+    """The pool of this process. Its workers end with the last loader that holds it."""
+    pool = _pools.get(os.getpid())  # a fork inherits the object, but not its workers
+    if pool is None:
+        pool = _pools[os.getpid()] = WorkerPool()
+    return pool
 
 
-def _leave_interrupts_to_the_trainer(worker: int) -> None:
-    """Ctrl-C reaches all processes of a terminal; the trainer finishes its step first and needs them for that."""
+_worker_functions: dict[int, Callable[[Any], Any]] = {}
+
+
+def _start_worker(functions: dict[int, Callable[[Any], Any]]) -> None:
+    _worker_functions.update(functions)
+    torch.set_num_threads(1)
+    # Ctrl-C reaches all processes of a terminal; the trainer finishes its step first and needs the workers for that.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _as_is(result: Any) -> Any:
-    return result
+def _end_with_parent() -> None:
+    """A killed trainer leaves no processes behind."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _apply(number: int, request: Any) -> Any:
+    return _worker_functions[number](request)

@@ -1,64 +1,39 @@
-"""Screening: every image is decoded once, before hours are spent on the set."""
+"""Checks of a dataset's images: every one is decoded once, before hours are spent on training."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
-from torch import Generator
-from torch.utils.data import DataLoader, Dataset
 
 from memoro.console import bar, plain_console
-from memoro.data.dataset import ImageSet, Skipped, open_encoded
-from memoro.errors import DataError, ImageError
-
-MAX_UNREADABLE = 0.05
+from memoro.data.dataset import ImageSet, Skipped, refuse_many
+from memoro.data.loader import shared_pool, worker_count
+from memoro.errors import ImageError
+from memoro.images import open_image
 
 _CHUNK = 64
-_FEW = 512  # below this, starting processes takes longer than the work
-_EDGE = 64  # JPEGs are decoded at a fraction of their size: every byte is read all the same
-
-
-@dataclass(frozen=True)
-class Screening:
-    """What decoding all images of a set showed."""
-
-    good: npt.NDArray[np.int64]
-    """Positions of the readable images."""
-    digests: npt.NDArray[np.uint8]
-    """SHA-256 of these (n, 32)."""
-    skipped: tuple[Skipped, ...]
+_DRAFT = 64  # JPEGs are decoded at a fraction of their size: every byte is read all the same
 
 
 def check_images(images: ImageSet, workers: int | None = None, *, quiet: bool = False) -> list[Skipped]:
     """The images that cannot be read, and why. More than 5 % of them is an error that lists the first."""
-    skipped = list(screen_images(images, workers, quiet=quiet).skipped)
+    skipped = list(drop_unreadable(images, workers, quiet=quiet).skipped)
     refuse_many(skipped, len(images), images.name)
     return skipped
 
 
-def screen_images(images: ImageSet, workers: int | None = None, *, quiet: bool = False) -> Screening:
-    """Which images can be read, by decoding each of them in worker processes."""
+def drop_unreadable(images: ImageSet, workers: int | None = None, *, quiet: bool = False) -> ImageSet:
+    """The images that can be decoded, with their digests; `skipped` lists the others."""
     chunks = [range(at, min(at + _CHUNK, len(images))) for at in range(0, len(images), _CHUNK)]
-    results: DataLoader[Any] = DataLoader(
-        _Checks(images),
-        batch_size=None,
-        sampler=chunks,
-        num_workers=worker_count(workers, len(images)),
-        collate_fn=_as_is,
-        generator=Generator(),  # its own: the global one would be moved on
-    )
+    results = shared_pool().imap(_Check(images), chunks, worker_count(workers, len(images)))
     good: list[int] = []
     digests: list[bytes] = []
     skipped: list[Skipped] = []
-    quiet = quiet or not plain_console(stderr=True).is_terminal  # where nobody watches
+    quiet = quiet or not plain_console(stderr=True).is_terminal
     with bar(f"checking {images.name}", len(images), quiet=quiet) as advance:
-        for chunk, outcomes in zip(chunks, results, strict=True):
+        for chunk, outcomes in results:
             for at, outcome in zip(chunk, outcomes, strict=True):
                 if isinstance(outcome, bytes):
                     good.append(at)
@@ -67,49 +42,23 @@ def screen_images(images: ImageSet, workers: int | None = None, *, quiet: bool =
                     skipped.append(Skipped(images.where(at), outcome))
             advance(len(chunk))
     table = np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(len(digests), 32)
-    return Screening(np.array(good, dtype=np.int64), table, tuple(skipped))
+    return replace(images.subset(good), digests=table, skipped=tuple(skipped))
 
 
-def refuse_many(skipped: Sequence[Skipped], total: int, name: str) -> None:
-    """An error if more than 5 % of `total` images, the skipped ones among them, cannot be read."""
-    if len(skipped) <= MAX_UNREADABLE * total:
-        return
-    first = "".join(f"\n  {where}: {reason}" for where, reason in skipped[:5])
-    more = f"\n  and {len(skipped) - 5} more" if len(skipped) > 5 else ""
-    raise DataError(
-        f"{name}: {len(skipped)} of {total} images cannot be read, more than {MAX_UNREADABLE:.0%}; "
-        f"repair or remove them:{first}{more}"
-    )
-
-
-def worker_count(workers: int | None, images: int) -> int:
-    """The number of worker processes: as asked, or one per core (eight at most), or none for a handful of images."""
-    if workers is not None:
-        if workers < 0:
-            raise DataError(f"{workers} workers: choose 0 (decode in this process) or more.")
-        return workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 0 if images < _FEW else min(cores, 8)
-
-
-class _Checks(Dataset[Any]):
+@dataclass(frozen=True, eq=False)
+class _Check:
     """For a chunk of positions, each image's SHA-256 or the reason why it cannot be read."""
 
-    def __init__(self, images: ImageSet) -> None:
-        self.images = images
+    images: ImageSet
 
-    def __getitem__(self, chunk: range) -> list[bytes | str]:
+    def __call__(self, chunk: range) -> list[bytes | str]:
         return [self._check(at) for at in chunk]
 
     def _check(self, at: int) -> bytes | str:
         where = self.images.where(at)
         try:
             data = self.images.read(at)
-            open_encoded(data, where, _EDGE)
+            open_image(data, draft=_DRAFT, name=where)
         except ImageError as error:
             return str(error).removeprefix(f"{where}: ").rstrip(".")
         return hashlib.sha256(data).digest()
-
-
-def _as_is(outcome: Any) -> Any:
-    return outcome

@@ -1,25 +1,19 @@
-"""Which images are held out: stratified, seeded, and a pure function of what it is given."""
+"""Splits of a dataset. Which images are held out is stratified, seeded, and a pure function of its arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
+from memoro.data.annotations import RawDataset, RawSplit, encode, first_few, labels_in, left_out, sort_labels
 from memoro.data.augment import Purpose, order
-from memoro.data.dataset import ImageSet, Skipped
-from memoro.data.listing import Listing, Part, Role, encode, in_order, left_out, names_of
-from memoro.data.screening import refuse_many, screen_images
+from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, refuse_many
+from memoro.data.screening import drop_unreadable
 from memoro.errors import DataError
-
-if TYPE_CHECKING:
-    from memoro.heads import HeadKind
-
 
 Index = npt.NDArray[np.int64]
 
@@ -41,11 +35,11 @@ def strata(targets: Tensor) -> Index:
 def stratified_split(groups: Index, fraction: float, seed: int) -> tuple[Index, Index]:
     """(kept, held out) positions, in order: about `fraction` of every group is held out.
 
-    A group never loses its last image, so one with a single image is kept. What rounding leaves over goes to the
-    groups that are owed most.
+    A group never loses its last image, so one with a single image is kept. What rounding leaves over is taken from
+    the groups with the largest remainders.
     """
     if not 0.0 <= fraction < 1.0:
-        raise DataError(f"a held-out fraction of {fraction} makes no sense: choose one from 0 up to, but not, 1.")
+        raise DataError(f"the held-out fraction is {fraction}: choose one from 0 to below 1.")
     groups = np.asarray(groups, dtype=np.int64)
     shuffled = _by_group(groups, seed)
     names, counts = np.unique(groups, return_counts=True)
@@ -55,9 +49,9 @@ def stratified_split(groups: Index, fraction: float, seed: int) -> tuple[Index, 
     left = min(round(float(owed.sum())) - int(take.sum()), int(free.sum()))
     if fraction > 0 and take.sum() == 0 and free.sum() > 0:
         left = max(left, 1)
-    # Ties between groups are broken by lot: the alphabet must not decide which classes are measured.
-    lot = order(len(names), seed, Purpose.SPLIT, epoch=1)
-    for position in sorted(range(len(names)), key=lambda at: (take[at] - owed[at], lot[at])):
+    # Ties between groups are broken at random: the alphabet must not decide which classes are measured.
+    tie = order(len(names), seed, Purpose.SPLIT, epoch=1)
+    for position in sorted(range(len(names)), key=lambda at: (take[at] - owed[at], tie[at])):
         if left > 0 and free[position] > 0:
             take[position] += 1
             left -= 1
@@ -78,7 +72,7 @@ def stratified_folds(groups: Index, folds: int, seed: int) -> Index:
     shuffled = _by_group(groups, seed)
     _, counts = np.unique(groups, return_counts=True)
     several = shuffled[np.repeat(counts > 1, counts)]
-    # Dealt like cards through all groups, so that both groups and folds come out even.
+    # Dealt in turn across all groups, so that both groups and folds come out even.
     fold[several] = np.arange(len(several)) % folds
     return fold
 
@@ -89,258 +83,190 @@ def _by_group(groups: Index, seed: int) -> Index:
     return shuffled[np.argsort(groups[shuffled], kind="stable")]
 
 
-ROLES: tuple[Role, ...] = ("train", "val", "test")
+def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Splits | None = None) -> Splits:
+    """The dataset with numbered labels, without unreadable images, and with a validation split.
 
-
-@dataclass(frozen=True)
-class Splits:
-    """The splits of a set; None where it has none. `notes` are for the user to read before trusting a figure."""
-
-    name: str
-    labels: tuple[str, ...]
-    kind: HeadKind
-    train: ImageSet | None
-    val: ImageSet | None
-    test: ImageSet | None
-    notes: tuple[str, ...] = ()
-    skipped: tuple[Skipped, ...] = ()
-    """Images that could not be read, of all splits."""
-
-
-def build_splits(
-    listing: Listing,
-    name: str,
-    *,
-    labels: Sequence[str] | None,
-    val_fraction: float,
-    fold: tuple[int, int] | None,
-    seed: int,
-    screen: bool,
-    screened: Splits | None,
-    workers: int | None,
-    quiet: bool,
-) -> Splits:
-    """The listing's images, numbered by label, screened, and with a validation split."""
-    parts = {role: listing.parts[role] for role in ROLES if role in listing.parts and len(listing.parts[role].rows)}
+    Images that `checked` has as well are not decoded again.
+    """
+    parts = {split: raw.splits[split] for split in SPLITS if split in raw.splits and len(raw.splits[split].rows)}
     if not parts:
-        refuse_many(listing.skipped, len(listing.skipped), name)
+        refuse_many(raw.skipped, len(raw.skipped), name)
         raise DataError(f"{name}: there are no images in it.")
-    notes = list(listing.notes)
-    names = _labels(listing, parts, labels, name)
-    if labels is None and listing.kind != "regression":
+    notes = list(raw.notes)
+    labels = _labels(raw, parts, options.labels, name)
+    if options.labels is None and raw.kind != "regression" and "train" in parts:
         notes += _drop_unseen(parts)
-
-    sets: dict[Role, ImageSet] = {}
-    for role, part in parts.items():
-        rows = np.asarray(part.rows, dtype=np.int64)
-        targets = encode(part.values, names, listing.kind)
-        sets[role] = ImageSet(f"{name}:{role}", names, listing.kind, part.source, rows, targets)
-    skipped = list(listing.skipped)
-    total = len(skipped) + sum(map(len, sets.values()))
-    if screen:
-        for role, images in sets.items():
-            known = _known_digests(images, screened)
-            if known is not None:
-                sets[role] = replace(images, digests=known)
-                continue
-            found = screen_images(images, workers, quiet=quiet)
-            sets[role] = replace(images.subset(found.good), digests=found.digests, skipped=found.skipped)
-            skipped += found.skipped
+    sets: dict[SplitName, ImageSet] = {}
+    for split, part in parts.items():
+        rows, targets = np.asarray(part.rows, dtype=np.int64), encode(part.annotations, labels, raw.kind)
+        sets[split] = ImageSet(f"{name}:{split}", labels, raw.kind, part.source, rows, targets)
+    total = len(raw.skipped) + sum(map(len, sets.values()))
+    if options.screen:
+        for split, images in sets.items():
+            digests = _known_digests(images, checked)
+            known = None if digests is None else replace(images, digests=digests)
+            sets[split] = known or drop_unreadable(images, options.workers, quiet=options.quiet)
     else:
-        notes.append("images were not screened: duplicates are not looked for, and an unreadable image stops the run.")
+        notes.append("images were not screened: duplicates are not found, and an unreadable image stops the run.")
+    skipped = (*raw.skipped, *(skip for images in sets.values() for skip in images.skipped))
     refuse_many(skipped, total, name)
     if skipped:
         notes.append(f"{left_out(len(skipped), 'unreadable image')}, such as {skipped[0].where} ({skipped[0].reason}).")
-
-    if "train" in sets and (fold is not None or ("val" not in sets and val_fraction > 0)):
-        notes += _hold_out(sets, val_fraction, fold, seed)
-    if "train" in sets:
-        notes += _thin_classes(sets["train"])
-    notes += _duplicates(sets)
-    return Splits(
-        name=name,
-        labels=names,
-        kind=listing.kind,
-        train=sets.get("train"),
-        val=sets.get("val"),
-        test=sets.get("test"),
-        notes=tuple(notes),
-        skipped=tuple(skipped),
-    )
+    train, val, test = map(sets.get, SPLITS)
+    notes += [] if train is None else _rare_classes(train)
+    splits = Splits(name, labels, raw.kind, train, val, test, tuple(notes), skipped)
+    splits = hold_out(splits, options.val_fraction, options.seed, fold=options.fold)
+    return replace(splits, notes=(*splits.notes, *_duplicates(splits)))
 
 
-def _labels(listing: Listing, parts: dict[Role, Part], asked: Sequence[str] | None, name: str) -> tuple[str, ...]:
+def _labels(
+    raw: RawDataset, parts: dict[SplitName, RawSplit], asked: Sequence[str] | None, name: str
+) -> tuple[str, ...]:
     """The labels in the order of their numbers: as asked for, as the source fixes them, or those of the train split."""
-    if listing.kind == "regression":
-        own = listing.labels or ()
+    if raw.kind == "regression":
+        own = raw.labels or ()
         if asked is not None and len(asked) != len(own):
             raise DataError(
                 f"{name}: {len(own)} numbers per image ({', '.join(own)}), but {len(asked)} were asked for."
             )
-        return tuple(asked) if asked is not None else own
-    present = {role: names_of(part.values) for role, part in parts.items()}
+        return own if asked is None else tuple(asked)
+    present = {split: labels_in(part.annotations) for split, part in parts.items()}
     everything = set().union(*present.values())
     if asked is not None:
-        strange = in_order(everything - set(asked))
-        if strange:
+        unknown = sort_labels(everything - set(asked))
+        if unknown:
             raise DataError(
-                f"{name}: the labels do not match the task's. Not among its {len(asked)}: {_some(strange)}; "
-                f"it knows {_some(tuple(asked))}. Rename the classes, or train a task of their own."
+                f"{name}: the labels do not match the task's. Not among its {len(asked)}: {first_few(unknown)}; "
+                f"it knows {first_few(tuple(asked))}. Rename the classes, or train a task for them."
             )
         return tuple(asked)
-    names = listing.labels or in_order(present.get("train") or everything)
-    if listing.kind == "softmax" and len(names) < 2:
+    labels = raw.labels or sort_labels(present.get("train") or everything)
+    if raw.kind == "softmax" and len(labels) < 2:
         raise DataError(
-            f"{name}: one class only ({_some(names)}); to tell it from others, add images of another class, in a "
-            "folder or rows of their own."
+            f"{name}: one class only ({first_few(labels)}); add images of another class, in their own folder or rows."
         )
-    if not names:
-        raise DataError(f"{name}: not one image has a label.")
-    return names
+    if not labels:
+        raise DataError(f"{name}: no image has a label.")
+    return labels
 
 
-def _drop_unseen(parts: dict[Role, Part]) -> list[str]:
-    """Takes out val and test images of classes without a training image: no training could ever get them right."""
+def _drop_unseen(parts: dict[SplitName, RawSplit]) -> list[str]:
+    """Removes val and test images of classes without a training image: no training could ever get them right."""
     notes: list[str] = []
-    if "train" not in parts:
-        return notes
-    seen = names_of(parts["train"].values)
-    for role in [role for role in parts if role != "train"]:
-        part = parts[role]
-        unseen = in_order(names_of(part.values) - seen)
+    seen = labels_in(parts["train"].annotations)
+    for split in [split for split in parts if split != "train"]:
+        part = parts[split]
+        unseen = sort_labels(labels_in(part.annotations) - seen)
         if not unseen:
             continue
-        keep = [at for at, value in enumerate(part.values) if names_of([value]) <= seen]
-        notes.append(
-            f"{left_out(len(part.rows) - len(keep), f'{role} image')}: no training image shows {_some(unseen)}."
-        )
-        parts[role] = Part(part.source, [part.rows[at] for at in keep], [part.values[at] for at in keep])
+        keep = [at for at, annotation in enumerate(part.annotations) if labels_in([annotation]) <= seen]
+        dropped = left_out(len(part.rows) - len(keep), f"{split} image")
+        notes.append(f"{dropped}: no training image shows {first_few(unseen)}.")
+        parts[split] = RawSplit(part.source, [part.rows[at] for at in keep], [part.annotations[at] for at in keep])
         if not keep:
-            del parts[role]
+            del parts[split]
     return notes
 
 
-def _known_digests(images: ImageSet, screened: Splits | None) -> npt.NDArray[np.uint8] | None:
-    """The digests of images that somebody has screened already, None unless that was all of them."""
-    rows: dict[int, npt.NDArray[np.uint8]] = {}
-    for other in (screened.train, screened.val, screened.test) if screened is not None else ():
+def _known_digests(images: ImageSet, checked: Splits | None) -> npt.NDArray[np.uint8] | None:
+    """The digests of images that have been checked already, None unless all have."""
+    known: dict[int, npt.NDArray[np.uint8]] = {}
+    for other in (checked.train, checked.val, checked.test) if checked is not None else ():
         if other is not None and other.digests is not None and other.source == images.source:
-            rows |= dict(zip(other.rows.tolist(), other.digests, strict=True))
-    if not len(images) or not all(row in rows for row in images.rows.tolist()):
-        return None
-    return np.stack([rows[row] for row in images.rows.tolist()])
+            known |= dict(zip(other.rows.tolist(), other.digests, strict=True))
+    rows = images.rows.tolist()
+    return np.stack([known[row] for row in rows]) if rows and all(row in known for row in rows) else None
 
 
-def hold_out(splits: Splits, fraction: float, seed: int, like: Splits | None = None) -> Splits:
-    """The same with a validation split cut out of train, where there is none yet.
+def hold_out(
+    splits: Splits, fraction: float, seed: int, *, like: Splits | None = None, fold: tuple[int, int] | None = None
+) -> Splits:
+    """The same with a fraction or fold of train as the validation split; a fraction only where there is none yet.
 
-    Classes are those of `like`, where that has the same images: then both lose the same ones.
+    Where `like` has the same training images, its labels decide, so that both hold out the same ones.
     """
-    if splits.train is None or splits.val is not None or not fraction:
+    train = by = splits.train
+    if train is None or by is None or (fold is None and (splits.val is not None or not fraction)):
         return splits
-    sets: dict[Role, ImageSet] = {"train": splits.train}
-    if like is not None and like.train is not None and np.array_equal(like.train.rows, splits.train.rows):
-        other: dict[Role, ImageSet] = {"train": like.train}
-        notes = _hold_out(other, fraction, None, seed)
-        held = np.isin(splits.train.rows, other["val"].rows) if "val" in other else None
-        if held is not None:
-            _cut(sets, held)
-    else:
-        notes = _hold_out(sets, fraction, None, seed)
-    before = set(_thin_classes(splits.train))  # of all images: what is left may have fewer
-    kept = [note for note in splits.notes if note not in before]
-    return replace(
-        splits, train=sets["train"], val=sets.get("val"), notes=(*kept, *notes, *_thin_classes(sets["train"]))
-    )
-
-
-def fold_numbers(train: ImageSet, folds: int, seed: int) -> npt.NDArray[np.int64]:
-    """The fold in which each image is held out, -1 for never; copies of an image stay together."""
-    group, leaders = _leaders(train)
-    number = np.full(len(train), -1, dtype=np.int64)
-    number[leaders] = stratified_folds(strata(train.targets)[leaders], folds, seed)
-    return number[group]
-
-
-def _leaders(images: ImageSet) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The first copy of each image's content, for every image; and which images are first."""
-    group = np.arange(len(images))
-    if images.digests is not None:
-        _, first, inverse = np.unique(_keys(images), return_index=True, return_inverse=True)
-        group = first[inverse]
-    return group, np.flatnonzero(group == np.arange(len(images)))
-
-
-def _hold_out(sets: dict[Role, ImageSet], fraction: float, fold: tuple[int, int] | None, seed: int) -> list[str]:
-    """Cuts a validation split out of train. Copies of an image stay together, or validation would ask what it told."""
-    whole = sets["train"]
-    notes = []
-    if fold is not None and "val" in sets:
-        notes.append("the set's own validation split was left out: a fold was asked for.")
-    group, leaders = _leaders(whole)
-    classes = strata(whole.targets)[leaders]
+    if like is not None and like.train is not None and np.array_equal(like.train.rows, train.rows):
+        by = like.train
+    outdated = _rare_classes(train)  # train is about to have fewer images
+    notes = [note for note in splits.notes if note not in outdated]
     if fold is None:
-        held = stratified_split(classes, fraction, seed)[1]
-        notes.append(f"{fraction:.0%} of train, stratified with seed {seed}, became the validation split.")
+        # Copies of an image stay together.
+        first = _first_copies(by)
+        unique = np.unique(first)
+        chosen = stratified_split(strata(by.targets)[unique], fraction, seed)[1]
+        held, what = np.isin(first, unique[chosen]), f"{fraction:.0%}"
     else:
         which, folds = fold
         if not 0 <= which < folds:
-            raise DataError(f"fold {which} of {folds}: count from 0 to {folds - 1}.")
-        held = np.flatnonzero(stratified_folds(classes, folds, seed) == which)
-        notes.append(f"fold {which} of {folds} of train, stratified with seed {seed}, became the validation split.")
-    out = np.isin(group, leaders[held])
-    if not out.any():
-        return ["no validation split could be made: every class has a single image."]
-    _cut(sets, out)
+            raise DataError(f"there is no fold {which} of {folds}: count from 0 to {folds - 1}.")
+        held, what = fold_numbers(by, folds, seed) == which, f"fold {which} of {folds}"
+    val = splits.val
+    if held.any():
+        if val is not None:
+            notes.append("the dataset's own validation split was left out: a fold was asked for.")
+        notes.append(f"{what} of train (stratified, seed {seed}) became the validation split.")
+        # Unreadable images are listed once, with train.
+        val = replace(train.subset(np.flatnonzero(held)), name=train.name.removesuffix("train") + "val", skipped=())
+        train = train.subset(np.flatnonzero(~held))
+    else:
+        notes.append("no validation split could be made: every class has a single image.")
+    return replace(splits, train=train, val=val, notes=(*notes, *_rare_classes(train)))
+
+
+def fold_numbers(train: ImageSet, folds: int, seed: int) -> Index:
+    """The fold in which each image is held out, -1 for never; copies of an image are in the same fold."""
+    first = _first_copies(train)
+    unique = np.unique(first)
+    number = np.full(len(train), -1, dtype=np.int64)
+    number[unique] = stratified_folds(strata(train.targets)[unique], folds, seed)
+    return number[first]
+
+
+def _first_copies(images: ImageSet) -> Index:
+    """For every image the position of the first one with the same content."""
+    if images.digests is None:
+        return np.arange(len(images))
+    _, first, inverse = np.unique(_keys(images), return_index=True, return_inverse=True)
+    return first[inverse]
+
+
+def _rare_classes(train: ImageSet) -> list[str]:
+    """Notes on classes with one training image, or none."""
+    if train.kind == "regression":
+        return []
+    counts = train.targets.bincount(minlength=len(train.labels)) if train.kind == "softmax" else train.targets.sum(0)
+    notes = []
+    for number, what in ((1, "a single image"), (0, "no image")):
+        labels = [label for label, count in zip(train.labels, counts.tolist(), strict=True) if count == number]
+        if labels:
+            notes.append(f"{len(labels)} of {len(train.labels)} classes have {what} in train: {first_few(labels)}.")
     return notes
 
 
-def _cut(sets: dict[Role, ImageSet], out: npt.NDArray[np.bool_]) -> None:
-    whole = sets["train"]
-    sets["train"] = whole.subset(np.flatnonzero(~out))
-    # What could not be read is told once, with train.
-    sets["val"] = replace(whole.subset(np.flatnonzero(out)), name=whole.name.removesuffix("train") + "val", skipped=())
-
-
-def _thin_classes(train: ImageSet) -> list[str]:
-    if train.kind == "regression":
-        return []
-    count = (
-        torch.bincount(train.targets, minlength=len(train.labels)) if train.kind == "softmax" else train.targets.sum(0)
-    )
-    one = tuple(label for label, images in zip(train.labels, count.tolist(), strict=True) if images == 1)
-    none = tuple(label for label, images in zip(train.labels, count.tolist(), strict=True) if images == 0)
-    return [
-        f"{len(labels)} of {len(train.labels)} classes have {what} in train: {_some(labels)}."
-        for labels, what in ((one, "a single image"), (none, "no image"))
-        if labels
-    ]
-
-
-def _duplicates(sets: dict[Role, ImageSet]) -> list[str]:
-    """Notes on images that stand in two splits, or under two labels."""
+def _duplicates(splits: Splits) -> list[str]:
+    """Notes on images that are in two splits, or under two labels."""
     notes = []
-    known = {role: images for role, images in sets.items() if images.digests is not None and len(images)}
-    for role, other in (("test", "train"), ("val", "train"), ("test", "val")):
-        if role not in known or other not in known:
+    sets = {"train": splits.train, "val": splits.val, "test": splits.test}
+    known = {split: images for split, images in sets.items() if images and images.digests is not None}
+    for split, other in (("test", "train"), ("val", "train"), ("test", "val")):
+        if split not in known or other not in known:
             continue
-        _, here, there = np.intersect1d(_keys(known[role]), _keys(known[other]), return_indices=True)
+        _, here, there = np.intersect1d(_keys(known[split]), _keys(known[other]), return_indices=True)
         if len(here):
-            pair = known[role].where(int(here[0])), known[other].where(int(there[0]))
-            notes.append(f"{len(here)} images of {role} stand in {other} too, such as {pair[0]} = {pair[1]}.")
-    if "train" in known and known["train"].kind == "softmax":
-        train = known["train"]
-        pairs = np.stack([np.unique(_keys(train), return_inverse=True)[1], train.targets.numpy()], axis=1)
-        _, labels_of = np.unique(np.unique(pairs, axis=0)[:, 0], return_counts=True)
-        if (labels_of > 1).any():
-            notes.append(f"{int((labels_of > 1).sum())} images stand under two labels or more in train.")
+            pair = known[split].where(int(here[0])), known[other].where(int(there[0]))
+            notes.append(f"{len(here)} images of {split} are in {other} too, such as {pair[0]} = {pair[1]}.")
+    train = known.get("train")
+    if train is not None and train.kind == "softmax":
+        pairs = np.stack([_first_copies(train), train.targets.numpy()], axis=1)
+        _, labels = np.unique(np.unique(pairs, axis=0)[:, 0], return_counts=True)
+        if (labels > 1).any():
+            notes.append(f"{int((labels > 1).sum())} images have two or more labels in train.")
     return notes
 
 
 def _keys(images: ImageSet) -> npt.NDArray[np.bytes_]:
     assert images.digests is not None
     return np.ascontiguousarray(images.digests).view("S32").ravel()
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,21 +1,19 @@
-"""An image stream: a set too big to hold, read from front to back."""
+"""Image streams: datasets too big to store, read from front to back (iterable-style)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from memoro.data.annotations import encode, parse
 from memoro.data.augment import Purpose, uniform
+from memoro.data.dataset import SPLITS, AnySplits, DataOptions, Labelled, SplitName
 from memoro.data.hub import KNOWN, fetch
-from memoro.data.listing import encode, parse
-from memoro.data.tables import Columns, choose, encoded, named, roles_of
+from memoro.data.tables import Columns, choose_columns, encoded_image, match_splits, undecoded
 from memoro.errors import DataError, ImageError
-
-if TYPE_CHECKING:
-    from memoro.heads import HeadKind
 
 
 class StreamSample(NamedTuple):
@@ -27,12 +25,9 @@ class StreamSample(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class ImageStream:
-    """Images of one split in the order in which they arrive."""
+class ImageStream(Labelled):
+    """An iterable-style dataset: the images of one split in the order in which they arrive."""
 
-    name: str
-    labels: tuple[str, ...]
-    kind: HeadKind
     table: Any
     columns: Columns
     length: int | None = None
@@ -41,25 +36,22 @@ class ImageStream:
     """(seed, fraction, whether this is the held-out side) where one split was cut in two."""
 
     def samples(self) -> Iterator[StreamSample]:
-        """Every image with its target. Images without a label are passed over."""
+        """Every image with its target. Images without a label are left out."""
         for number, row in enumerate(self.table):
             if self.holdout is not None:
                 seed, fraction, held = self.holdout
                 if (uniform(1, seed, Purpose.STREAM, sample=number)[0] < fraction) != held:
                     continue
             where = self.where(number)
-            cell = named([row[self.columns.values[0]]], self.columns)[0]
-            if len(self.columns.values) > 1:
-                cell = tuple(row[column] for column in self.columns.values)
-            if cell is None and self.kind == "softmax":
+            cells = self.columns.cells({column: [row[column]] for column in self.columns.values})
+            if cells == [None] and self.kind == "softmax":
                 continue
-            value = parse([cell], self.kind, lambda _, where=where: where)[0]  # type: ignore[misc]
             try:
-                target = encode([value], self.labels, self.kind)[0]
+                [target] = encode(parse(cells, self.kind, lambda _, where=where: where), self.labels, self.kind)  # type: ignore[misc]
             except KeyError as error:
                 raise DataError(f"{where}: {error} is not among the labels; pass all of them as labels.") from None
             try:
-                data = encoded(row[self.columns.image], where)
+                data = encoded_image(row[self.columns.image], where)
             except ImageError:
                 data = b""  # the loader counts it among the unreadable
             yield StreamSample(number, data, target)
@@ -68,77 +60,44 @@ class ImageStream:
         return f"{self.name}, image {number} of the stream"
 
 
-@dataclass(frozen=True)
-class Streams:
-    """The splits of a stream, and what to know about them."""
-
-    labels: tuple[str, ...]
-    kind: HeadKind
-    train: ImageStream | None
-    val: ImageStream | None
-    test: ImageStream | None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        first = self.train or self.val or self.test
-        return "stream" if first is None else first.name.rpartition(":")[0] or first.name
+@dataclass(frozen=True, eq=False)
+class Streams(AnySplits[ImageStream]):
+    """The splits of a stream."""
 
 
-def load_stream(
-    source: Any,
-    *,
-    split: str | None = None,
-    kind: HeadKind | None = None,
-    image_column: str | None = None,
-    label_column: str | Sequence[str] | None = None,
-    labels: Sequence[str] | None = None,
-    val_fraction: float = 0.15,
-    seed: int = 0,
-    config: str | None = None,
-) -> Streams:
-    """The streams of a hub id, one of the known names, or an iterable dataset: nothing is stored on disk.
+def load_stream(source: Any, **options: Any) -> Streams:
+    """The streams of a hub id, a known name, or an iterable dataset: nothing is stored on disk. Options: `DataOptions`.
 
-    What a stream cannot tell, it cannot check: images are not screened and duplicates not found, and a validation
-    split, where there is none, takes each image by lot instead of class by class.
+    Images of a stream are not checked in advance and duplicates not found. A validation split, where there is none,
+    takes each image at random instead of class by class.
     """
+    chosen = DataOptions(**options)
+    if chosen.fold is not None:
+        raise DataError("a stream cannot be cut into folds: use val_fraction.")
     if isinstance(source, str) and source in KNOWN and KNOWN[source].hub is not None:
         known = KNOWN[source]
-        source, label_column = known.hub, label_column or known.label_column
-    tables, name = fetch(source, split=split, config=config, streaming=True)
-    roles, notes = roles_of(tables, name)
-    features = tables[next(iter(roles.values()))].features
-    if features is None:
+        source, chosen = known.hub, replace(chosen, label_column=chosen.label_column or known.label_column)
+    tables, name = fetch(source, chosen.split, chosen.config, streaming=True)
+    keys, notes = match_splits(tables, name)
+    first = next(iter(keys.values()))
+    if tables[first].features is None:
         tables = {key: table._resolve_features() for key, table in tables.items()}
-        features = tables[next(iter(roles.values()))].features
-    columns = choose(features, kind=kind, image_column=image_column, label_column=label_column, name=name)
-    names = tuple(labels) if labels is not None else columns.labels
-    if names is None:
+    columns = choose_columns(tables[first].features, chosen, name)
+    labels = columns.labels if chosen.labels is None else tuple(chosen.labels)
+    if labels is None:
         raise DataError(f"{name}: the column {columns.values[0]!r} does not list its labels; pass them as labels=[…].")
-    streams = {}
-    for role, key in roles.items():
-        table = _encoded(tables[key], columns)
-        streams[role] = ImageStream(f"{name}:{key}", names, columns.kind, table, columns, _length(tables[key], key))
-    if "train" in streams and "val" not in streams and val_fraction > 0:
+    streams: dict[SplitName, ImageStream] = {}
+    for split, key in keys.items():
+        table, sizes = tables[key], getattr(tables[key].info, "splits", None) or {}
+        length = sizes[key].num_examples if key in sizes else None
+        table = undecoded(table, columns.image, *columns.values)
+        streams[split] = ImageStream(f"{name}:{key}", labels, columns.kind, table, columns, length)
+    seed, fraction = chosen.seed, chosen.val_fraction
+    if "train" in streams and "val" not in streams and fraction > 0:
         whole = streams["train"]
-        streams["train"] = replace(whole, holdout=(seed, val_fraction, False), length=None)
-        streams["val"] = replace(whole, holdout=(seed, val_fraction, True), length=None)
-        notes.append(f"{val_fraction:.0%} of train, drawn by lot with seed {seed}, became the validation split.")
-    notes.append("a stream is not screened: unreadable images are found, counted and skipped while it is read.")
-    return Streams(
-        names, columns.kind, streams.get("train"), streams.get("val"), streams.get("test"), notes=tuple(notes)
-    )
-
-
-def _encoded(table: Any, columns: Columns) -> Any:
-    import datasets
-
-    table = table.select_columns([columns.image, *columns.values])
-    if isinstance(table.features[columns.image], datasets.Image):
-        table = table.cast_column(columns.image, datasets.Image(decode=False))
-    return table
-
-
-def _length(table: Any, split: str) -> int | None:
-    splits = getattr(table.info, "splits", None) or {}
-    return splits[split].num_examples if split in splits else None
+        streams["train"] = replace(whole, holdout=(seed, fraction, False), length=None)
+        streams["val"] = replace(whole, holdout=(seed, fraction, True), length=None)
+        notes.append(f"{fraction:.0%} of train (random, seed {seed}) became the validation split.")
+    notes.append("images of a stream are checked while it is read: unreadable ones are counted and left out.")
+    train, val, test = map(streams.get, SPLITS)
+    return Streams(name, labels, columns.kind, train, val, test, notes=tuple(notes))

@@ -1,26 +1,112 @@
-"""Tables of `datasets`: objects in memory, Arrow files, sets of the hub. Images stay encoded in the table."""
+"""Tables: CSV and Parquet files that list images, and `datasets` objects. Images stay encoded until they are used."""
 
 from __future__ import annotations
 
+import csv
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memoro.data.dataset import Skipped, unreadable_size
-from memoro.data.folders import Files
+from memoro.data.annotations import KIND_OF_COLUMN, SPLIT_NAMES, RawDataset, RawSplit, parse, split_name
+from memoro.data.dataset import SPLITS, DataOptions, Skipped, SplitName, unreadable_size
+from memoro.data.folders import FileImages
 from memoro.data.hub import read_inaturalist
-from memoro.data.listing import KIND_OF_COLUMN, ROLES, Listing, Part, Role, Value, parse, role_of
 from memoro.errors import DataError, ImageError
+from memoro.heads import HeadKind
 
-if TYPE_CHECKING:
-    from memoro.heads import HeadKind
+IMAGE_COLUMNS = ("image", "img", "path", "file", "file_name", "filename", "image_path", "filepath")
+TABLE_SUFFIXES = frozenset({".csv", ".tsv", ".parquet"})
 
 
 @dataclass(frozen=True)
-class ImageColumn:
+class Columns:
+    """The columns to read. `labels` are the names that the table fixes, or for regression its columns' names."""
+
+    image: str
+    values: tuple[str, ...]
+    kind: HeadKind
+    labels: tuple[str, ...] | None = None
+
+    def cells(self, table: Mapping[str, Sequence[Any]]) -> list[Any]:
+        """The cells to parse: class numbers replaced by their names, unknown ones by None."""
+        if len(self.values) > 1:
+            return list(zip(*(table[column] for column in self.values), strict=True))
+        cells, names = table[self.values[0]], self.labels
+        if names is None or self.kind == "regression":
+            return list(cells)
+
+        def name(number: Any) -> str | None:
+            return names[number] if isinstance(number, int) and 0 <= number < len(names) else None
+
+        if self.kind == "multilabel":
+            return [[name(number) for number in (cell if isinstance(cell, Sequence) else [cell])] for cell in cells]
+        return [name(cell) for cell in cells]
+
+
+def choose_columns(
+    features: Mapping[str, Any], options: DataOptions, name: str, image_columns: Sequence[str] = IMAGE_COLUMNS
+) -> Columns:
+    """The columns of a table, by the types of its features (None where it has none) first and by their names second."""
+    image, asked, kind = options.image_column, options.label_column, options.kind
+    pictures = [column for column, feature in features.items() if type(feature).__name__ == "Image"]
+    if image is None and len(pictures) == 1:
+        image = pictures[0]
+    image = _find_column(list(features), image, image_columns, "image_column", name)
+    classes = [column for column, feature in features.items() if _kind_of_feature(feature)[1] is not None]
+    if asked is None and len(classes) == 1:
+        asked = classes[0]
+    present = [column for column in features if column != image]
+    if asked is not None and not isinstance(asked, str):
+        if kind not in {None, "regression"}:
+            raise DataError(f"{name}: several label columns are for regression only, not for {kind}.")
+        values = tuple(_find_column(present, column, (), "label_column", name) for column in asked)
+        return Columns(image, values, "regression", values)
+    # `label` and `labels` are mixed up too often to insist on one of them, once the kind is known.
+    usual = sorted(KIND_OF_COLUMN, key=lambda column: kind not in {None, KIND_OF_COLUMN[column]})
+    value = _find_column(present, asked, usual, "label_column", name)
+    by_type, names = _kind_of_feature(features[value])
+    if by_type == "multilabel" and kind == "softmax":
+        raise DataError(f"{name}: the column {value!r} has several labels per image: that is kind 'multilabel'.")
+    kind = kind or by_type or KIND_OF_COLUMN.get(value.lower(), "softmax")
+    return Columns(image, (value,), kind, (value,) if kind == "regression" else names)
+
+
+def _find_column(present: Sequence[str], asked: str | None, usual: Sequence[str], argument: str, name: str) -> str:
+    """The column asked for, or the first of the usual names (whatever their case), or an error that lists them all."""
+    if asked is not None:
+        if asked not in present:
+            raise DataError(f"{name}: no column {asked!r}; it has {', '.join(map(repr, present))}.")
+        return asked
+    lower = {column.lower(): column for column in reversed(present)}
+    for candidate in usual:
+        if candidate in lower:
+            return lower[candidate]
+    what = "label" if argument == "label_column" else "image's path" if usual[0] == "path" else "image"
+    raise DataError(
+        f"{name}: no column for the {what} among {', '.join(map(repr, present)) or 'none at all'}; "
+        f"call it {usual[0]!r}, or name it with {argument}."
+    )
+
+
+def _kind_of_feature(feature: Any) -> tuple[HeadKind | None, tuple[str, ...] | None]:
+    """The kind of head and the labels that a feature of `datasets`, or a cell of a table without types, tells."""
+    inner: Any = getattr(feature, "feature", None)
+    kind, inner_kind = type(feature).__name__, type(inner).__name__
+    if kind == "ClassLabel":
+        return "softmax", tuple(feature.names)
+    if inner_kind == "ClassLabel":
+        return "multilabel", tuple(inner.names)
+    if inner_kind == "Value":
+        return ("regression" if inner.dtype.startswith("float") else "multilabel"), None
+    if kind == "float" or (kind == "Value" and feature.dtype.startswith(("float", "decimal"))):
+        return "regression", None
+    return ("multilabel" if kind == "list" else None), None
+
+
+@dataclass(frozen=True)
+class TableImages:
     """Images in a column of a `datasets.Dataset`."""
 
     table: Any
@@ -28,13 +114,13 @@ class ImageColumn:
     name: str
 
     def read(self, row: int) -> bytes:
-        return encoded(self.table[row][self.column], self.where(row))
+        return encoded_image(self.table[row][self.column], self.where(row))
 
     def where(self, row: int) -> str:
         return f"{self.name}, row {row}"
 
 
-def encoded(cell: Any, where: str) -> bytes:
+def encoded_image(cell: Any, where: str) -> bytes:
     """The bytes of an image cell: bytes, a path, or a record of either."""
     path = cell
     if isinstance(cell, Mapping):
@@ -56,262 +142,130 @@ def encoded(cell: Any, where: str) -> bytes:
         raise ImageError(f"{where}: {path}: {error.strerror or error}.") from None
 
 
-def list_tables(
-    tables: Mapping[str, Any],
-    *,
-    kind: HeadKind | None,
-    image_column: str | None,
-    label_column: str | Sequence[str] | None,
-    name: str,
-) -> Listing:
-    """What the tables of a set hold, by the names of its splits and the types of its columns."""
-    roles, notes = roles_of(tables, name)
-    first = next(iter(roles))
-    columns = choose(
-        tables[roles[first]].features, kind=kind, image_column=image_column, label_column=label_column, name=name
-    )
-    parts: dict[Role, Part] = {}
-    for role, split in roles.items():
-        table = tables[split]
-        part, note = _part(table, columns, f"{name}:{split}" if len(tables) > 1 else name)
-        parts[role] = part
-        notes += note
-    return Listing(columns.kind, parts, labels=columns.labels, notes=tuple(notes))
-
-
-def roles_of(tables: Mapping[str, Any], name: str) -> tuple[dict[Role, str], list[str]]:
-    """Which table is for what; a set of one table is for training, whatever it is called, unless it says otherwise."""
-    roles: dict[Role, str] = {}
-    notes = []
-    for split in tables:
-        role = role_of(split) or ("train" if len(tables) == 1 else None)
-        if role is None or role in roles:
-            notes.append(f"the split {split!r} was left out: it is none of train, val and test.")
-        else:
-            roles[role] = split
-    if not roles:
-        raise DataError(f"{name}: no train, val or test among its splits {', '.join(tables)}; name one with split.")
-    return roles, notes
-
-
-def encoded_table(table: Any, column: str) -> Any:
-    """The table's image column alone, not decoded."""
+def undecoded(table: Any, image: str, *others: str) -> Any:
+    """These columns of a `datasets` table, its images as bytes."""
     import datasets
 
-    table = table.select_columns([column])
-    if isinstance(table.features[column], datasets.Image):
-        table = table.cast_column(column, datasets.Image(decode=False))
-    elif getattr(table.features[column], "dtype", None) not in {"binary", "large_binary", "string", "large_string"}:
+    table, feature = table.select_columns([image, *others]), table.features[image]
+    if isinstance(feature, datasets.Image):
+        return table.cast_column(image, datasets.Image(decode=False))
+    if getattr(feature, "dtype", None) not in {"binary", "large_binary", "string", "large_string"}:
         raise DataError(
-            f"column {column!r} holds {table.features[column]}, not images: cast it with "
-            f"dataset.cast_column({column!r}, datasets.Image()), or name another with image_column."
+            f"column {image!r} holds {feature}, not images: cast it with dataset.cast_column({image!r}, "
+            "datasets.Image()), or name another with image_column."
         )
     return table
 
 
-def _part(table: Any, columns: Columns, name: str) -> tuple[Part, list[str]]:
+def read_tables(tables: Mapping[str, Any], options: DataOptions, name: str) -> RawDataset:
+    """What `datasets` tables hold, by the names of the splits and the types of their columns."""
+    names, notes = match_splits(tables, name)
+    columns = choose_columns(tables[next(iter(names.values()))].features, options, name)
+    splits: dict[SplitName, RawSplit] = {}
+    for split, key in names.items():
+        splits[split], more = _read_table(tables[key], columns, f"{name}:{key}" if len(tables) > 1 else name)
+        notes += more
+    return RawDataset(columns.kind, splits, labels=columns.labels, notes=tuple(notes))
+
+
+def match_splits(tables: Mapping[str, Any], name: str) -> tuple[dict[SplitName, str], list[str]]:
+    """The table of each split; a single table is for training, unless its name says otherwise."""
+    names: dict[SplitName, str] = {}
+    notes = []
+    for key in tables:
+        split = split_name(key) or ("train" if len(tables) == 1 else None)
+        if split is None or split in names:
+            notes.append(f"the split {key!r} was left out: it is none of train, val and test.")
+        else:
+            names[split] = key
+    if not names:
+        raise DataError(f"{name}: no train, val or test among its splits {', '.join(tables)}; name one with split.")
+    return names, notes
+
+
+def _read_table(table: Any, columns: Columns, name: str) -> tuple[RawSplit, list[str]]:
     missing = [column for column in (columns.image, *columns.values) if column not in table.features]
     if missing:
         raise DataError(f"{name}: no column {missing[0]!r}; it has {', '.join(map(repr, table.features))}.")
     table = table.with_format(None)
-    source = ImageColumn(encoded_table(table, columns.image), columns.image, name)
-    cells = cells_of(table, columns)
+    source = TableImages(undecoded(table, columns.image), columns.image, name)
+    cells = columns.cells(table.select_columns(list(columns.values))[:])
     rows: Sequence[int] = range(len(cells))
     notes = []
     if columns.kind == "softmax":
         # Test sets of competitions come without labels, or with -1 for them.
-        rows_known = [row for row, cell in enumerate(cells) if cell is not None]
-        if len(rows_known) < len(cells):
-            notes.append(f"{name}: {len(cells) - len(rows_known)} images without a label were left out.")
-        rows, cells = rows_known, [cells[row] for row in rows_known]
-    values: list[Value] = parse(cells, columns.kind, lambda at: f"{name}, row {rows[at]}")
-    if columns.kind == "softmax" and columns.labels is not None:
-        absent = [label for label in columns.labels if label not in Counter(map(str, values))]
-        if absent and values:
-            shown = ", ".join(absent[:5])
-            notes.append(f"{name}: {len(absent)} of {len(columns.labels)} labels have no image there ({shown}…).")
-    return Part(source, rows, values), notes
+        rows = [row for row, cell in enumerate(cells) if cell is not None]
+        if len(rows) < len(cells):
+            notes.append(f"{name}: {len(cells) - len(rows)} images without a label were left out.")
+    annotations = parse([cells[row] for row in rows], columns.kind, lambda at: f"{name}, row {rows[at]}")
+    return RawSplit(source, rows, annotations), notes
 
 
-def cells_of(table: Any, columns: Columns) -> list[Any]:
-    """The cells to parse, class numbers replaced by their names, missing ones by None."""
-    data = table.select_columns(list(columns.values))[:]
-    if len(columns.values) > 1:
-        return list(zip(*(data[column] for column in columns.values), strict=True))
-    return named(data[columns.values[0]], columns)
+def read_manifest(path: Path, options: DataOptions) -> RawDataset:
+    """What a CSV or Parquet file lists. Paths are relative to its folder and stay inside it, unless `allow_absolute`.
 
-
-def named(cells: Sequence[Any], columns: Columns) -> list[Any]:
-    """Class numbers as the names that the table gives them."""
-    names = columns.labels
-    if names is None or columns.kind == "regression":
-        return list(cells)
-
-    def name(number: Any) -> str | None:
-        return names[number] if isinstance(number, int) and 0 <= number < len(names) else None
-
-    if columns.kind == "multilabel":
-        return [[name(number) for number in (cell if isinstance(cell, Sequence) else [cell])] for cell in cells]
-    return [name(cell) for cell in cells]
-
-
-IMAGE_COLUMNS = ("image", "img", "path", "file", "file_name", "filename", "image_path", "filepath")
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns to read. `labels` are the names that the table fixes, or for regression its columns' names."""
-
-    image: str
-    values: tuple[str, ...]
-    kind: HeadKind
-    labels: tuple[str, ...] | None = None
-
-
-def choose_column(
-    present: Sequence[str], asked: str | None, usual: Sequence[str], what: str, argument: str, name: str
-) -> str:
-    """The column asked for, or the first of the usual names (whatever their case), or an error that lists them all."""
-    if asked is not None:
-        if asked not in present:
-            raise DataError(f"{name}: no column {asked!r}; it has {', '.join(map(repr, present))}.")
-        return asked
-    lower = {column.lower(): column for column in reversed(present)}
-    for candidate in usual:
-        if candidate in lower:
-            return lower[candidate]
-    raise DataError(
-        f"{name}: no column for the {what} among {', '.join(map(repr, present)) or 'none at all'}; "
-        f"call it {usual[0]!r}, or say which one with {argument}."
-    )
-
-
-def choose_values(
-    present: Sequence[str], asked: str | Sequence[str] | None, kind: HeadKind | None, name: str
-) -> tuple[str, ...]:
-    """The columns of what the images show: one, or several numbers for a regression."""
-    if asked is not None and not isinstance(asked, str):
-        if kind not in {None, "regression"}:
-            raise DataError(f"{name}: several label columns make sense for a regression only, not for {kind}.")
-        return tuple(choose_column(present, column, (), "label", "label_column", name) for column in asked)
-    usual = [column for column in KIND_OF_COLUMN if kind in {None, KIND_OF_COLUMN[column]}]
-    # `label` and `labels` are mixed up too often to insist, once the kind is known.
-    usual += [column for column in KIND_OF_COLUMN if column not in usual]
-    return (choose_column(present, asked, usual, "label", "label_column", name),)
-
-
-def kind_of_feature(feature: Any) -> tuple[HeadKind | None, tuple[str, ...] | None]:
-    """What a `datasets` feature says about its column: the kind of task, and the labels' names."""
-    import datasets
-
-    inner = getattr(feature, "feature", None)
-    if isinstance(feature, datasets.ClassLabel):
-        return "softmax", tuple(feature.names)
-    if isinstance(inner, datasets.ClassLabel):
-        return "multilabel", tuple(inner.names)
-    if isinstance(inner, datasets.Value):
-        return ("regression" if inner.dtype.startswith("float") else "multilabel"), None
-    if isinstance(feature, datasets.Value) and feature.dtype.startswith(("float", "decimal")):
-        return "regression", None
-    return None, None
-
-
-def choose(
-    features: Any,
-    *,
-    kind: HeadKind | None,
-    image_column: str | None,
-    label_column: str | Sequence[str] | None,
-    name: str,
-) -> Columns:
-    """The columns of a `datasets` table, by their types first and by their names second."""
-    import datasets
-
-    pictures = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
-    image = image_column
-    if image is None and len(pictures) == 1:
-        image = pictures[0]
-    image = choose_column(list(features), image, IMAGE_COLUMNS, "image", "image_column", name)
-    classes = [column for column, feature in features.items() if kind_of_feature(feature)[1] is not None]
-    asked = label_column
-    if asked is None and len(classes) == 1:
-        asked = classes[0]
-    values = choose_values([column for column in features if column != image], asked, kind, name)
-    by_type, names = kind_of_feature(features[values[0]])
-    if by_type == "multilabel" and kind == "softmax":
-        raise DataError(f"{name}: the column {values[0]!r} has several labels per image: that is kind 'multilabel'.")
-    found = "regression" if len(values) > 1 else kind or by_type or KIND_OF_COLUMN.get(values[0].lower(), "softmax")
-    if found == "regression":
-        names = values
-    return Columns(image, values, found, names)
-
-
-MANIFEST_SUFFIXES = frozenset({".csv", ".tsv", ".parquet"})
-
-
-def list_manifest(
-    path: Path,
-    *,
-    kind: HeadKind | None,
-    image_column: str | None,
-    label_column: str | Sequence[str] | None,
-    allow_absolute: bool,
-) -> Listing:
-    """What the table lists. Paths are relative to its folder and stay inside it, unless absolute ones are allowed.
-
-    The column's name tells the kind of task: `label` is one class, `labels` several (between | or ;), `number` a
+    The column's name tells the kind of head: `label` is one class, `labels` several (between | or ;), `number` a
     regression. A column `split` says train, val or test.
     """
     suffix = path.suffix.lower()
     is_text = suffix in {".csv", ".tsv"}
     table = _read_csv(path) if is_text else read_inaturalist(path.parent) if suffix == ".json" else _read_parquet(path)
     if not isinstance(table, dict):
-        return list_tables(
-            {"train": table}, kind=kind, image_column=image_column, label_column=label_column, name=str(path)
-        )
-    present = list(table)
-    image = choose_column(present, image_column, ("path", *IMAGE_COLUMNS), "image's path", "image_column", str(path))
-    columns = choose_values([column for column in present if column != image], label_column, kind, str(path))
+        return read_tables({"train": table}, options, str(path))
 
     def where(row: int) -> str:
         return f"{path}, line {row + 2}" if is_text else f"{path}, row {row}"  # line 1 of a text is its header
 
-    found: HeadKind = kind or ("regression" if len(columns) > 1 else _kind(table[columns[0]], columns[0]))
-    cells = table[columns[0]] if len(columns) == 1 else list(zip(*(table[column] for column in columns), strict=True))
+    # Names that tell the kind come before the types of cells: those of a CSV are all text.
+    features = {
+        column: None if column.lower() in KIND_OF_COLUMN else next((cell for cell in cells if cell is not None), None)
+        for column, cells in table.items()
+    }
+    columns = choose_columns(features, options, str(path), ("path", *IMAGE_COLUMNS))
+    cells = columns.cells(table)
     if not cells:
-        raise DataError(f"{path}: there is not one row below the header.")
-    values = parse(cells, found, where)
-    files, skipped = _files(path.parent, table[image], allow_absolute, where)
-    source = Files(str(path.parent), tuple(files))
-    split = next((column for column in present if column.lower() == "split"), None)
-    roles = [_role(cell, where(row)) for row, cell in enumerate(table[split])] if split else ["train"] * len(cells)
-    parts: dict[Role, Part] = {}
-    for role in ("train", "val", "test"):
-        rows = [row for row, found_role in enumerate(roles) if found_role == role and row not in skipped]
-        if rows:
-            part_values: list[Value] = [values[row] for row in rows]
-            parts[role] = Part(source, rows, part_values)
-    return Listing(
-        found, parts, labels=columns if found == "regression" else None, skipped=tuple(skipped[row] for row in skipped)
-    )
+        raise DataError(f"{path}: there are no rows below the header.")
+    annotations = parse(cells, columns.kind, where)
+    files, skipped = _find_files(path.parent, table[columns.image], options.allow_absolute, where)
+    source = FileImages(str(path.parent), tuple(files))
+    by_split: dict[SplitName, list[int]] = {split: [] for split in SPLITS}
+    split_cells = next((table[column] for column in table if column.lower() == "split"), ["train"] * len(cells))
+    for row, cell in enumerate(split_cells):
+        split = split_name(str(cell or "").strip() or "train")
+        if split is None:
+            raise DataError(f"{where(row)}: the split {str(cell).strip()!r} is none of {', '.join(SPLIT_NAMES)}.")
+        if row not in skipped:
+            by_split[split].append(row)
+    splits = {
+        split: RawSplit(source, rows, [annotations[row] for row in rows]) for split, rows in by_split.items() if rows
+    }
+    return RawDataset(columns.kind, splits, labels=columns.labels, skipped=tuple(skipped.values()))
 
 
 def _read_csv(path: Path) -> dict[str, list[Any]]:
     """The columns as text: 007 is a name, and so is NA."""
-    import pandas
-
     try:
-        with open(path, encoding="utf-8-sig") as file:
+        with open(path, encoding="utf-8-sig", newline="") as file:
             header = file.readline()
-        separator = "\t" if path.suffix.lower() == ".tsv" or "\t" in header else ","
-        if ";" in header and "," not in header:
-            separator = ";"
-        frame = pandas.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig", sep=separator)
+            separator = "\t" if path.suffix.lower() == ".tsv" or "\t" in header else ","
+            if ";" in header and "," not in header:
+                separator = ";"
+            file.seek(0)
+            names, *rows = [row for row in csv.reader(file, delimiter=separator) if row] or [[]]
     except UnicodeDecodeError:
         raise DataError(f"{path}: not UTF-8; save it as UTF-8 text.") from None
-    except (OSError, ValueError) as error:  # pandas' parser errors are ValueErrors
-        raise DataError(f"{path}: not a readable CSV ({str(error).strip()}).") from None
-    return {str(column).strip(): frame[column].tolist() for column in frame.columns}
+    except (OSError, csv.Error) as error:
+        raise DataError(f"{path}: not a readable CSV ({error}).") from None
+    names = [name.strip() for name in names]
+    if not any(names):
+        raise DataError(f"{path}: not a readable CSV (there is no header).")
+    twice = [name for at, name in enumerate(names) if name and name in names[:at]]
+    if twice:
+        raise DataError(f"{path}: column names must be unique: {twice[0]!r} appears twice.")
+    for at, row in enumerate(rows):
+        if any(row[len(names) :]):
+            raise DataError(f"{path}, line {at + 2}: {len(row)} cells, but the header has {len(names)}.")
+    return {name: [row[at] if at < len(row) else "" for row in rows] for at, name in enumerate(names) if name}
 
 
 def _read_parquet(path: Path) -> Any:
@@ -331,36 +285,21 @@ def _read_parquet(path: Path) -> Any:
     return {name: table.column(name).to_pylist() for name in table.column_names}
 
 
-def _kind(cells: Sequence[Any], column: str) -> HeadKind:
-    """The kind by the column's name, or by the type of its cells (a CSV's are all text)."""
-    by_name = KIND_OF_COLUMN.get(column.lower())
-    if by_name is not None:
-        return by_name
-    sample = next((cell for cell in cells if cell is not None), "")
-    return "multilabel" if isinstance(sample, list) else "regression" if isinstance(sample, float) else "softmax"
-
-
-def _role(cell: Any, where: str) -> Role:
-    text = str(cell or "").strip()
-    role = role_of(text) if text else "train"
-    if role is None:
-        raise DataError(f"{where}: the split {text!r} is none of {', '.join(ROLES)}.")
-    return role
-
-
-def _files(root: Path, cells: Sequence[Any], allow_absolute: bool, where: Any) -> tuple[list[str], dict[int, Skipped]]:
+def _find_files(
+    root: Path, cells: Sequence[Any], allow_absolute: bool, where: Callable[[int], str]
+) -> tuple[list[str], dict[int, Skipped]]:
     """Each row's path below the root, and the rows whose file is missing or empty."""
     paths: list[str] = []
     skipped: dict[int, Skipped] = {}
     for row, cell in enumerate(cells):
         text = str(cell or "").strip()
         if not text:
-            raise DataError(f"{where(row)}: there is no path; fill it in, or drop the row.")
+            raise DataError(f"{where(row)}: there is no path; fill it in, or remove the row.")
         path = os.path.normpath(text.replace("\\", "/") if os.sep == "/" else text)
         leaves = os.path.isabs(path) or path.split(os.sep)[0] == ".." or path[1:2] == ":"
         if leaves and not allow_absolute:
             raise DataError(
-                f"{where(row)}: {text!r} leaves the manifest's folder; move the manifest above its images, "
+                f"{where(row)}: {text!r} leaves the table's folder; move the table above its images, "
                 "or pass allow_absolute=True if you trust it."
             )
         paths.append(path)

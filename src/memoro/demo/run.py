@@ -24,7 +24,7 @@ from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_task, save_task
 from memoro.training.cached import Cache
 from memoro.training.recipe import Recipe
-from memoro.training.sweep import Grid, Subject, SweepResult, run_sweeps
+from memoro.training.sweep import Grid, SweepResult, SweepSpec, run_sweeps
 
 
 def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int = 1000, epochs: int = 14) -> Path:
@@ -44,15 +44,14 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
     parity = {"parity": load_data(write_parity_table(images), quiet=True)}
 
     def sweep(regime: str, sets: dict[str, Splits], grid: Grid, extends: Sequence[Task] = ()) -> dict[str, SweepResult]:
-        subjects = [
-            Subject(TaskPlan(name, splits.labels, splits.kind, extends=extends), splits)
+        recipe = Recipe(epochs=epochs, views=2, augment=Augment(crop="pad", flip=0.0))
+        plans = {name: TaskPlan(name, splits.labels, splits.kind, extends=extends) for name, splits in sets.items()}
+        sweeps = [
+            SweepSpec(plans[name], REGIMES[regime], splits, backbone.preprocessing, grid, recipe)
             for name, splits in sets.items()
         ]
-        recipe = Recipe(epochs=epochs, views=2, augment=Augment(crop="pad", flip=0.0))
-        results = run_sweeps(
-            backbone, subjects, REGIMES[regime], grid, recipe, backbone.preprocessing,
-            cache=Cache(folder / "features"), folder=folder / "runs" / f"{regime}-{'-'.join(sets)}", quiet=False,
-        )  # fmt: skip
+        runs = folder / "runs" / f"{regime}-{'-'.join(sets)}"
+        results = run_sweeps(backbone, sweeps, cache=Cache(folder / "features"), folder=runs)
         return dict(zip(sets, results, strict=True))
 
     console.print(

@@ -4,44 +4,54 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 import os
 import time
 import uuid
-from collections.abc import Iterable, Sequence, Set
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
-import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from memoro.engine.streams import BaseLayer, Features
-from memoro.errors import CacheError, TaskFileError
-from memoro.files import write_whole
+from memoro.errors import CacheError
 
 StoreDtype = Literal["float16", "bfloat16", "float32"]
 
-VERSION = 1
-SHARD_BYTES = 256 * 2**20
-"""A file holds about so much: what a crash loses at most, and what making room frees at least."""
+VERSION = 3
+SHARD_BYTES = 64 * 2**20
+SHARD_RECORDS = 1024
+"""A file holds at most this many bytes and records: a crash or damage loses no more, and eviction frees no less."""
+SUFFIX = ".features"
+PART = ".part"
 ABANDONED = 3600.0
-"""Seconds after which an unfinished file that nobody wrote to belongs to a process that died."""
+"""Seconds without a write after which an unfinished file belongs to a process that died."""
+KEY_BYTES = 32
+LOG = logging.getLogger("memoro")
+TENSORS = ("keys", "checksums", "tokens", "pairs")
+INDEX = "index checksum"
+"""Of the first two tensors: they are checked when a file is opened, each record when it is first read."""
 
 
 def default_folder() -> Path:
-    """Where features are kept unless a user says otherwise."""
+    """Where features are kept unless the user names another folder."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "memoro" / "features"
 
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """One image's record: the token that enters each kept layer and the final one, then keys and values a layer."""
+    """One image's record: the class token that enters each kept layer and the final one, and all keys and values."""
 
-    first: int
+    from_layer: int
     depth: int
     dim: int
     heads: int
@@ -50,102 +60,151 @@ class RecordFormat:
 
     @property
     def layers(self) -> int:
-        return self.depth - self.first
+        return self.depth - self.from_layer
 
-    @property
-    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (self.layers + 1, self.dim), (self.layers, 2, self.heads, self.tokens, self.dim // self.heads)
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
+    def tensors(self, records: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of what a file of so many records holds, in the order of `TENSORS`."""
         # The few class tokens stay exact: a head reads nothing else.
-        small, large = self._shapes
-        return int(np.prod(small)) * 4, int(np.prod(large)) * getattr(torch, self.dtype).itemsize
+        return [
+            (torch.uint8, (records, KEY_BYTES)),
+            (torch.int64, (records,)),
+            (torch.float32, (records, self.layers + 1, self.dim)),
+            (getattr(torch, self.dtype), (records, self.layers, 2, self.heads, self.tokens, self.dim // self.heads)),
+        ]
 
     @property
     def size(self) -> int:
-        """Bytes of a record."""
-        return sum(self._sizes)
+        """Bytes of a record with its key and checksum."""
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors(1))
 
-    def pack(self, features: Features) -> bytes:
-        """The records of a batch, one after the other. Numbers too large for the dtype are an error."""
+    def pack(self, features: Features) -> tuple[Tensor, Tensor]:
+        """Class tokens (b, layers + 1, dim), and keys and values (b, layers, 2, h, n, d), as they are stored."""
+        *_, (token_dtype, _), (pair_dtype, pair_shape) = self.tensors(len(features.token))
         tokens = torch.stack([*(layer.token for layer in features.layers), features.token], dim=1)
         pairs = [torch.stack([layer.keys, layer.values], dim=1) for layer in features.layers]
-        both = torch.stack(pairs, dim=1) if pairs else tokens.new_zeros(len(tokens), *self._shapes[1])
-        kept = both.to("cpu", getattr(torch, self.dtype))
-        exact = tokens.to("cpu", torch.float32)
-        if not bool(torch.isfinite(kept).all() and torch.isfinite(exact).all()):
+        both = torch.stack(pairs, dim=1) if pairs else tokens.new_zeros(pair_shape)
+        packed = tokens.to("cpu", token_dtype), both.to("cpu", pair_dtype)
+        if not all(bool(torch.isfinite(part).all()) for part in packed):
             raise CacheError(
                 f"the backbone's features do not fit into {self.dtype}: choose --cache-dtype bfloat16 or float32, or "
                 "train with --no-cache."
             )
-        raw = [
-            side.contiguous().view(torch.uint8).reshape(len(tokens), size).numpy()
-            for side, size in zip((exact, kept), self._sizes, strict=True)
-        ]
-        return np.concatenate(raw, axis=1).tobytes()
-
-    def views(self, data: Tensor) -> tuple[Tensor, Tensor]:
-        """Raw records (rows, bytes) as tokens (rows, layers + 1, dim) and pairs (rows, layers, 2, h, n, d)."""
-        small, _ = self._sizes
-        tokens, pairs = data[:, :small].view(torch.float32), data[:, small:].view(getattr(torch, self.dtype))
-        return tokens.view(len(data), *self._shapes[0]), pairs.view(len(data), *self._shapes[1])
+        return packed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shard:
-    """One finished file of records."""
+    """One file of records, mapped from disk: nothing is read before it is used. The mapping outlives the file."""
 
     path: Path
-    layout: RecordFormat
-    keys: tuple[bytes, ...]
+    from_layer: int
+    keys: Tensor
+    checksums: Tensor
+    tokens: Tensor
+    pairs: Tensor
+    verified: set[int] = field(default_factory=set)
 
-    def open(self) -> tuple[Tensor, Tensor]:
-        """Its records, mapped from disk: reading one costs nothing before it is used. They outlive the file."""
-        rows, size = len(self.keys), self.layout.size
-        data = torch.from_file(str(self.path), shared=False, size=rows * size, dtype=torch.uint8)
-        return self.layout.views(data.view(rows, size))
+    @classmethod
+    def open(cls, path: Path, format: RecordFormat) -> Shard | None:
+        """The records of a file that have this format, from whatever layer on; None where the file is damaged."""
+        try:
+            with safe_open(path, "pt") as file:
+                parts = [file.get_tensor(name) for name in TENSORS]
+                index = (file.metadata() or {}).get(INDEX)
+        except SafetensorError:
+            return None
+        found = [(part.dtype, tuple(part.shape)) for part in parts]
+        for layer in range(format.depth + 1):
+            if found == replace(format, from_layer=layer).tensors(parts[0].numel() // KEY_BYTES):
+                return cls(path, layer, *parts) if index == str(checksum(*parts[:2])) else None
+        return None
+
+    def intact(self, row: int) -> bool:
+        """Whether a record is what was written. It is checked once: later reads cost nothing more."""
+        if row not in self.verified and checksum(self.tokens[row], self.pairs[row]) == self.checksums[row]:
+            self.verified.add(row)
+        return row in self.verified
+
+
+def checksum(*parts: Tensor) -> int:
+    """CRC-32 of some tensors' bytes."""
+    value = 0
+    for part in parts:
+        value = zlib.crc32(part.view(torch.uint8).numpy().data, value)
+    return value
 
 
 class FeatureStore:
     """Records of one backbone with one preprocessing, by key. `about` is all that they depend on beside the image.
 
-    A file of records counts once its index stands beside it, and both are renamed into place: a crash leaves nothing
-    half done, and two processes at worst compute the same record twice. Nothing that is read can run code.
+    Files are renamed into place when they are complete: a crash leaves nothing half done, and two processes at worst
+    compute the same record twice. Nothing in a file can run code.
     """
 
-    def __init__(self, folder: Path, layout: RecordFormat, about: dict[str, Any]) -> None:
-        self.root = folder
-        self.layout = layout
-        facts = json.dumps({"version": VERSION, **about}, sort_keys=True)
+    def __init__(self, folder: Path, format: RecordFormat, about: dict[str, Any]) -> None:
+        self.root, self.format = folder, format
+        # All but the layer: then a file in the folder that has another format is damaged.
+        facts = json.dumps({"version": VERSION, **vars(replace(format, from_layer=0)), **about}, sort_keys=True)
         self.folder = folder / hashlib.sha256(facts.encode()).hexdigest()[:32]
-        self._open: dict[Path, tuple[Tensor, Tensor]] = {}
-        self._places: dict[bytes, tuple[Shard, int]] = {}
+        self._known: set[Path] = set()
+        self._records: dict[bytes, tuple[Shard, int]] = {}
         self.refresh()
 
     def refresh(self) -> None:
-        """Looks for what other processes have written since."""
-        for index in sorted(self.folder.glob("*.json")):
-            shard = None if index.with_suffix(".bin") in self._open else _read_index(index, self.layout)
-            if shard is None:
+        """Finds the files that were written since the last time, by this process or another one."""
+        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+            if path in self._known:
                 continue
-            try:
-                self._add(shard, shard.open())
-            except (OSError, RuntimeError):
-                continue  # another process has just made room
+            with suppress(OSError, RuntimeError):  # another process has just evicted it
+                self.add(path)
+
+    def add(self, path: Path, *, verified: bool = False) -> None:
+        """Maps a file. At once, not when it is read: another process may evict it in between."""
+        self._known.add(path)
+        shard = Shard.open(path, self.format)
+        if shard is None:
+            self._discard({path})
+        elif shard.from_layer <= self.format.from_layer:
+            shard.verified.update(range(len(shard.keys)) if verified else ())
+            self._records.update((bytes(key), (shard, row)) for row, key in enumerate(shard.keys.numpy()))
+
+    def discard_damaged(self, keys: Iterable[bytes]) -> bool:
+        """Removes the files in which a record of these keys is damaged, and says so; whether there were any."""
+        damaged = {shard.path for shard, row in map(self._records.__getitem__, keys) if not shard.intact(row)}
+        self._discard(damaged)
+        return bool(damaged)
+
+    def _discard(self, files: Set[Path]) -> None:
+        self.forget(files)
+        for file in files:
+            LOG.warning("note: the feature file %s is damaged: what it held is computed again.", file)
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
 
     def missing(self, keys: Sequence[bytes]) -> list[int]:
         """The positions of keys that have no record yet."""
-        return [at for at, key in enumerate(keys) if key not in self._places]
+        return [at for at, key in enumerate(keys) if key not in self._records]
 
-    def writer(self) -> Writer:
-        return Writer(self)
+    @contextmanager
+    def writer(self) -> Iterator[Writer]:
+        """Keeps what was added when it ends, even by an exception."""
+        clear_abandoned(self.root)
+        writer = Writer(self)
+        try:
+            yield writer
+        except CacheError:
+            raise
+        except BaseException:
+            with suppress(CacheError):
+                writer.flush()
+            raise
+        writer.flush()
 
     def buffer(self, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Buffers for a batch of records. It is worth keeping: touching fresh memory takes longer than reading."""
-        layout = self.layout
-        shape = (layout.layers, 2, batch, layout.heads, layout.tokens, layout.dim // layout.heads)
-        return torch.empty(layout.layers + 1, batch, layout.dim, dtype=dtype), torch.empty(shape, dtype=dtype)
+        """Memory for a batch of records. Use it again: touching fresh memory takes longer than reading."""
+        form = self.format
+        pairs = (form.layers, 2, batch, form.heads, form.tokens, form.dim // form.heads)
+        return torch.empty(form.layers + 1, batch, form.dim, dtype=dtype), torch.empty(pairs, dtype=dtype)
 
     def read(
         self,
@@ -154,207 +213,138 @@ class FeatureStore:
         device: torch.device,
         buffer: tuple[Tensor, Tensor],
     ) -> Features:
-        """The features of a batch, as the backbone computed them but for the rounding of the store.
+        """The features of a batch as the backbone computed them, up to the rounding of the store.
 
-        They lie in the buffer, until the next batch is read into it.
+        They are valid until the next batch is read into the same buffer.
         """
-        layout = self.layout
+        layers = self.format.layers
         tokens, pairs = buffer[0][:, : len(keys)], buffer[1][:, :, : len(keys)]
         for at, key in enumerate(keys):
-            shard, row = self._places[key]
-            small, large = self._open[shard.path]
-            # A record from an earlier layer on serves a later fork as well.
-            skip = layout.first - shard.layout.first
-            tokens[:, at].copy_(small[row, skip:])
-            if layout.layers:
-                pairs[:, :, at].copy_(large[row, skip:])
+            shard, row = self._records[key]
+            # A record may start at an earlier layer: its last layers are the wanted ones.
+            tokens[:, at].copy_(shard.tokens[row, -layers - 1 :])
+            if layers:
+                pairs[:, :, at].copy_(shard.pairs[row, -layers:])
         tokens, pairs = tokens.to(device), pairs.to(device)
-        layers = [
-            BaseLayer(token, pair[0], pair[1], bias)
-            for token, pair, bias in zip(tokens[:-1], pairs, biases, strict=True)
-        ]
-        return Features(layout.first, layers, tokens[-1])
+        parts = zip(tokens[:-1], pairs, biases, strict=True)
+        kept = [BaseLayer(token, pair[0], pair[1], bias) for token, pair, bias in parts]
+        return Features(self.format.from_layer, kept, tokens[-1])
 
     def files_of(self, keys: Iterable[bytes]) -> set[Path]:
         """The files that hold the records of these keys."""
-        return {self._places[key][0].path for key in keys if key in self._places}
+        return {self._records[key][0].path for key in keys if key in self._records}
 
     def forget(self, files: Set[Path]) -> None:
-        """Lets go of files that were removed."""
-        self._places = {key: place for key, place in self._places.items() if place[0].path not in files}
-        self._open = {path: data for path, data in self._open.items() if path not in files}
-
-    def _add(self, shard: Shard, data: tuple[Tensor, Tensor]) -> None:
-        # At once, not when it is read: another process may make room in between.
-        self._open[shard.path] = data
-        self._places.update({key: (shard, row) for row, key in enumerate(shard.keys)})
+        """Releases files that were removed."""
+        self._records = {key: place for key, place in self._records.items() if place[0].path not in files}
 
 
 class Writer:
-    """Appends records to a store; each file counts as soon as it is full, the last one when the writer closes."""
+    """Collects records and writes them to a store, a file at a time."""
 
     def __init__(self, store: FeatureStore) -> None:
         self._store = store
-        self._rows = max(1, SHARD_BYTES // max(1, store.layout.size))
-        self._keys: list[bytes] = []
-        self._path: Path | None = None
-        self._file: BinaryIO | None = None
-
-    def __enter__(self) -> Writer:
-        clear_abandoned(self._store.root)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None and issubclass(kind, CacheError):
-            self._drop()
-            return
-        # What is complete is kept, whatever stopped the rest; that is what the caller is to hear of.
-        with nullcontext() if kind is None else suppress(CacheError):
-            self._finish()
+        self._limit = max(1, min(SHARD_RECORDS, SHARD_BYTES // store.format.size))
+        self._records: list[tuple[bytes, Tensor, Tensor]] = []
 
     def add(self, keys: Sequence[bytes], features: Features) -> None:
-        data, size = self._store.layout.pack(features), self._store.layout.size
-        try:
-            for at, key in enumerate(keys):
-                if self._file is None:
-                    self._store.folder.mkdir(parents=True, exist_ok=True)
-                    self._path = self._store.folder / f"{uuid.uuid4().hex}.part"
-                    self._file = self._path.open("wb")
-                self._file.write(data[at * size : (at + 1) * size])
-                self._keys.append(key)
-                if len(self._keys) == self._rows:
-                    self._finish()
-        except OSError as error:
-            self._drop()
-            raise self._failure(error.strerror) from None
+        for record in zip(keys, *self._store.format.pack(features), strict=True):
+            self._records.append(record)
+            if len(self._records) == self._limit:
+                self.flush()
 
-    def _finish(self) -> None:
-        if self._file is None or self._path is None:
+    def flush(self) -> None:
+        """Writes what was added since the last file. The store has it from then on."""
+        if not self._records:
             return
-        layout, keys, part = self._store.layout, tuple(self._keys), self._path
-        if not keys:
-            self._drop()
-            return
-        data = part.with_suffix(".bin")
-        record = {"layout": vars(layout), "keys": [key.hex() for key in keys]}
-        try:
-            self._file.truncate(len(keys) * layout.size)  # an interrupt may have come amid a record
-            self._file.close()
-            kept = Shard(part, layout, keys).open()
-            os.replace(part, data)
-            write_whole(data.with_suffix(".json"), json.dumps(record).encode())
-        except (OSError, RuntimeError, TaskFileError) as error:  # torch's own, where it cannot map the file
-            self._drop()
-            data.unlink(missing_ok=True)
-            raise self._failure(error.strerror if isinstance(error, OSError) else str(error)) from None
-        self._store._add(Shard(data, layout, keys), kept)
-        self._keys, self._path, self._file = [], None, None
-
-    def _drop(self) -> None:
-        if self._file is not None and self._path is not None:
-            with suppress(OSError):  # it may try once more to write
-                self._file.close()
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
-        self._keys, self._path, self._file = [], None, None
-
-    def _failure(self, reason: str | None) -> CacheError:
-        return CacheError(
-            f"cannot keep features in {self._store.folder} ({reason}): make room, choose another --cache-folder, or "
-            "train with --no-cache. What was kept so far stays."
+        keys, tokens, pairs = zip(*self._records, strict=True)
+        self._records = []
+        index = (
+            torch.tensor([list(key) for key in keys], dtype=torch.uint8),
+            torch.tensor([checksum(*record) for record in zip(tokens, pairs, strict=True)]),
         )
+        parts = zip(TENSORS, (*index, torch.stack(tokens), torch.stack(pairs)), strict=True)
+        data = save(dict(parts), metadata={INDEX: str(checksum(*index))})
+        folder = self._store.folder
+        path = folder / f"{uuid.uuid4().hex}{SUFFIX}"
+        part = path.with_name(path.name + PART)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+            self._store.add(path, verified=True)
+        except (OSError, RuntimeError) as error:  # the latter where it cannot be mapped
+            raise cannot_keep(folder, error) from None
+        finally:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
 
-def make_room(root: Path, needed: int, budget: int, keep: Set[Path]) -> set[Path]:
-    """Removes what was used longest ago, of any backbone, until `needed` more bytes stay within the budget.
+def cannot_keep(folder: Path, error: OSError | RuntimeError) -> CacheError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return CacheError(
+        f"cannot keep features in {folder} ({reason}): free some space, choose another --cache-folder, or train with "
+        "--no-cache. What was kept so far stays."
+    )
+
+
+def evict(root: Path, needed: int, budget: float, keep: Set[Path]) -> set[Path]:
+    """Removes the files that were used longest ago, of any backbone, until `needed` more bytes fit the budget.
 
     What other processes are writing counts, and is left alone.
 
-    Returns what it removed: a store that has these open must forget them, or their room is not free.
+    Returns what it removed: a store that has these open must forget them, or their space is not freed.
     """
-    files = sorted(root.glob("*/*.bin"), key=_used)
-    sizes = {file: _size(file) for file in files}
-    total = sum(sizes.values()) + sum(_size(file) for file in root.glob("*/*.part"))
-    removed = set()
-    for file in files:
+    total, removed = total_bytes(root), set()
+    for file, stat in sorted(_files(root).items(), key=lambda item: item[1].st_mtime):
         if total + needed <= budget:
             break
-        if file not in keep:
-            total -= sizes[file]
+        if file not in keep and file.suffix != PART:
+            total -= stat.st_size
             removed.add(file)
             with suppress(OSError):
-                file.with_suffix(".json").unlink(missing_ok=True)
                 file.unlink(missing_ok=True)
     return removed
 
 
 def clear_abandoned(root: Path) -> None:
     """Removes unfinished files of processes that died."""
-    alone = [*root.glob("*/*.part")]
-    for kind, other in ((".bin", ".json"), (".json", ".bin")):
-        alone += [file for file in root.glob(f"*/*{kind}") if not file.with_suffix(other).exists()]
-    for file in alone:
-        try:
-            if time.time() - file.stat().st_mtime > ABANDONED:
-                file.unlink()
-        except OSError:
-            continue  # another process was faster
+    for file, stat in _files(root).items():
+        if file.suffix == PART and time.time() - stat.st_mtime > ABANDONED:
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
 
 
-def _used(file: Path) -> float:
-    try:
-        return file.with_suffix(".json").stat().st_mtime
-    except OSError:
-        return time.time()  # being written
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0  # another process has removed it
-
-
-def _read_index(index: Path, layout: RecordFormat) -> Shard | None:
-    """The shard of an index that serves the layout, None if it does not or is damaged."""
-    data = index.with_suffix(".bin")
-    try:
-        record = json.loads(index.read_bytes())
-        first = record["layout"]["first"]
-        keys = tuple(bytes.fromhex(key) for key in record["keys"])
-        # Only this number is taken from the file; all others must be those that are wanted.
-        if type(first) is not int or not 0 <= first <= layout.first:
-            return None
-        found = replace(layout, first=first)
-        if not keys or record["layout"] != vars(found) or data.stat().st_size != len(keys) * found.size:
-            return None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return Shard(data, found, keys)
-
-
-def touch(files: Iterable[Path]) -> None:
-    """Notes that these files are used: `make_room` takes others first."""
+def mark_used(files: Iterable[Path]) -> None:
+    """Makes these files the last that `evict` takes."""
     for file in files:
-        with suppress(OSError):  # a folder that is only lent
-            os.utime(file.with_suffix(".json"))
+        with suppress(OSError):  # a folder that can only be read
+            os.utime(file)
 
 
 def total_bytes(root: Path) -> int:
-    """How much a folder of features holds."""
-    return sum(_size(file) for file in root.glob("*/*.bin"))
+    """The size of all features in a folder."""
+    return sum(stat.st_size for stat in _files(root).values())
 
 
 def clear(root: Path) -> int:
-    """Removes all features of a folder; returns how many bytes that freed."""
-    freed = 0
-    for folder in root.glob("*"):
-        files = [*folder.glob("*.json"), *folder.glob("*.bin"), *folder.glob("*.part")] if folder.is_dir() else []
-        for file in files:
-            freed += _size(file)
-            file.unlink(missing_ok=True)
-        if files and not any(folder.iterdir()):
+    """Removes all features from a folder; returns how many bytes that freed."""
+    files = _files(root)
+    for file in files:
+        file.unlink(missing_ok=True)
+    for folder in {file.parent for file in files}:
+        if not any(folder.iterdir()):
             folder.rmdir()
-    return freed
+    return sum(stat.st_size for stat in files.values())
+
+
+def _files(root: Path) -> dict[Path, os.stat_result]:
+    """All files of features in a folder, complete or not. Nothing else there is ever touched."""
+    found = {}
+    for file in [*root.glob(f"*/*{SUFFIX}"), *root.glob(f"*/*{SUFFIX}{PART}")]:
+        with suppress(OSError):  # another process has just removed it
+            found[file] = file.stat()
+    return found

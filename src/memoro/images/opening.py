@@ -21,12 +21,17 @@ Draft = int | Callable[[tuple[int, int]], int] | None
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jfif"})
 
 
-def open_image(source: str | Path | bytes | Image.Image, *, draft: Draft = None) -> Image.Image:
+def open_image(
+    source: str | Path | bytes | Image.Image, *, draft: Draft = None, name: str | None = None
+) -> Image.Image:
     """The image of a path, of encoded bytes or of a PIL image as upright RGB, its first frame if it is animated.
 
-    `draft` is the shortest edge that the caller needs: big JPEGs are then decoded at a fraction of their size.
+    `draft` is the shortest edge that the caller needs: big JPEGs are then decoded at a fraction of their size. Errors
+    call the image by its `name`.
     """
-    name = "image" if isinstance(source, (bytes, Image.Image)) else str(source)
+    name = name or ("image" if isinstance(source, (bytes, Image.Image)) else str(source))
+    if source == b"":
+        raise ImageError(f"{name}: the file is empty (0 bytes).")
     try:
         with warnings.catch_warnings():
             # Pillow warns from a lower limit than ours, and about EXIF blocks that we do not need.

@@ -1,9 +1,22 @@
 """Training: from images to a task."""
 
-from memoro.evaluation.evaluate import evaluate
 from memoro.training.cached import Cache
 from memoro.training.fit import FitResult, fit, fit_tasks, train_runs
 from memoro.training.group import RunSpec
-from memoro.training.recipe import Recipe
+from memoro.training.loop import Trainer
+from memoro.training.recipe import Recipe, TrainOptions
+from memoro.training.train import TrainResult, train
 
-__all__ = ["Cache", "FitResult", "Recipe", "RunSpec", "evaluate", "fit", "fit_tasks", "train_runs"]
+__all__ = [
+    "Cache",
+    "FitResult",
+    "Recipe",
+    "RunSpec",
+    "TrainOptions",
+    "TrainResult",
+    "Trainer",
+    "fit",
+    "fit_tasks",
+    "train",
+    "train_runs",
+]

@@ -1,4 +1,4 @@
-"""Checkpoints: all that a training needs to go on as if nothing had happened. No pickle, one file, written whole."""
+"""Checkpoints: all that a training needs to continue as if nothing had happened. No pickle, one file, written whole."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from memoro.backbones import Backbone
+from memoro.console import format_count
 from memoro.data import ImageSet, ImageStream
 from memoro.errors import TrainingError
 from memoro.files import write_whole
@@ -27,7 +28,7 @@ KEY = "memoro-checkpoint"
 
 
 def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, Any], seconds: float) -> None:
-    """Writes the state of all runs. `identity` is what must be the same for a resume."""
+    """Writes the state of all runs. `identity` must be the same for a resume."""
     tensors: dict[str, Tensor] = {}
     records = []
     for number, run in enumerate(run for group in groups for run in group.runs):
@@ -55,7 +56,7 @@ def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, 
 
 
 def read_identity(path: Path) -> dict[str, Any]:
-    """What the training of a checkpoint was."""
+    """The identity of the training that wrote a checkpoint."""
     return dict(_open(path)[0]["identity"])
 
 
@@ -66,17 +67,17 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             dict(record["identity"])
             return record, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise TrainingError(f"{path} is no checkpoint, or damaged ({error}): start anew without --resume.") from None
+        raise TrainingError(f"{path} is not a checkpoint or damaged ({error}): start again without --resume.") from None
 
 
 def load_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, Any]) -> float:
-    """Puts all runs back into the state of a checkpoint; returns the seconds that had been spent."""
+    """Restores all runs from a checkpoint; returns the seconds of training so far."""
     record, tensors = _open(path)
-    changed, details = _compare(record["identity"], json.loads(json.dumps(identity)))
+    changed, details = compare_identities(record["identity"], json.loads(json.dumps(identity)))
     if changed:
         raise TrainingError(
             f"cannot resume: {', '.join(changed)} differ from those of the checkpoint in {path.parent}"
-            f"{f' ({details})' if details else ''}. Use the same settings and data, or start anew without --resume."
+            f"{f' ({details})' if details else ''}. Use the same settings and data, or start again without --resume."
         )
     runs = [run for group in groups for run in group.runs]
     for number, (run, state_of) in enumerate(zip(runs, record["runs"], strict=True)):
@@ -101,22 +102,30 @@ def load_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, 
     return float(record["seconds"])
 
 
-def _compare(saved: dict[str, Any], here: dict[str, Any]) -> tuple[list[str], str]:
-    """What of an identity differs, and the settings that do, with their values there and here.
+def compare_identities(saved: dict[str, Any], here: dict[str, Any]) -> tuple[list[str], str]:
+    """The keys that differ, and the settings among them with their values there and here.
 
-    A list has an entry for each run. With another number of runs all lists differ, so what the runs are counts.
+    Lists have an entry for each run. Where the number of runs differs, they are compared as sets.
     """
-    before, now = (len(_entries(identity.get("recipe"))) for identity in (saved, here))
-    changed = [key for key in here if _differs(saved.get(key), here[key], same_runs=before == now)]
+    runs = [len(_entries(identity.get("recipe"))) for identity in (saved, here)]
+
+    def comparable(value: Any) -> Any:
+        return value if runs[0] == runs[1] else {json.dumps(entry) for entry in _entries(value)}
+
+    changed = [key for key in here if comparable(saved.get(key)) != comparable(here[key])]
     details = []
+    if runs[0] != runs[1]:
+        changed = changed or ["runs"]
+        details.append(f"{format_count(runs[0], 'run')} there, {runs[1]} here")
     for key in changed:
         if key in {"recipe", "task", "preprocessing"}:
-            details += _settings(saved.get(key), here[key])
+            sides = [_settings(identity.get(key)) for identity in (saved, here)]
+            for name in dict.fromkeys((*sides[1], *sides[0])):
+                there, now = (", ".join(side.get(name, ["none"])) for side in sides)
+                if there != now:
+                    details.append(f"{name} {_shorten(there)} there, {_shorten(now)} here")
         elif key in {"features", "halving"}:
             details.append(f"{key} {json.dumps(saved.get(key))} there, {json.dumps(here[key])} here")
-    if before != now:
-        changed = changed or ["runs"]
-        details.insert(0, f"{before} {'run' if before == 1 else 'runs'} there, {now} here")
     return changed, "; ".join(details)
 
 
@@ -124,33 +133,14 @@ def _entries(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _differs(before: Any, now: Any, *, same_runs: bool) -> bool:
-    if same_runs or not isinstance(now, list):
-        return bool(before != now)
-    return {json.dumps(entry) for entry in _entries(before)} != {json.dumps(entry) for entry in now}
-
-
-def _settings(before: Any, now: Any) -> list[str]:
-    """`lr 0.1 there, 0.5 here` for each setting whose values over all runs are others."""
-    sides = [_values(before), _values(now)]
-    found = []
-    for name in dict.fromkeys((*sides[1], *sides[0])):
-        there, here = (", ".join(side.get(name, {"none": None})) for side in sides)
-        if there != here:
-            found.append(f"{name} {_shorten(there)} there, {_shorten(here)} here")
-    return found
-
-
-def _values(runs: Any) -> dict[str, dict[str, None]]:
-    """Each setting's values over all runs, once each and as text; those of a record within by `augment.flip`."""
+def _settings(runs: Any) -> dict[str, dict[str, None]]:
+    """Each setting's values over all runs, once each and as text; nested settings by `augment.flip`."""
     found: dict[str, dict[str, None]] = {}
     for run in _entries(runs):
         for name, value in run.items() if isinstance(run, dict) else ():
-            within = (
-                {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-            )
-            for key, part in within.items():
-                found.setdefault(key, {})[json.dumps(part, ensure_ascii=False)] = None
+            for key, part in (value if isinstance(value, dict) else {"": value}).items():
+                path = f"{name}.{key}" if key else name
+                found.setdefault(path, {})[json.dumps(part, ensure_ascii=False)] = None
     return found
 
 
@@ -173,7 +163,7 @@ def _spec_facts(task: Task | Baseline) -> dict[str, Any]:
 
 
 def run_identity(backbone: Backbone, specs: Sequence[RunSpec], cache: Cache | None) -> dict[str, Any]:
-    """What must be the same for a resume to be the same training."""
+    """All that must be the same for a resume to be the same training."""
     digests: dict[int, str | None] = {}
     for spec in specs:
         for images in (spec.splits.train, spec.splits.val):
@@ -187,7 +177,7 @@ def run_identity(backbone: Backbone, specs: Sequence[RunSpec], cache: Cache | No
             {
                 "train": digests[id(spec.splits.train)],
                 "val": digests[id(spec.splits.val)],
-                "held": None if spec.held is None else hashlib.sha256(spec.held.tobytes()).hexdigest(),
+                "held_out": None if spec.held_out is None else hashlib.sha256(spec.held_out.tobytes()).hexdigest(),
             }
             for spec in specs
         ],
@@ -197,7 +187,7 @@ def run_identity(backbone: Backbone, specs: Sequence[RunSpec], cache: Cache | No
 
 
 def _data_digest(images: ImageSet | ImageStream | None) -> str | None:
-    """What a set holds, in its order: a resume on other images would not be the same training."""
+    """A hash of a set's images and targets, in order."""
     if not isinstance(images, ImageSet):
         return None if images is None else images.name
     whole = hashlib.sha256(images.targets.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""The processes that train together, as `torchrun` or `accelerate launch` started them. Mostly it is one."""
+"""The processes that train together, as `torchrun` or `accelerate launch` started them. Usually it is one."""
 
 from __future__ import annotations
 
@@ -26,35 +26,38 @@ class Processes:
     local_rank: int = 0
     """Its number on its machine."""
     device: str = "cpu"
-    """Where messages to the others have to be."""
+    """Where tensors must be to be sent."""
 
     @property
     def main(self) -> bool:
-        """Whether this is the one that writes files and talks."""
+        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum of each tensor over all processes, in one message; all have one dtype."""
         if self.world == 1 or not tensors:
             return list(tensors)
+        from accelerate.utils import reduce
+
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.device)
-        torch.distributed.all_reduce(flat)
-        parts = torch.split(flat.to(tensors[0].device), [tensor.numel() for tensor in tensors])
+        summed = reduce(flat, reduction="sum").to(tensors[0].device)
+        parts = torch.split(summed, [tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Gives all processes the values that the main one has."""
+        """Gives every process the main one's values."""
         if self.world > 1:
-            kept = [tensor.detach() if self.main else torch.zeros_like(tensor) for tensor in tensors]
-            for tensor, value in zip(tensors, self.all_reduce(kept), strict=True):
-                tensor.detach().copy_(value)
+            from accelerate.utils import broadcast
+
+            for tensor in tensors:
+                tensor.detach().copy_(broadcast(tensor.detach().to(self.device)))
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so in one process or more."""
+        """Whether the flag is set in at least one process."""
         return bool(self.all_reduce([torch.tensor(float(flag))])[0])
 
     def all_gather(self, value: Any) -> list[Any]:
-        """What each process has to say, in their order. No process goes on before all have said it."""
+        """Every process's value, by rank. No process continues before all have sent theirs."""
         if self.world == 1:
             return [value]
         from accelerate.utils import gather_object
@@ -66,18 +69,18 @@ ALONE = Processes()
 
 
 def find_processes(device: torch.device) -> Processes:
-    """Where this process stands. The first call joins it with the others, and waits for them."""
+    """This process among the launched ones. The first call joins the group and waits for the others."""
     need("accelerate")
     from accelerate import PartialState
 
     launched = "LOCAL_RANK" in os.environ
-    # Without being told, Accelerate takes several processes on CPUs for one.
+    # Unless told otherwise, Accelerate treats several processes on CPUs as one.
     state: Any = PartialState(cpu=launched and device.type == "cpu", timeout=TIMEOUT)
     return Processes(state.process_index, state.num_processes, max(state.local_process_index, 0), str(state.device))
 
 
 def own_device() -> torch.device:
-    """This process's GPU, where there is one."""
+    """This process's GPU if there is one, else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

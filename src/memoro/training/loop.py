@@ -1,4 +1,4 @@
-"""The one training loop, for any number of runs and sets of images in one pass."""
+"""The training loop: any number of runs, over any number of sets of images, with one base pass per step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,98 +17,316 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.errors import TrainingError
+from memoro.console import bar, format_bytes
+from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.logits import AnyBatch, collect_logits, inputs_of
 from memoro.evaluation.metrics import measure, score
 from memoro.heads import loss_sum
-from memoro.training.checkpoint import load_checkpoint, save_checkpoint
+from memoro.regimes import Baseline
+from memoro.training.cached import Cache, estimate, fill_caches
+from memoro.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
 from memoro.training.distributed import ALONE, Processes
-from memoro.training.group import RunGroup
-from memoro.training.run import OwnPass, Run, SharedPass, answer_together, pass_for
+from memoro.training.group import Loaders, RunGroup, RunSpec, build_groups
+from memoro.training.recipe import TrainOptions
+from memoro.training.run import Run, SharedForward, build_forward, forward_together
+
+CHECKPOINT = "checkpoint.safetensors"
 
 
-class Watcher(Protocol):
-    """What wants to know how a training goes: a progress bar, a run folder."""
+class Callback(Protocol):
+    """Follows a training: a progress bar, a run folder."""
 
-    def begin(self, groups: Sequence[RunGroup]) -> None: ...
+    def on_train_begin(self, groups: Sequence[RunGroup]) -> None: ...
 
-    def step(self, group: RunGroup, entry: dict[str, Any]) -> None: ...
+    def on_step_end(self, group: RunGroup, entry: dict[str, Any]) -> None: ...
 
-    def epoch(self, group: RunGroup, entries: list[dict[str, Any]]) -> None: ...
+    def on_epoch_end(self, group: RunGroup, entries: list[dict[str, Any]]) -> None: ...
 
 
-@dataclass
-class Training:
-    """RunGroups that go side by side: each step takes a batch of every one, and one base pass for all of them."""
+class Trainer:
+    """Trains groups of runs side by side: each step takes a batch of every group, and one base pass for all of them.
 
-    backbone: Backbone
-    groups: Sequence[RunGroup]
-    watchers: Sequence[Watcher] = ()
-    checkpoint: Path | None = None
-    every: float = 60.0
-    """Seconds between checkpoints within an epoch; each epoch ends with one."""
-    identity: dict[str, Any] = field(default_factory=dict)
-    resume: bool = False
-    processes: Processes = ALONE
-    """Those that train together: each takes its part of every batch. Only the main one writes and is watched."""
-    started: float = 0.0
-    """On the monotonic clock, as if it had never been interrupted."""
+    With several processes, each takes its part of every batch; only the main one writes files and calls callbacks.
+    """
+
+    checkpoint_seconds = 60.0
+    """Seconds between checkpoints within an epoch; every epoch ends with one."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        specs: Sequence[RunSpec],
+        options: TrainOptions | None = None,
+        *,
+        cache: Cache | None = None,
+        processes: Processes = ALONE,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.backbone, self.specs, self.options = backbone, specs, options or TrainOptions()
+        self.cache, self.processes, self.callbacks = cache, processes, list(callbacks)
+        self.loaders = Loaders(backbone, specs, cache, self.options.workers, processes)
+        self.groups, self.runs = build_groups(specs, self.loaders, halving=self.options.halving)
+        self.checkpoint = None if self.options.folder is None else Path(self.options.folder) / CHECKPOINT
+        self.identity = {**run_identity(backbone, specs, cache), "halving": self.options.halving}
+        self._started = 0.0  # on the monotonic clock, as if there had been no interruption
 
     @property
-    def runs(self) -> list[Run]:
-        return [run for group in self.groups for run in group.runs]
+    def total_steps(self) -> int:
+        return sum(group.total_steps for group in self.groups)
 
     def autocast(self) -> torch.autocast:
         # Not Accelerate's own: that is one setting for the whole life of a process.
         low = self.groups[0].recipe.precision == "bf16"
         return torch.autocast(self.backbone.device.type, dtype=torch.bfloat16, enabled=low)
 
+    def fill_cache(self) -> None:
+        """Computes missing features: the first process of each machine does, and the others wait for it."""
+        cached, problem = self.loaders.cached, None
+        if self.cache is not None and self.processes.local_rank == 0:
+            views, size = estimate(cached)
+            try:
+                with bar(f"features ({format_bytes(size)})", views, quiet=self.options.quiet or not views) as tick:
+                    fill_caches(cached, self.cache, tick)
+            except CacheError as error:
+                problem = str(error)
+        problems = [problem for problem in self.processes.all_gather(problem) if problem is not None]
+        if problems:
+            raise CacheError(problems[0])
+        for loader in cached if self.processes.local_rank else ():
+            loader.store.refresh()
 
-def run_training(training: Training) -> float:
-    """Trains all runs to their end and leaves each task with its best weights by validation score.
+    def train(self) -> float:
+        """Trains all runs to the end and leaves each task with its best weights by validation score.
 
-    Returns the seconds that took, over all sittings.
-    """
-    seconds, saved = 0.0, time.monotonic()
-    found = training.resume and training.checkpoint is not None and training.checkpoint.is_file()
-    _check_agreement(training, found)
-    if found:
-        assert training.checkpoint is not None
-        seconds = load_checkpoint(training.checkpoint, training.groups, training.identity)
-    training.processes.broadcast([parameter for run in training.runs for parameter in run.trained.values()])
-    training.started = time.monotonic() - seconds
-    if not any(group.progress.step for group in training.groups):
-        _save(training)  # in place of what another training may have left in the folder
-    for watcher in training.watchers:
-        watcher.begin(training.groups)
-    with _patient_interrupts() as interrupted:
-        while going := [group for group in training.groups if not group.finished]:
-            taken = [(group, group.take()) for group in going]
-            if stepping := [(group, batches) for group, batches in taken if batches]:
-                _step(training, stepping)
-            for group, batches in taken:
-                if not batches:
-                    _end_epoch(training, group)
-                    if not all(run.diverged for run in training.runs):  # else the last good one is kept
-                        _save(training)
-            if training.processes.any(interrupted()):
-                _save(training)
-                training.processes.all_gather("saved")  # a launcher ends all of them when the first one goes
-                done = ", ".join(f"{group.progress.step} of {group.total_steps}" for group in training.groups)
-                raise KeyboardInterrupt(f"stopped and saved after step {done}")
-            if time.monotonic() - saved > training.every:
-                if not all(run.diverged for run in training.runs):
-                    _save(training)
-                saved = time.monotonic()
-    for run in training.runs:
-        run.restore_best()
-        run.task.requires_grad_(False)
-    return time.monotonic() - training.started
+        Returns the seconds of training, including those before an interruption.
+        """
+        seconds, saved = 0.0, time.monotonic()
+        found = self.options.resume and self.checkpoint is not None and self.checkpoint.is_file()
+        self._check_agreement(found)
+        if found:
+            assert self.checkpoint is not None
+            seconds = load_checkpoint(self.checkpoint, self.groups, self.identity)
+        self.processes.broadcast([parameter for run in self.runs for parameter in run.trained.values()])
+        self._started = time.monotonic() - seconds
+        if not any(group.progress.step for group in self.groups):
+            self.save()  # replaces what another training may have left in the folder
+        for callback in self.callbacks:
+            callback.on_train_begin(self.groups)
+        with _deferred_interrupts() as interrupted:
+            while going := [group for group in self.groups if not group.finished]:
+                taken = [(group, group.next_batches()) for group in going]
+                if stepping := [(group, batches) for group, batches in taken if batches]:
+                    self.step(stepping)
+                for group, batches in taken:
+                    if not batches:
+                        self.end_epoch(group)
+                        self.save()
+                if self.processes.any(interrupted()):
+                    self.save()
+                    self.processes.all_gather("saved")  # a launcher ends all processes when the first one exits
+                    done = ", ".join(f"{group.progress.step} of {group.total_steps}" for group in self.groups)
+                    raise KeyboardInterrupt(f"stopped and saved after step {done}")
+                if time.monotonic() - saved > self.checkpoint_seconds:
+                    self.save()
+                    saved = time.monotonic()
+        for run in self.runs:
+            run.restore_best()
+            run.task.requires_grad_(False)
+        return time.monotonic() - self._started
+
+    def save(self) -> None:
+        """Writes a checkpoint, unless every run has diverged: then the last good one is kept."""
+        if self.checkpoint is None or not self.processes.main or all(run.diverged for run in self.runs):
+            return
+        save_checkpoint(self.checkpoint, self.groups, self.identity, time.monotonic() - self._started)
+
+    def _check_agreement(self, found: bool) -> None:
+        """Raises where the processes do not train the same: they would wait for each other for ever."""
+        first, *others = self.processes.all_gather((self.identity, found))
+        for number, (identity, found_there) in enumerate(others, start=1):
+            changed = [key for key, value in first[0].items() if identity.get(key) != value]
+            if changed:
+                raise TrainingError(
+                    f"process {number} and process 0 have different {', '.join(changed)}: all need the same."
+                )
+            if found_there != first[1]:
+                raise TrainingError(
+                    f"some processes cannot find {self.checkpoint}: to resume, every machine needs the run folder."
+                )
+
+    def step(self, taken: Sequence[tuple[RunGroup, Sequence[AnyBatch]]]) -> None:
+        """One optimiser step of every active run over its group's batches."""
+        sums = [_StepSums.over(group, batches, self.processes) for group, batches in taken]
+        for batches_now in zip_longest(*(batches for _, batches in taken)):
+            shared: list[tuple[SharedForward, AnyBatch, _StepSums]] = []
+            for (group, _), batch, found in zip(taken, batches_now, sums, strict=True):
+                if batch is None or not len(batch.targets):  # no batch left, or no image of it for this process
+                    continue
+                if isinstance(group.runs[0].task, Baseline):
+                    self._backward_separately(batch, found)
+                else:
+                    shared.append((group.forward(self.backbone), batch, found))
+            if shared:
+                self._backward_together(shared)
+        for (group, batches), found in zip(taken, sums, strict=True):
+            self._update(group, batches, found)
+
+    def _backward_together(self, entries: Sequence[tuple[SharedForward, AnyBatch, _StepSums]]) -> None:
+        """Runs have disjoint parameters, so one backward pass gives each run its own gradient."""
+        inputs = [inputs_of(batch, self.backbone) for _, batch, _ in entries]
+        with self.autocast():
+            logits = forward_together([forward for forward, _, _ in entries], inputs)
+        losses = [
+            found.loss(number, batch, out)
+            for (_, batch, found), own in zip(entries, logits, strict=True)
+            for number, out in enumerate(own)
+        ]
+        torch.autograd.backward(torch.stack(losses).sum())
+
+    def _backward_separately(self, batch: AnyBatch, found: _StepSums) -> None:
+        """One baseline after the other, so that memory holds the activations of one at a time."""
+        inputs = inputs_of(batch, self.backbone)
+        for number, run in enumerate(found.runs):
+            with self.autocast():
+                out = run.task(inputs)
+            torch.autograd.backward(found.loss(number, batch, out))
+
+    def _update(self, group: RunGroup, batches: Sequence[AnyBatch], found: _StepSums) -> None:
+        """Each run clips and steps on its own; one without finite numbers stops."""
+        progress, total = group.progress, group.total_steps
+        losses, correct = self.processes.all_reduce([found.losses, found.correct])
+        gradients = iter(self.processes.all_reduce(_gradients(found.runs)))
+        entry: dict[str, Any] = {"step": progress.step + 1, "epoch": progress.epoch + 1, "steps": total}
+        for number, run in enumerate(found.runs):
+            own = list(islice(gradients, len(run.trained)))
+            images = float(found.images[number])
+            value = float(losses[number]) / max(images, 1.0)
+            norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in own]).tolist()
+            if not math.isfinite(sum(norms)) or not math.isfinite(value):
+                run.diverge(f"loss {value:.3g}, gradient {math.hypot(*norms):.3g}", progress.step + 1)
+                continue
+            for parameter, gradient, norm in zip(run.trained.values(), own, norms, strict=True):
+                parameter.grad = gradient * run.recipe.clip_scale(norm)
+            rate = run.recipe.rate(progress.step, total)
+            for settings in run.optimizer.param_groups:
+                settings["lr"] = rate * settings["lr_scale"]
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            sums = progress.sums.setdefault(str(group.runs.index(run)), [0.0, 0.0, 0.0])
+            for at, amount in enumerate((float(losses[number]), float(correct[number]), images)):
+                sums[at] += amount
+            if images and ("loss" not in entry or value < entry["loss"]):
+                entry |= {"loss": value, "lr": rate}
+                if run.task.kind == "softmax":
+                    entry["accuracy"] = float(correct[number]) / images
+        entry["images_per_second"] = group.count_step(batches)
+        if len(self.groups) > 1:
+            entry["group"] = group.name
+        for callback in self.callbacks:
+            callback.on_step_end(group, entry)
+
+    def end_epoch(self, group: RunGroup) -> None:
+        """Validates, keeps each run's best weights, stops runs out of patience, and starts the next epoch."""
+        progress, entries = group.progress, []
+        results = self._validate(group)
+        for run in group.active:
+            found = results.get(id(run))
+            if found is not None and not math.isfinite(found["loss"]):
+                run.diverge(f"validation loss {found['loss']:.3g}", progress.step)
+                continue
+            if not all(bool(torch.isfinite(parameter).all()) for parameter in run.trained.values()):
+                run.diverge("weights not finite", progress.step)
+                continue
+            loss, correct, images = progress.sums.get(str(group.runs.index(run)), [0.0, 0.0, 0.0])
+            entry: dict[str, Any] = {
+                "run": self.position(run),
+                "epoch": progress.epoch + 1,
+                "step": progress.step,
+                "train_loss": loss / max(images, 1),
+            }
+            if len(self.groups) > 1:
+                entry["group"] = group.name
+            if run.task.kind == "softmax":
+                entry["train_accuracy"] = correct / max(images, 1)
+            if found is not None:
+                entry |= {f"val_{name}": value for name, value in found.items() if isinstance(value, float)}
+            if found is None or run.sample_weight is not None:
+                # Nothing to choose by, or a fold, which estimates a run that has nothing to choose by: the last epoch.
+                run.keep_best((float(progress.epoch), 0.0), progress.epoch + 1)
+            else:
+                run.keep_best(score(run.task.kind, found), progress.epoch + 1)
+            run.history.append(entry)
+            entries.append(entry)
+            if run.recipe.patience and progress.epoch + 1 - run.best_epoch >= run.recipe.patience:
+                run.stopped = f"no better validation score for {run.recipe.patience} epochs"
+        group.halve()
+        group.next_epoch()
+        for callback in self.callbacks:
+            callback.on_epoch_end(group, entries)
+
+    def position(self, run: Run) -> int:
+        """The run's number, counted over all groups."""
+        return [one for group in self.groups for one in group.runs].index(run)
+
+    def _validate(self, group: RunGroup) -> dict[int, dict[str, Any]]:
+        """The validation metrics of each active run, by its id."""
+        results = {}
+        for loader, runs in group.val_sets:
+            forward = build_forward(self.backbone, [run.task for run in runs])
+            logits, targets = collect_logits(
+                forward, self.backbone, loader, autocast=self.autocast, processes=self.processes
+            )
+            for run, out in zip(runs, logits, strict=True):
+                own = targets if run.val_targets is None else run.val_targets
+                results[id(run)] = measure(run.task.kind, run.task.labels, out, own)
+        return results
+
+
+@dataclass
+class _StepSums:
+    """Sums over the batches of one step, for each active run of a group."""
+
+    runs: list[Run]
+    losses: Tensor
+    correct: Tensor
+    images: Tensor
+    """Images that count: a run may have some held out."""
+
+    @classmethod
+    def over(cls, group: RunGroup, batches: Sequence[AnyBatch], processes: Processes) -> _StepSums:
+        runs = group.active
+        zeros = torch.zeros(len(runs), dtype=torch.float64)
+        images = torch.full_like(zeros, sum(batch.total for batch in batches))
+        index = torch.cat([batch.index for batch in batches])
+        weighted = {at: run.sample_weight[index].sum() for at, run in enumerate(runs) if run.sample_weight is not None}
+        if weighted:
+            [images[list(weighted)]] = processes.all_reduce([torch.stack(list(weighted.values())).double()])
+        return cls(runs, zeros, zeros.clone(), images)
+
+    def loss(self, number: int, batch: AnyBatch, out: Tensor) -> Tensor:
+        """This batch's part of a run's mean loss, for backward; loss and correct answers are added to the sums."""
+        run, device = self.runs[number], out.device
+        targets = (batch.targets if run.targets is None else run.targets[batch.index]).to(device)
+        sample_weight = None if run.sample_weight is None else run.sample_weight[batch.index].to(device)
+        weights = None if run.class_weights is None else run.class_weights.to(device)
+        smoothing = run.recipe.label_smoothing
+        part = loss_sum(run.task.kind, out, targets, smoothing=smoothing, weights=weights, sample_weight=sample_weight)
+        self.losses[number] += float(part.detach())
+        if run.task.kind == "softmax":
+            correct = (out.detach().argmax(-1) == targets).double()
+            self.correct[number] += float((correct if sample_weight is None else correct * sample_weight).sum())
+        return part / max(float(self.images[number]), 1.0)
+
+
+def _gradients(runs: Sequence[Run]) -> list[Tensor]:
+    """Of all parameters in order; zero in a process that had no image of the batch."""
+    parameters = [parameter for run in runs for parameter in run.trained.values()]
+    return [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
 
 
 @contextmanager
-def _patient_interrupts() -> Iterator[Callable[[], bool]]:
-    """Within, Ctrl-C only raises a flag, so that no step is left half done; a second one interrupts at once."""
+def _deferred_interrupts() -> Iterator[Callable[[], bool]]:
+    """Within, Ctrl-C only sets a flag, so that no step is left half done; a second Ctrl-C interrupts at once."""
     flag: list[bool] = []
 
     def handler(number: int, frame: Any) -> None:
@@ -124,195 +342,3 @@ def _patient_interrupts() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(flag)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _check_agreement(training: Training, found: bool) -> None:
-    """Processes that do not train the same would wait for each other in vain."""
-    saved = training.resume and training.checkpoint is not None
-    first, *others = training.processes.all_gather((training.identity, found))
-    for number, (identity, there) in enumerate(others, start=1):
-        changed = [key for key, value in first[0].items() if identity.get(key) != value]
-        if changed:
-            raise TrainingError(f"process {number} has another {', '.join(changed)} than the first: all need the same.")
-        if saved and there != first[1]:
-            raise TrainingError(
-                f"not every process finds {training.checkpoint}: to resume, all machines need the run folder."
-            )
-
-
-def _save(training: Training) -> None:
-    if training.checkpoint is not None and training.processes.main:
-        seconds = time.monotonic() - training.started
-        save_checkpoint(training.checkpoint, training.groups, training.identity, seconds)
-
-
-@dataclass
-class _Sums:
-    """What the batches of one step add up to, for each active run of a group."""
-
-    runs: list[Run]
-    losses: Tensor
-    right: Tensor
-    images: Tensor
-    """How many count; a run may have images held out."""
-
-
-def _step(training: Training, taken: Sequence[tuple[RunGroup, Sequence[AnyBatch]]]) -> None:
-    """One optimiser step of every active run over its group's batches; each run clips and steps for itself."""
-    sums = [_count(group, batches, training.processes) for group, batches in taken]
-    for step_batches in zip_longest(*(batches for _, batches in taken)):
-        shared: list[tuple[SharedPass, AnyBatch, _Sums]] = []
-        for (group, _), batch, found in zip(taken, step_batches, sums, strict=True):
-            if batch is None or not len(batch.targets):  # none left, or none of it for this process
-                continue
-            way = group.shared(training.backbone)
-            if isinstance(way, OwnPass):
-                _learn_apart(training, way, batch, found)
-            else:
-                shared.append((way, batch, found))
-        if shared:
-            _learn_together(training, shared)
-    for (group, batches), found in zip(taken, sums, strict=True):
-        _apply(training, group, batches, found)
-
-
-def _learn_together(training: Training, entries: Sequence[tuple[SharedPass, AnyBatch, _Sums]]) -> None:
-    """Parameters of runs are disjoint, so one backward pass gives each run its own gradient."""
-    inputs = [inputs_of(batch, training.backbone) for _, batch, _ in entries]
-    with training.autocast():
-        answers = answer_together([way for way, _, _ in entries], inputs)
-    parts = [
-        _loss(found, number, batch, out)
-        for (_, batch, found), own in zip(entries, answers, strict=True)
-        for number, out in enumerate(own)
-    ]
-    torch.autograd.backward(torch.stack(parts).sum())
-
-
-def _learn_apart(training: Training, way: OwnPass, batch: AnyBatch, found: _Sums) -> None:
-    """One baseline after the other, so that memory holds what backward needs of one of them at a time."""
-    inputs = inputs_of(batch, training.backbone)
-    for number, model in enumerate(way.models):
-        with training.autocast():
-            out = model(inputs)
-        torch.autograd.backward(_loss(found, number, batch, out))
-
-
-def _count(group: RunGroup, batches: Sequence[AnyBatch], processes: Processes) -> _Sums:
-    runs, total = group.active, sum(batch.total for batch in batches)
-    zeros = torch.zeros(len(runs), dtype=torch.float64)
-    images = torch.full_like(zeros, total)
-    held = [at for at, run in enumerate(runs) if run.goal.sample_weight is not None]
-    if held:
-        own = torch.stack([sum(runs[at].goal.sample_weight[batch.index].sum() for batch in batches) for at in held])  # type: ignore[index, misc]
-        [images[held]] = processes.all_reduce([own.double()])
-    return _Sums(runs, zeros, zeros.clone(), images)
-
-
-def _loss(found: _Sums, number: int, batch: AnyBatch, out: Tensor) -> Tensor:
-    """This batch's part of a run's mean loss, for backward; what it sums up to is added to `found`."""
-    run, device = found.runs[number], out.device
-    goal = run.goal
-    targets = (batch.targets if goal.targets is None else goal.targets[batch.index]).to(device)
-    sample_weight = None if goal.sample_weight is None else goal.sample_weight[batch.index].to(device)
-    weights = None if goal.class_weights is None else goal.class_weights.to(device)
-    smoothing = run.recipe.label_smoothing
-    part = loss_sum(run.task.kind, out, targets, smoothing=smoothing, weights=weights, sample_weight=sample_weight)
-    found.losses[number] += float(part.detach())
-    if run.task.kind == "softmax":
-        right = (out.detach().argmax(-1) == targets).double()
-        found.right[number] += float((right if sample_weight is None else right * sample_weight).sum())
-    return part / max(float(found.images[number]), 1.0)
-
-
-def _reduce(processes: Processes, runs: Sequence[Run]) -> Iterator[list[Tensor]]:
-    """Each run's gradients over all processes. A process that had no image of a batch has none: that is zero."""
-    parameters = [parameter for run in runs for parameter in run.trained.values()]
-    whole = iter(processes.all_reduce([torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]))
-    for run in runs:
-        yield list(islice(whole, len(run.trained)))
-
-
-def _apply(training: Training, group: RunGroup, batches: Sequence[AnyBatch], found: _Sums) -> None:
-    """Each run's step with its own clipping and rate; one without finite numbers leaves the group."""
-    progress, total = group.progress, group.total_steps
-    losses, right = training.processes.all_reduce([found.losses, found.right])
-    entry: dict[str, Any] = {"step": progress.step + 1, "epoch": progress.epoch + 1, "steps": total}
-    for number, (run, gradients) in enumerate(zip(found.runs, _reduce(training.processes, found.runs), strict=True)):
-        images = float(found.images[number])
-        value = float(losses[number]) / max(images, 1.0)
-        norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).tolist()
-        if not math.isfinite(sum(norms)) or not math.isfinite(value):
-            run.diverge(f"loss {value:.3g}, gradient {math.hypot(*norms):.3g}", progress.step + 1)
-            continue
-        for parameter, gradient, norm in zip(run.trained.values(), gradients, norms, strict=True):
-            parameter.grad = gradient * run.recipe.clip_scale(norm)
-        rate = run.recipe.rate(progress.step, total)
-        for settings in run.optimizer.param_groups:
-            settings["lr"] = rate * settings["lr_scale"]
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        sums = progress.sums.setdefault(str(group.runs.index(run)), [0.0, 0.0, 0.0])
-        for at, amount in enumerate((float(losses[number]), float(right[number]), images)):
-            sums[at] += amount
-        if images and ("loss" not in entry or value < entry["loss"]):
-            entry |= {"loss": value, "lr": rate}
-            if run.task.kind == "softmax":
-                entry["accuracy"] = float(right[number]) / images
-    entry["images_per_second"] = group.count(batches)
-    if len(training.groups) > 1:
-        entry["group"] = group.name
-    for watcher in training.watchers:
-        watcher.step(group, entry)
-
-
-def _end_epoch(training: Training, group: RunGroup) -> None:
-    """Examines, keeps each run's best weights, stops those without patience left, and starts the next epoch."""
-    progress, results = group.progress, dict[int, dict[str, Any]]()
-    for val_set in group.val_sets:
-        runs = [run for run in val_set.runs if run.stopped is None]
-        if not runs:
-            continue
-        answer = pass_for(training.backbone, [run.task for run in runs])
-        logits, targets = collect_logits(
-            answer, training.backbone, val_set.loader, autocast=training.autocast, processes=training.processes
-        )
-        for run, out in zip(runs, logits, strict=True):
-            own = targets if run.goal.val_targets is None else run.goal.val_targets
-            results[id(run)] = measure(run.task.kind, run.task.labels, out, own)
-    entries = []
-    for run in group.active:
-        found = results.get(id(run))
-        if found is not None and not math.isfinite(found["loss"]):
-            run.diverge(f"validation loss {found['loss']:.3g}", progress.step)
-            continue
-        if not all(bool(torch.isfinite(parameter).all()) for parameter in run.trained.values()):
-            run.diverge("weights without bounds", progress.step)
-            continue
-        number = group.runs.index(run)
-        loss, right, images = progress.sums.get(str(number), [0.0, 0.0, 0.0])
-        entry: dict[str, Any] = {
-            "run": training.runs.index(run),
-            "epoch": progress.epoch + 1,
-            "step": progress.step,
-            "train_loss": loss / max(images, 1),
-        }
-        if len(training.groups) > 1:
-            entry["group"] = group.name
-        if run.task.kind == "softmax":
-            entry["train_accuracy"] = right / max(images, 1)
-        if found is not None:
-            entry |= {f"val_{name}": value for name, value in found.items() if isinstance(value, float)}
-        if found is None or run.goal.sample_weight is not None:
-            # Nothing to choose by, or a fold, which stands for a run that has nothing to choose by: the last.
-            run.keep_best((float(progress.epoch), 0.0), progress.epoch + 1)
-        else:
-            run.keep_best(score(run.task.kind, found), progress.epoch + 1)
-        run.history.append(entry)
-        entries.append(entry)
-        if run.recipe.patience and progress.epoch + 1 - run.best_epoch >= run.recipe.patience:
-            run.stopped = f"no better validation score for {run.recipe.patience} epochs"
-    group.halve()
-    group.next_epoch()
-    for watcher in training.watchers:
-        watcher.epoch(group, entries)

@@ -1,10 +1,11 @@
-"""The recipe: how a task is trained. The paper's as the default, every part a field."""
+"""How runs are trained: the recipe of each run, and the options of a whole training. All defaults are here."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,13 +13,14 @@ from torch import nn
 
 from memoro.data import Augment
 from memoro.errors import TrainingError
+from memoro.training.cached import Cache
 
 OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["no", "bf16"]  # fp16 would need loss scaling; bf16 does not
 
-WHOLE = {"epochs": 1, "steps": 1, "batch_size": 1, "accumulate": 1, "warmup": 0, "patience": 0, "views": 1}
-"""The fields that are whole numbers, and the least that each may be."""
-OPTIONAL = (("steps", None), ("views", None))
+MINIMUM = {"epochs": 1, "steps": 1, "batch_size": 1, "accumulate": 1, "warmup": 0, "patience": 0, "views": 1}
+"""The fields that are whole numbers, and the smallest value of each."""
+OPTIONAL = ("steps", "views")
 
 
 @dataclass(frozen=True)
@@ -37,47 +39,51 @@ class Recipe:
     momentum: float = 0.9
     weight_decay: float = 0.0
     clip: float = 1.0
-    """Largest norm of each tensor's gradient; 0 for none. Memory starts small and stands before a LayerNorm, so its
-    gradient is many times that of the head: one norm over all would be the memory's alone, and hold the head back."""
+    """Largest norm of each tensor's gradient; 0 for no limit. Memory starts small and feeds a LayerNorm, so its
+    gradient is many times that of the head: a norm over all tensors would be the memory's and slow the head down."""
     memory_rate: float | None = None
-    """The memory's learning rate as a share of `lr`; None: 0.03 with sgd, 1 with adamw, whose steps do not grow with
-    the gradient. At the head's own rate, memory can draw all attention to itself within a few steps."""
+    """The memory's learning rate as a fraction of `lr`; None: 0.03 with sgd, 1 with adamw, whose steps do not grow
+    with the gradient. At the head's own rate, memory can attract all attention within a few steps."""
     warmup: int = 5
     label_smoothing: float = 0.0
     balance: bool = False
     """Weights classes by the inverse of how often they occur."""
     augment: Augment = field(default_factory=Augment)
-    views: int | None = None
-    """How many views of an image there are, in turn: the one of evaluation, then random ones. None: a new one every
-    epoch, as in the paper."""
+    views: int | None = 4
+    """Views of each image, used in turn: the one of evaluation, then random ones. None: a new random view in every
+    epoch, as in the paper, which leaves nothing for a cache to keep."""
     patience: int = 0
     """Epochs without a better validation score after which a run stops; 0 for never."""
     accumulate: int = 1
-    """Batches to a step: less memory for the same result."""
+    """Batches per optimiser step: less memory for the same result."""
     precision: Precision = "no"
     seed: int = 0
-    """Of the task's initial weights."""
+    """Seed of the task's initial weights."""
     data_seed: int = 0
-    """Of the order of the images and of their augmentation."""
+    """Seed of the order of the images, their augmentation and the validation split."""
     val_fraction: float = 0.15
 
     def __post_init__(self) -> None:
         if self.optimizer not in get_args(OptimizerName):
-            raise TrainingError(f"optimizer {self.optimizer!r} is none of {', '.join(get_args(OptimizerName))}.")
+            raise TrainingError(
+                f"unknown optimizer {self.optimizer!r}: choose one of {', '.join(get_args(OptimizerName))}."
+            )
         if self.precision not in get_args(Precision):
-            raise TrainingError(f"precision {self.precision!r} is none of {', '.join(get_args(Precision))}.")
-        for name, least in WHOLE.items():
+            raise TrainingError(
+                f"unknown precision {self.precision!r}: choose one of {', '.join(get_args(Precision))}."
+            )
+        for name, least in MINIMUM.items():
             value = getattr(self, name)
-            if not (isinstance(value, int) and value >= least) and (name, value) not in OPTIONAL:
+            if not (isinstance(value, int) and value >= least) and not (value is None and name in OPTIONAL):
                 raise TrainingError(f"{name} {value!r}: choose a whole number, {least} or more.")
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise TrainingError(f"lr {self.lr}: choose a number above 0, such as 0.1 for sgd or 0.001 for adamw.")
         if not 0 <= self.label_smoothing < 1 or not 0 <= self.momentum < 1:
             raise TrainingError("label smoothing and momentum must be at least 0 and below 1.")
         if not (self.clip >= 0 and self.weight_decay >= 0):
-            raise TrainingError(f"clip {self.clip} and weight decay {self.weight_decay} are numbers from 0 on.")
+            raise TrainingError(f"clip and weight_decay must be 0 or more, not {self.clip} and {self.weight_decay}.")
         if not 0 <= self.val_fraction < 1:
-            raise TrainingError(f"val_fraction {self.val_fraction}: choose a share from 0 to below 1.")
+            raise TrainingError(f"val_fraction must be at least 0 and below 1, not {self.val_fraction}.")
 
     def rate(self, step: int, total: int) -> float:
         """The learning rate of optimiser step `step` (from 0) out of `total`."""
@@ -87,11 +93,11 @@ class Recipe:
         return self.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
     def clip_scale(self, norm: float) -> float:
-        """What a tensor's gradient of this norm is multiplied by so that it stays within `clip`."""
+        """The factor that brings a gradient of this norm within `clip`."""
         return min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
 
     def build_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """One group a tensor, in their order; a group's `share` of the learning rate is less for memory."""
+        """One parameter group per tensor, in order; `lr_scale` is smaller for memory."""
         memory = self.memory_rate if self.memory_rate is not None else 0.03 if self.optimizer == "sgd" else 1.0
         scales = {name: memory if name == "memory" else 1.0 for name in parameters}
         groups = [
@@ -104,3 +110,53 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a training runs, whatever it trains: image size, kept features, run folder, processes, output."""
+
+    image_size: int | None = None
+    """Pixels of an image's edge; resize and crop scale alike. None: the backbone's own preprocessing."""
+    cache: Cache | bool | None = None
+    """Whether base passes are kept on disk and read back, and where. None: on a CPU, where they fit."""
+    halving: bool = False
+    """After every quarter of the epochs, stop the worse half of each task's runs."""
+    folder: str | Path | None = None
+    """Run folder for metrics, settings, plots and a checkpoint; None: nothing is written."""
+    resume: bool = False
+    """Continue from the run folder's checkpoint."""
+    workers: int | None = None
+    """Processes that decode images; None: one per core."""
+    tensorboard: bool = False
+    quiet: bool = False
+    """Show no progress bars."""
+
+    @property
+    def wanted_cache(self) -> Cache | None:
+        """The cache with its settings; one that is not `required` is used where it can be."""
+        if isinstance(self.cache, Cache):
+            return self.cache
+        return None if self.cache is False else Cache(required=bool(self.cache))
+
+
+def merge_options(
+    recipe: Recipe | None, options: TrainOptions | None, changes: Mapping[str, Any]
+) -> tuple[Recipe, TrainOptions]:
+    """Both with some fields replaced. `changes` may name fields of either."""
+    known = [[field.name for field in fields(kind)] for kind in (Recipe, TrainOptions)]
+    for name in changes:
+        if name not in known[0] + known[1]:
+            raise TrainingError(f"unknown training option {name!r}; the options are {', '.join(known[0] + known[1])}.")
+    own = [{name: value for name, value in changes.items() if name in names} for names in known]
+    merged = replace(recipe or Recipe(), **own[0]), replace(options or TrainOptions(), **own[1])
+    check_views(merged[0], merged[1].wanted_cache)
+    return merged
+
+
+def check_views(recipe: Recipe, cache: Cache | None) -> None:
+    """Raises where features are to be kept but no view occurs twice."""
+    if recipe.views is None and cache is not None and cache.required:
+        raise TrainingError(
+            "a cache needs a fixed number of views, such as 4: with views=None (--views 0) every epoch draws new ones."
+        )

@@ -1,8 +1,8 @@
-"""Runs: trainings of one task each that share every pass of the backbone, or of one baseline each, that cannot."""
+"""Runs, each the training of one task, and the forward pass that tasks share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,58 +13,52 @@ from torch import Tensor, nn
 from memoro.backbones import Backbone
 from memoro.engine.streams import BasePass, Features, TaskStream, build_bank, build_plan
 from memoro.errors import TrainingError
+from memoro.evaluation.logits import Batches
 from memoro.regimes import Baseline
 from memoro.tasks.lineage import trace_lineage
 from memoro.tasks.task import Task
 from memoro.training.recipe import Recipe
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What a run is to learn of its images, where that is not simply what the set says of them."""
-
-    targets: Tensor | None = None
-    """Of the training images, in their order."""
-    val_targets: Tensor | None = None
-    sample_weight: Tensor | None = None
-    """How much each training image counts (n,); those with 0 are held out."""
-    class_weights: Tensor | None = None
-    """See `objective.class_weights`."""
-
-
-@dataclass
+@dataclass(eq=False)
 class Run:
-    """One training of one task with one setting, and where it stands."""
+    """One training of one task with one setting, and its state."""
 
     task: Task | Baseline
     recipe: Recipe
     trained: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
-    goal: Goal = Goal()
+    targets: Tensor | None = None
+    """Of the training images, in their order; None: those that its batches carry."""
+    sample_weight: Tensor | None = None
+    """Weight of each training image (n,); 0 for those that are held out. None: all count alike."""
+    class_weights: Tensor | None = None
+    """See `heads.class_weights`."""
+    val_loader: Batches | None = None
+    """The images that it is scored on after every epoch."""
+    val_targets: Tensor | None = None
+    """Their targets; None: those that the batches carry."""
     history: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Tensor] = field(default_factory=dict)
     """The trained parameters at the best validation score so far."""
     best_score: tuple[float, float] | None = None
     best_epoch: int = -1
     stopped: str | None = None
-    """Why it no longer takes part, None while it does."""
+    """Why it was stopped; None while it is active."""
     diverged: bool = False
-    """Whether that is because its numbers diverged."""
 
     @classmethod
-    def start(
-        cls, task: Task | Baseline, recipe: Recipe, trained: dict[str, nn.Parameter], goal: Goal | None = None
-    ) -> Run:
-        """A run at its beginning; what is not in `trained` is frozen."""
+    def start(cls, task: Task | Baseline, recipe: Recipe, trained: dict[str, nn.Parameter], **fields: Any) -> Run:
+        """A run before its first step; every parameter that is not in `trained` is frozen."""
         for parameter in task.parameters():
             parameter.requires_grad_(False)
         for parameter in trained.values():
             parameter.requires_grad_(True)
-        return cls(task, recipe, trained, recipe.build_optimizer(trained), goal or Goal())
+        return cls(task, recipe, trained, recipe.build_optimizer(trained), **fields)
 
     def diverge(self, what: str, step: int) -> None:
         self.diverged = True
-        self.stopped = f"{what} at step {step}: choose a smaller learning rate than {self.recipe.lr:g}"
+        self.stopped = f"{what} at step {step} (diverged): choose a learning rate below {self.recipe.lr:g}"
         self.optimizer.zero_grad()
 
     def keep_best(self, score: tuple[float, float], epoch: int) -> None:
@@ -78,60 +72,48 @@ class Run:
                 self.trained[name].copy_(value)
 
 
-class SharedPass:
-    """Several live tasks over the same images; what they extend comes along, frozen."""
+class SharedForward:
+    """The forward pass of several tasks over the same images: one base pass for all, and for the tasks they extend."""
 
     def __init__(self, backbone: Backbone, tasks: Sequence[Task]) -> None:
         self.backbone = backbone
         older = ancestors(tasks)
-        place = {id(task): str(number) for number, task in enumerate([*tasks, *older])}
+        names = {id(task): str(number) for number, task in enumerate([*tasks, *older])}
         lineage = trace_lineage(
-            list(place.values()),
-            [[place[id(parent)] for parent in task.extends] for task in [*tasks, *older]],
+            list(names.values()),
+            [[names[id(parent)] for parent in task.extends] for task in [*tasks, *older]],
             [task.from_layer for task in [*tasks, *older]],
         )
-        # Copies, so that what is extended gets no gradient and keeps its own flags.
+        # Copies, so that ancestors get no gradient and keep their own flags.
         self.tasks = [*tasks, *(deepcopy(task).requires_grad_(False) for task in older)]
         self.plan = build_plan(lineage, self.tasks, range(len(tasks)), backbone.depth, backbone.device)
         self.rows = [self.plan.order.index(number) for number in range(len(tasks))]
 
     def __call__(self, inputs: Tensor | Features) -> list[Tensor]:
-        """Each task's logits on a batch of pixels, or of features, with gradients to its parameters."""
-        return answer_together([self], [inputs])[0]
+        """Each task's logits for a batch of pixels or features, with gradients to its parameters."""
+        return forward_together([self], [inputs])[0]
 
     def stream(self) -> TaskStream:
         return TaskStream(self.backbone.anatomy, self.plan, build_bank(self.backbone.anatomy, self.tasks))
 
-    def heads(self, rows: Tensor) -> list[Tensor]:
-        """The logits of a finished stream."""
+    def heads(self, tokens: Tensor) -> list[Tensor]:
+        """The logits of each task from the final tokens of its stream."""
         heads = [task.head for task in self.tasks]
-        return [heads[n](rows[:, row].to(heads[n].weight.dtype)) for n, row in enumerate(self.rows)]
+        return [heads[n](tokens[:, row].to(heads[n].weight.dtype)) for n, row in enumerate(self.rows)]
 
 
-class OwnPass:
-    """Several baselines over the same images. They change base tokens: each has a pass of its own."""
-
-    def __init__(self, models: Sequence[Baseline]) -> None:
-        self.models = models
-        self.rows = range(len(models))
-
-    def __call__(self, pixels: Tensor) -> list[Tensor]:
-        """Each model's logits, with gradients to its parameters."""
-        return [model(pixels) for model in self.models]
-
-
-def pass_for(backbone: Backbone, tasks: Sequence[Task | Baseline]) -> SharedPass | OwnPass:
-    """The pass of tasks, or of baselines."""
+def build_forward(backbone: Backbone, tasks: Sequence[Task | Baseline]) -> Callable[[Any], list[Tensor]]:
+    """A function from a batch's inputs to each task's logits. Baselines change base tokens: each has its own pass."""
     models = [task for task in tasks if isinstance(task, Baseline)]
     if not models:
-        return SharedPass(backbone, [task for task in tasks if isinstance(task, Task)])
+        return SharedForward(backbone, [task for task in tasks if isinstance(task, Task)])
     assert len(models) == len(tasks)
-    return OwnPass(models)
+    return lambda pixels: [model(pixels) for model in models]
 
 
-def answer_together(passes: Sequence[SharedPass], inputs: Sequence[Tensor | Features]) -> list[list[Tensor]]:
-    """The logits of several sets of tasks, each on its own images: pixels of one size share one base pass."""
-    streams = [shared.stream() for shared in passes]
+def forward_together(forwards: Sequence[SharedForward], inputs: Sequence[Tensor | Features]) -> list[list[Tensor]]:
+    """The logits of several sets of tasks, each on its own images; pixels of one size share a base pass."""
+    streams = [forward.stream() for forward in forwards]
     finals: dict[int, Tensor] = {}
     sizes: dict[torch.Size, list[int]] = {}
     for number, given in enumerate(inputs):
@@ -145,32 +127,32 @@ def answer_together(passes: Sequence[SharedPass], inputs: Sequence[Tensor | Feat
         pixels = [given for number in numbers if isinstance(given := inputs[number], Tensor)]
         ends = torch.tensor([len(part) for part in pixels]).cumsum(0).tolist()
         own = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        base = BasePass(passes[0].backbone.anatomy, pixels[0] if len(pixels) == 1 else torch.cat(pixels))
+        base = BasePass(forwards[0].backbone.anatomy, pixels[0] if len(pixels) == 1 else torch.cat(pixels))
         for layer, found in enumerate(base):
             for number, rows in zip(numbers, own, strict=True):
                 streams[number].read(layer, found if len(own) == 1 else found.part(rows))
         finals |= {number: base.token[rows] for number, rows in zip(numbers, own, strict=True)}
-    answers = []
-    for number, (shared, stream) in enumerate(zip(passes, streams, strict=True)):
+    logits = []
+    for number, (forward, stream) in enumerate(zip(forwards, streams, strict=True)):
         tokens = stream.finish(finals[number])
         assert tokens is not None
-        answers.append(shared.heads(tokens))
-    return answers
+        logits.append(forward.heads(tokens))
+    return logits
 
 
 def ancestors(tasks: Sequence[Task | Baseline]) -> list[Task]:
-    """All that the tasks extend, each once; an error where it is not at hand or is to be trained at the same time."""
+    """All tasks that these extend, each once; an error where one is not loaded, or is among `tasks` itself."""
     found: dict[int, Task] = {}
     waiting = [(task, parent) for task in tasks for parent in task.extends]
     while waiting:
         child, parent = waiting.pop()
         if not isinstance(parent, Task):
             raise TrainingError(
-                f"{child.name!r} was loaded from a file and extends {parent.name!r}: to train it further, make it "
-                f"anew with extends=[load_task(…)] of {parent.name!r}."
+                f"{child.name!r} was loaded from a file without its parent {parent.name!r}, so it cannot be trained "
+                "further: create it again with new_task(…, extends=[…])."
             )
         if any(parent is task for task in tasks):
-            raise TrainingError(f"{child.name!r} extends {parent.name!r}: train that first, then this one.")
+            raise TrainingError(f"{child.name!r} extends {parent.name!r}: train {parent.name!r} first.")
         if id(parent) not in found:
             found[id(parent)] = parent
             waiting += [(parent, older) for older in parent.extends]

@@ -1,35 +1,32 @@
-"""A sweep: every combination of cells, forks, rates and seeds is a run, and all runs share each pass."""
+"""A sweep: every combination of cells, forks, learning rates and seeds is a run, and all runs share each pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 
 from memoro.backbones import Backbone
+from memoro.console import make_table
 from memoro.data import ImageSet, Splits, Streams
 from memoro.data.splits import Index, fold_numbers
 from memoro.errors import TrainingError
 from memoro.evaluation.metrics import MAIN_FIGURE, measure
 from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
-from memoro.tasks.task import Task
-from memoro.training.cached import Cache
 from memoro.training.fit import FitResult, train_runs
 from memoro.training.group import RunSpec
-from memoro.training.recipe import Recipe
+from memoro.training.recipe import Recipe, TrainOptions
 
-RATES = {"sgd": (0.03, 0.1, 0.3), "adamw": (0.0003, 0.001, 0.003)}
-"""Tried where nobody names a rate, by optimiser: what users should not have to know."""
-SMALL = 500
-"""Training images below which a part of them held out is too small to choose by, and folds are used."""
-FOLDS = 4
+LEARNING_RATES = {"sgd": (0.03, 0.1, 0.3), "adamw": (0.0003, 0.001, 0.003)}
+"""Tried where no learning rate is given, by optimiser."""
 
-Point = tuple[int, int, float, int]
+Setting = tuple[int, int, float, int]
 """(cells, from_layer, lr, seed)"""
 
 
@@ -39,15 +36,15 @@ class Grid:
 
     cells: tuple[int, ...] = (5,)
     from_layers: tuple[int, ...] = (0,)
-    rates: tuple[float, ...] = RATES["sgd"]
+    rates: tuple[float, ...] = LEARNING_RATES["sgd"]
     seeds: int = 1
     first_seed: int = 0
 
     def __post_init__(self) -> None:
         if not (self.cells and self.from_layers and self.rates) or self.seeds < 1:
-            raise TrainingError("a sweep needs one value or more of cells, layers, rates and seeds.")
+            raise TrainingError("a sweep needs at least one value each for cells, from_layer, lr and seeds.")
 
-    def points(self) -> list[Point]:
+    def settings(self) -> list[Setting]:
         return [
             (cells, layer, rate, seed)
             for cells in dict.fromkeys(self.cells)
@@ -58,14 +55,50 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class SweepSpec:
+    """One task to train with every setting of a grid, and its images."""
+
+    plan: TaskPlan
+    regime: Regime
+    splits: Splits | Streams
+    preprocessing: Preprocessing
+    grid: Grid
+    recipe: Recipe
+    folds: int = 0
+    """Score every setting by cross-validation on so many stratified folds of train; a last run learns from all images
+    and becomes the task. 0: score on the validation split."""
+
+    def runs(self, backbone: Backbone) -> list[tuple[Setting, RunSpec]]:
+        """The runs of each setting: one for each fold, then one that learns from all images."""
+        parts: list[Index | None] = [None]
+        if self.folds:
+            assert isinstance(self.splits.train, ImageSet)
+            number = fold_numbers(self.splits.train, self.folds, self.recipe.data_seed)
+            held_out = [np.flatnonzero(number == fold) for fold in range(self.folds) if (number == fold).any()]
+            if not held_out:
+                raise TrainingError(f"{self.splits.name}: folds need at least two images of a class: set folds to 0.")
+            parts = [*held_out, None]
+        elif self.splits.val is None and len(self.grid.settings()) > 1:
+            raise TrainingError(f"{self.splits.name} has no validation images to choose by: set val_fraction above 0.")
+        found = []
+        for setting in self.grid.settings():
+            cells, layer, rate, seed = setting
+            for part in parts:
+                task = self.regime.build(backbone, replace(self.plan, cells=cells, from_layer=layer, seed=seed))
+                recipe = replace(self.recipe, lr=rate, seed=seed)
+                found.append((setting, RunSpec(task, recipe, self.regime, self.splits, self.preprocessing, part)))
+        return found
+
+
+@dataclass(frozen=True)
 class SweepRow:
-    """One combination, over its seeds."""
+    """One combination of cells, fork and learning rate, over its seeds."""
 
     cells: int
     from_layer: int
     lr: float
     val: tuple[float, ...]
-    """Best validation score of each seed that stayed finite."""
+    """Best validation score of each seed that did not diverge."""
     val_loss: float
     test: tuple[float, ...]
     diverged: int
@@ -77,133 +110,81 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class SweepResult:
-    task: Task
-    """The chosen one: of the best combination by mean validation score, the seed with the best; with halving, the
-    best of all."""
+    task: Any
+    """The chosen one: the best seed of the combination with the best mean validation score; with halving, the best of
+    all runs."""
     best: FitResult
+    """Its result; without metrics where every run of this task diverged beside those of others."""
     rows: list[SweepRow]
     results: list[FitResult]
     """Of all runs."""
 
 
-@dataclass(frozen=True)
-class Subject:
-    """One task to be swept, and its images."""
-
-    plan: TaskPlan
-    splits: Splits | Streams
-    folds: int = 0
-    """Score every combination on so many stratified folds of train, each held out in a run of its own; a last run
-    learns from all images and becomes the task. 0: score on the validation split."""
-
-
 def run_sweeps(
-    backbone: Backbone,
-    subjects: Sequence[Subject],
-    regime: Regime,
-    grid: Grid,
-    recipe: Recipe,
-    preprocessing: Preprocessing,
-    *,
-    cache: Cache | None = None,
-    halving: bool = False,
-    folder: Path | None = None,
-    resume: bool = False,
-    workers: int | None = None,
-    tensorboard: bool = False,
-    quiet: bool = True,
+    backbone: Backbone, sweeps: Sequence[SweepSpec], options: TrainOptions | None = None, **changes: Any
 ) -> list[SweepResult]:
-    """Trains all combinations of all subjects in one pass and chooses for each by validation score.
+    """Trains all settings of all sweeps in one pass and chooses for each by validation score.
 
-    Where all runs of one subject of several diverged, its best has no metrics; its notes say why.
+    Fields of the options can be given by name, except for `image_size`: each spec has its preprocessing.
     """
-    if halving and any(subject.folds for subject in subjects):
-        raise TrainingError("runs over folds are judged together, at the end: leave out halving, or set folds to 0.")
-    places: list[tuple[int, Point]] = []
-    specs: list[RunSpec] = []
-    for number, subject in enumerate(subjects):
-        parts = _parts(subject, recipe)
-        for point in grid.points():
-            cells, layer, rate, seed = point
-            for held in parts:
-                task = regime.build(backbone, replace(subject.plan, cells=cells, from_layer=layer, seed=seed))
-                own = replace(recipe, lr=rate, seed=seed)
-                specs.append(RunSpec(task, own, regime, subject.splits, preprocessing, held))
-                places.append((number, point))
-    results = train_runs(
-        backbone,
-        specs,
-        cache=cache,
-        halving=halving,
-        folder=folder,
-        resume=resume,
-        workers=workers,
-        tensorboard=tensorboard,
-        quiet=quiet,
-    )
-    gathered: list[dict[Point, list[FitResult]]] = [{} for _ in subjects]
-    for (number, point), result in zip(places, results, strict=True):
-        gathered[number].setdefault(point, []).append(result)
-    chosen = [_choose(subject, found, halving) for subject, found in zip(subjects, gathered, strict=True)]
+    options = replace(options or TrainOptions(), **changes)
+    if options.halving and any(sweep.folds for sweep in sweeps):
+        raise TrainingError("halving and folds cannot be combined: turn off halving, or set folds to 0.")
+    runs = [sweep.runs(backbone) for sweep in sweeps]
+    results = iter(train_runs(backbone, [spec for pairs in runs for _, spec in pairs], options))
+    chosen = []
+    for sweep, pairs in zip(sweeps, runs, strict=True):
+        gathered: dict[Setting, list[FitResult]] = {}
+        for setting, _ in pairs:
+            gathered.setdefault(setting, []).append(next(results))
+        chosen.append(_choose(sweep, gathered, options.halving))
     if not any(result.best.metrics for result in chosen):
-        names = ", ".join(subject.splits.name for subject in subjects)
-        raise TrainingError(f"{names}: every combination diverged: choose smaller learning rates.")
+        names = ", ".join(sweep.splits.name for sweep in sweeps)
+        raise TrainingError(f"{names}: all settings diverged: choose smaller learning rates.")
     return chosen
 
 
-def _parts(subject: Subject, recipe: Recipe) -> list[Index | None]:
-    """What each run of a combination holds out: every fold in turn, then nothing."""
-    splits = subject.splits
-    if not subject.folds:
-        if splits.val is None:
-            raise TrainingError(f"{splits.name} has no validation images to choose by: set val_fraction above 0.")
-        return [None]
-    assert isinstance(splits.train, ImageSet)
-    number = fold_numbers(splits.train, subject.folds, recipe.data_seed)
-    if (number < 0).all():
-        raise TrainingError(f"{splits.name}: every image is alone of its kind: there are no folds, set folds to 0.")
-    return [*(np.flatnonzero(number == fold) for fold in range(subject.folds) if (number == fold).any()), None]
-
-
 @dataclass(frozen=True)
-class _Scored:
-    """One combination with one seed."""
+class _Candidate:
+    """One setting, scored."""
 
     result: FitResult
     score: float
     loss: float
 
 
-def _choose(subject: Subject, gathered: dict[Point, list[FitResult]], halving: bool) -> SweepResult:
-    splits, figure = subject.splits, MAIN_FIGURE[subject.splits.kind]
-    scored: dict[tuple[int, int, float], list[_Scored | None]] = {}
+def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving: bool) -> SweepResult:
+    figure = MAIN_FIGURE[sweep.splits.kind]
+    scored: dict[tuple[int, int, float], list[_Candidate | None]] = {}
     for (cells, layer, rate, _), results in gathered.items():
-        whole = _over_folds(results, splits, figure) if subject.folds else _by_history(results[0], figure)
-        scored.setdefault((cells, layer, rate), []).append(whole)
-    rows = [_row(key, some, figure) for key, some in scored.items()]
+        candidate = _score_folds(results, sweep.splits, figure) if sweep.folds else _score(results[0], figure)
+        scored.setdefault((cells, layer, rate), []).append(candidate)
+    rows = [_row(key, candidates, figure) for key, candidates in scored.items()]
     best = max(rows, key=lambda row: row.rank)
     candidates = scored[best.cells, best.from_layer, best.lr]
     if halving:  # the seeds of a combination stopped at different times: their mean says nothing
         candidates = [one for some in scored.values() for one in some]
-    winners = [one for one in candidates if one is not None]
-    everything = [result for some in gathered.values() for result in some]
-    if winners:
-        chosen = max(winners, key=lambda one: (one.score, -one.loss)).result
+    finished = [one for one in candidates if one is not None]
+    everything = [result for results in gathered.values() for result in results]
+    if finished:
+        chosen = max(finished, key=lambda one: (one.score, -one.loss)).result
     else:
         chosen = next(result for result in everything if not result.metrics)
     return SweepResult(chosen.task, chosen, rows, everything)
 
 
-def _by_history(result: FitResult, figure: str) -> _Scored | None:
-    """By the validation score of the epoch whose weights were kept."""
+def _score(result: FitResult, figure: str) -> _Candidate | None:
+    """By the validation score of the epoch whose weights were kept; None for a run that diverged."""
     if not result.metrics or not result.history:
         return None
-    score, loss = max((entry.get(f"val_{figure}", float("-inf")), -entry["val_loss"]) for entry in result.history)
-    return _Scored(result, score, -loss)
+    nothing = float("-inf")
+    scores = [(entry.get(f"val_{figure}", nothing), -entry.get("val_loss", -nothing)) for entry in result.history]
+    score, loss = max(scores)
+    return _Candidate(result, score, -loss)
 
 
-def _over_folds(results: Sequence[FitResult], splits: Splits | Streams, figure: str) -> _Scored | None:
-    """By the answers to all images, each from the run that had not seen it; the last run is what comes out."""
+def _score_folds(results: Sequence[FitResult], splits: Splits | Streams, figure: str) -> _Candidate | None:
+    """By the answers to all images, each from the run that did not see it; the last run gives the task."""
     *folds, whole = results
     if not all(result.metrics for result in results):
         return None
@@ -212,13 +193,12 @@ def _over_folds(results: Sequence[FitResult], splits: Splits | Streams, figure: 
     found = measure(splits.kind, splits.labels, logits, targets)
     value = found.get(figure)
     if splits.test is None:
-        metrics = {"split": f"{len(folds)} folds", **found}
-        whole = replace(whole, metrics=metrics, logits=logits, targets=targets)
+        whole = replace(whole, metrics={"split": f"{len(folds)} folds", **found}, logits=logits, targets=targets)
         whole.task.describe(metrics={name: value for name, value in whole.metrics.items() if value is not None})
-    return _Scored(whole, float("-inf") if value is None else value, found["loss"])
+    return _Candidate(whole, float("-inf") if value is None else value, found["loss"])
 
 
-def _row(key: tuple[int, int, float], seeds: Sequence[_Scored | None], figure: str) -> SweepRow:
+def _row(key: tuple[int, int, float], seeds: Sequence[_Candidate | None], figure: str) -> SweepRow:
     finished = [one for one in seeds if one is not None]
     return SweepRow(
         *key,
@@ -231,3 +211,26 @@ def _row(key: tuple[int, int, float], seeds: Sequence[_Scored | None], figure: s
         ),
         diverged=len(seeds) - len(finished),
     )
+
+
+def sweep_table(name: str, rows: Sequence[SweepRow]) -> Table:
+    """Every combination, best first by validation; the first is the chosen one."""
+    ranked = sorted(rows, key=lambda row: row.rank, reverse=True)
+    columns = {
+        "cells": [str(row.cells) for row in ranked],
+        "from layer": [str(row.from_layer) for row in ranked],
+        "rate": [f"{row.lr:g}" for row in ranked],
+        "validation": [_mean_and_range(row.val) for row in ranked],
+    }
+    if any(row.test for row in rows):
+        columns["test"] = [_mean_and_range(row.test) for row in ranked]
+    if any(row.diverged for row in rows):
+        columns["diverged"] = [str(row.diverged or "") for row in ranked]
+    return make_table(list(columns), zip(*columns.values(), strict=True), f"{name}: settings tried, best first", left=0)
+
+
+def _mean_and_range(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    middle = f"{mean(values):.3f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.3f} to {max(values):.3f})"

@@ -1,339 +1,323 @@
-"""What `memoro train`, `memoro sweep` and `memoro eval` do with their arguments."""
+"""`train`: from images to a task in one call, as `memoro train` and `memoro sweep` do it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
+from rich.table import Table
 
-from memoro.backbones import Backbone
+from memoro.backbones import Backbone, load_backbone
+from memoro.backbones.load import TINY
+from memoro.console import format_bytes, format_count, make_table, plain_console
 from memoro.data import ImageSet, Splits, Streams, load_columns, load_data, load_stream
 from memoro.data.splits import fold_numbers, hold_out
 from memoro.engine.composition import check_together
-from memoro.errors import TrainingError
-from memoro.evaluation.metrics import MAIN_FIGURE
-from memoro.evaluation.report import fit_table, sweep_table
-from memoro.regimes import METHODS, Baseline, Regime, TaskPlan, find_regime
+from memoro.errors import DataError, TrainingError
+from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, format_worst
+from memoro.regimes import METHODS, Baseline, TaskPlan, find_regime
 from memoro.regimes.baselinefile import save_baseline
 from memoro.tasks.task import Task, check_name
 from memoro.tasks.taskfile import load_tasks, save_task
-from memoro.training.cached import Cache
-from memoro.training.distributed import find_processes
-from memoro.training.fit import FitResult, train_runs
-from memoro.training.group import RunSpec
-from memoro.training.recipe import Recipe
-from memoro.training.runfolder import CHECKPOINT, draw_run, draw_sweep
-from memoro.training.sweep import FOLDS, RATES, SMALL, Grid, Subject, SweepRow, run_sweeps
+from memoro.training.distributed import find_processes, own_device
+from memoro.training.fit import FitResult, preprocessing_of
+from memoro.training.loop import CHECKPOINT
+from memoro.training.recipe import Recipe, TrainOptions, merge_options
+from memoro.training.sweep import LEARNING_RATES, Grid, SweepRow, SweepSpec, run_sweeps, sweep_table
 
 SUFFIX = ".safetensors"
+SMALL = 500
+"""Below this number of training images, a validation split is too small to choose by: folds are used."""
+FOLDS = 4
+
+Sets = dict[str, Splits | Streams]
 
 
 @dataclass(frozen=True)
-class TrainOrder:
-    """What a user asked `memoro train` or `memoro sweep` for, beside the recipe."""
+class TrainResult(FitResult):
+    """What `train` returns for a task: the best run, the settings that were tried, and the files that were written."""
 
-    data: Sequence[str]
-    task: str | None = None
-    regime: str = "memory"
-    grid: Grid = field(default_factory=Grid)
-    """Several combinations are swept; a single one is trained as it is."""
-    columns: Sequence[str] = ()
-    extends: Sequence[Path] = ()
-    image_size: int | None = None
-    folds: int | None = None
-    """0: a validation split; None: folds for small sets that are swept."""
-    cache: Cache = field(default_factory=Cache)
-    keep: bool | None = None
-    """Whether base passes are kept there; None: where they fit, on a CPU."""
-    out: Path | None = None
-    """A task file; a folder for those of several tasks, or where one of this name exists."""
-    folder: Path | None = None
-    resume: bool = False
-    workers: int | None = None
-    tensorboard: bool = False
-    streaming: bool = False
-    halving: bool = False
-    must_sweep: bool = False
-    """Whether nothing to choose by is an error; else the middle combination is trained."""
-    width: int = 5
-    rank: int = 8
+    rows: Sequence[SweepRow] = ()
+    """The settings that were compared, if there were several."""
+    file: Path | None = None
+    plot: Path | None = None
+    """Validation scores over learning rates, where several were compared."""
+    skipped: Sequence[Any] = ()
+    """Images that could not be read: where, and why."""
 
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready record; `failed` where every run of the task diverged."""
+        task = self.task
+        if not self.metrics:
+            return {"task": task.name, "failed": self.notes[-1]}
+        record = {
+            "task": task.name,
+            "file": None if self.file is None else str(self.file),
+            "bytes": None if self.file is None else self.file.stat().st_size,
+            "folder": None if self.folder is None else str(self.folder),
+            "metrics": self.metrics,
+            "training": dict(task.spec.training),
+            "notes": list(self.notes),
+            "skipped": [list(entry) for entry in self.skipped],
+        }
+        if self.rows:
+            chosen = {"cells": task.cells, "from_layer": task.from_layer, "lr": task.spec.training["lr"]}
+            plot = None if self.plot is None else str(self.plot)
+            record |= {"picture": plot, "chosen": chosen, "runs": [asdict(row) for row in self.rows]}
+        return record
 
-@dataclass(frozen=True)
-class Trained:
-    """One task that came out."""
-
-    result: FitResult
-    rows: list[SweepRow]
-    """What was tried, if anything was."""
-
-
-def default_grid(cells: int, from_layer: int, lr: float | None, recipe: Recipe, streaming: bool) -> Grid:
-    """One combination; without a rate, a few of them."""
-    rates = (lr,) if lr is not None else (RATES[recipe.optimizer][1],) if streaming else RATES[recipe.optimizer]
-    return Grid((cells,), (from_layer,), rates, first_seed=recipe.seed)
+    def tables(self) -> list[RenderableType]:
+        """The same for people."""
+        if not self.metrics:
+            return [f"{self.task.name}: no file was written: {self.notes[-1]}."]
+        compared = [sweep_table(self.task.name, self.rows)] if self.rows else []
+        return [*compared, fit_table(self), *([f"plot: {self.plot}"] if self.plot else [])]
 
 
-def run_order(
-    backbone: Backbone, order: TrainOrder, recipe: Recipe, *, quiet: bool, console: Console
-) -> tuple[dict[str, Any], list[RenderableType]]:
-    """Trains, writes the task files; returns a JSON-ready record and tables for people.
+@overload
+def train(data: dict[str, Any], **settings: Any) -> dict[str, TrainResult]: ...
+@overload
+def train(data: Any, *, label_column: list[str], **settings: Any) -> dict[str, TrainResult]: ...
+@overload
+def train(data: Any, **settings: Any) -> TrainResult: ...
+def train(
+    data: Any,
+    *,
+    backbone: Any = TINY,
+    task: str | None = None,
+    regime: str = "memory",
+    cells: int | Sequence[int] = 5,
+    from_layer: int | Sequence[int] = 0,
+    lr: float | Sequence[float] | None = None,
+    seeds: int = 1,
+    folds: int | None = None,
+    extends: Sequence[Task | str | Path] = (),
+    label_column: str | list[str] | None = None,
+    streaming: bool = False,
+    width: int = 5,
+    rank: int = 8,
+    out: str | Path | None = None,
+    log: Callable[[str], None] | None = None,
+    recipe: Recipe | None = None,
+    options: TrainOptions | None = None,
+    **changes: Any,
+) -> Any:
+    """Makes a task from images: `pets = memoro.train("photos/pets", backbone="facebook/dinov2-small").task`.
 
-    Of several processes, the main one writes and returns something. A task of several that diverged has
-    `failed` in its record, and no file.
+    `data` is anything that load_data takes, or a dict from task names to such: then all are trained in one pass, and a
+    dict of results is returned. A list of label columns does the same for the columns of one table. `backbone` is a
+    Backbone, or anything that load_backbone takes.
+
+    Several values of `cells`, `from_layer` or `lr`, or several `seeds`, are tried in one pass, and the best by
+    validation is kept; without `lr`, a few learning rates are tried. Small sets are compared by cross-validation
+    (`folds`; 0: on a validation split).
+
+    Fields of the recipe and of the options can be given by name: `epochs=5`, `image_size=112`, `folder="runs/{task}"`.
+    The task file is written to `out`, a file or folder, if that is given. `log` is called with notes; without it they
+    are printed to stderr unless `quiet`.
     """
-    regime, parents = find_regime(order.regime), _parents(order.extends, backbone)
-    order = normalise_options(order, regime, backbone)
-    if order.task is not None:
-        check_name(order.task)  # before the images are read
-    cache = _cache(order, recipe, backbone)
-    _check_target(order)
-    sets = _load(order, recipe, quiet)
-    sizes = {"width": order.width, "rank": order.rank}
-    plans = [TaskPlan(name=name, labels=s.labels, head=s.kind, extends=parents, **sizes) for name, s in sets.items()]
-    folds = _folds(list(sets.values()), order, recipe)
-    subjects = [
-        Subject(plan, _cut(splits, sets, order, recipe, number), number)
-        for plan, splits, number in zip(plans, sets.values(), folds, strict=True)
-    ]
-    for note in unused_options(order, recipe, folds):
-        console.print(f"note: {note}")
-    for subject in subjects:
-        for note in subject.splits.notes:
-            console.print(f"note: {note}")
-    folder = order.folder or Path("runs") / "+".join(sets)
-    if order.resume and not (folder / CHECKPOINT).is_file():
-        console.print(f"note: no checkpoint in {folder}: starting at the beginning.")
-    common: dict[str, Any] = {
-        "cache": cache,
-        "folder": folder,
-        "resume": order.resume,
-        "workers": order.workers,
-        "tensorboard": order.tensorboard,
-        "quiet": quiet,
-    }
-    preprocessing = backbone.preprocessing if order.image_size is None else backbone.preprocessing.at(order.image_size)
-    points = order.grid.points()
-    if len(points) > 1 and not order.must_sweep and not all(_can_choose(subject) for subject in subjects):
-        points = points[len(points) // 2 :][:1]
-        console.print(f"note: nothing to choose a learning rate by: {points[0][2]:g} is taken.")
-    if len(points) > 1 and not regime.composes:
-        text = f"note: regime {regime.name!r} changes base tokens: each of its {len(points)} runs has its own passes."
-        console.print(text)
-    if len(points) > 1:
-        swept = run_sweeps(
-            backbone, subjects, regime, order.grid, recipe, preprocessing, halving=order.halving, **common
+    recipe, options = merge_options(recipe, options, changes)
+    way, target = find_regime(regime), None if out is None else Path(out)
+    columns = [label_column] if isinstance(label_column, str) else label_column
+    sources = _name_sources(data, task, columns, streaming)
+    if target is not None and len(sources) > 1 and (target.is_file() or target.suffix == SUFFIX):
+        raise TrainingError(f"--out {target} is a file, but several tasks need a folder, such as --out tasks/.")
+    if not isinstance(backbone, Backbone):
+        backbone = load_backbone(backbone, device=own_device())
+    main = find_processes(backbone.device).main
+    log = log or plain_console(stderr=True, soft_wrap=True, quiet=options.quiet).print
+    note: Callable[[str], None] = (lambda text: log(f"note: {text}")) if main else (lambda text: None)
+
+    rates = LEARNING_RATES[recipe.optimizer][1:2] if streaming else LEARNING_RATES[recipe.optimizer]
+    grid = Grid(_several(cells), _several(from_layer), rates if lr is None else _several(lr), seeds, recipe.seed)
+    if way.name == "head":
+        grid = replace(grid, cells=(0,), from_layers=(backbone.depth,))
+    elif not way.composes:  # each run has its own passes: no folds unless asked for, and no settings that do nothing
+        uses_cells = "cells" in METHODS[way.name].sizes
+        grid, folds = replace(grid, cells=grid.cells if uses_cells else grid.cells[:1]), folds or 0
+    plan = TaskPlan("", (), extends=_link_parents(extends), width=width, rank=rank)
+    sets = _load(sources, columns, streaming, recipe, options)
+    compared = _choose_folds(list(sets.values()), grid, folds, recipe, options)
+    preprocessing = preprocessing_of(backbone, options)
+    sweeps = [
+        SweepSpec(
+            replace(plan, name=name, labels=splits.labels, head=splits.kind),
+            way, _cut_validation(splits, number, sets, recipe), preprocessing, grid, recipe, number,
         )
-        trained = [Trained(result.best, result.rows) for result in swept]
-    else:
-        [(cells, layer, rate, seed)] = points
-        recipe = replace(recipe, lr=rate, seed=seed)
-        specs = [
-            RunSpec(
-                regime.build(backbone, replace(subject.plan, cells=cells, from_layer=layer, seed=seed)),
-                recipe,
-                regime,
-                subject.splits,
-                preprocessing,
-            )
-            for subject in subjects
-        ]
-        results = train_runs(backbone, specs, **common)
-        trained = [Trained(result, []) for result in results]
-    if not find_processes(backbone.device).main:
-        return {}, []
-    records: list[dict[str, Any]] = []
-    shown: list[RenderableType] = []
-    for subject, found in zip(subjects, trained, strict=True):
-        if not found.result.metrics:
-            reason = found.result.notes[-1] if found.result.notes else "no finite numbers"
-            records.append({"task": subject.plan.name, "failed": reason})
-            shown.append(f"{subject.plan.name}: nothing was written: {reason}.")
-            continue
-        if found.rows and subject.splits.test is None:
-            text = f"note: {subject.plan.name} has no test images: it was chosen by the figures below, so expect less."
-            console.print(text)
-        record, tables = write_outputs(subject, found, order, folder)
-        records.append(record)
-        shown += tables
-    return records[0] if len(records) == 1 else {"tasks": records, "folder": str(folder)}, shown
+        for (name, splits), number in zip(sets.items(), compared, strict=True)
+    ]  # fmt: skip
+    asked = lr is not None or seeds > 1 or isinstance(cells, Sequence) or isinstance(from_layer, Sequence)
+    if not asked and not all(sweep.folds or sweep.splits.val is not None for sweep in sweeps):
+        grid = replace(grid, rates=(grid.rates[len(grid.rates) // 2],))
+        sweeps = [replace(sweep, grid=grid, folds=0) for sweep in sweeps]
+        note(f"no validation images to choose a learning rate with: using {grid.rates[0]:g}.")
+    if options.folder is not None:
+        options = replace(options, folder=str(options.folder).replace("{task}", "+".join(sets)))
+    for text in _notes(sweeps, folds, options):
+        note(text)
+    results = {}
+    for sweep, found in zip(sweeps, run_sweeps(backbone, sweeps, options), strict=True):
+        rows = found.rows if len(grid.settings()) > 1 else ()
+        result = TrainResult(**vars(found.best), rows=rows, skipped=getattr(sweep.splits, "skipped", ()))
+        if result.metrics and rows and result.metrics["split"] != "test":
+            note(f"{sweep.plan.name} has no test images: it was selected by its metrics, so they are optimistic.")
+        if result.metrics:
+            result = _write_outputs(result, target, several=len(sweeps) > 1, write=main)
+        results[sweep.plan.name] = result
+    several = type(data) is dict or isinstance(label_column, list)
+    return results if several else next(iter(results.values()))
 
 
-def normalise_options(order: TrainOrder, regime: Regime, backbone: Backbone) -> TrainOrder:
-    """The order without combinations that are the same, and without folds where they are no runs of the same pass."""
-    grid = order.grid
-    if regime.name == "head":
-        return replace(order, grid=replace(grid, cells=(0,), from_layers=(backbone.depth,)))
-    if regime.composes:
-        return order
-    cells = grid.cells if "cells" in METHODS[regime.name].sizes else grid.cells[:1]
-    return replace(order, grid=replace(grid, cells=cells), folds=order.folds or 0)
+def _several(values: Any) -> tuple[Any, ...]:
+    return tuple(values) if isinstance(values, Sequence) else (values,)
 
 
-def _cache(order: TrainOrder, recipe: Recipe, backbone: Backbone) -> Cache | None:
-    """Where base passes are kept, if they are."""
-    if order.keep and recipe.views is None:
+def _name_sources(data: Any, task: str | None, columns: list[str] | None, streaming: bool) -> dict[str | None, Any]:
+    """The data of each task by its name; None where the data will name it."""
+    if columns and (type(data) is dict or task is not None or streaming):
         raise TrainingError(
-            "features can be kept of a fixed number of views only: with --views 0, no view comes twice."
+            "--label-column trains a task per column of one table: give one DATA, and no --task or --streaming."
         )
-    if order.keep is False or recipe.views is None or not (order.keep or backbone.device.type == "cpu"):
-        return None
-    return replace(order.cache, required=bool(order.keep))
+    if type(data) is dict and (task is not None or (streaming and len(data) > 1)):
+        raise TrainingError("to train several tasks, give NAME=DATA for each, and no --task or --streaming.")
+    sources: dict[str | None, Any] = data if type(data) is dict else dict.fromkeys(columns or (task,), data)
+    for name, source in sources.items():
+        if name is not None:
+            check_name(name)
+        if streaming and isinstance(source, (str, Path)) and Path(source).exists():
+            raise DataError(
+                f"{source} is a local file or folder: --streaming is for hub sets such as owner/name, with --steps "
+                "1000 or so. Leave it out."
+            )
+    return sources
 
 
-def _can_choose(subject: Subject) -> bool:
-    return subject.folds > 0 or subject.splits.val is not None
+def _load(
+    sources: dict[str | None, Any], columns: list[str] | None, streaming: bool, recipe: Recipe, options: TrainOptions
+) -> Sets:
+    """The sets by task name. Validation splits are cut later, as folds may be used instead."""
+    how: dict[str, Any] = {"seed": recipe.data_seed, "workers": options.workers, "quiet": options.quiet}
+    if columns:
+        return dict(load_columns(next(iter(sources.values())), columns, val_fraction=0, **how))
+    sets: Sets = {}
+    for name, source in sources.items():
+        if isinstance(source, (Splits, Streams)):
+            splits: Splits | Streams = source
+        elif streaming:
+            splits = load_stream(source, val_fraction=recipe.val_fraction, seed=recipe.data_seed)
+        else:
+            splits = load_data(source, val_fraction=0, **how)
+        sets[check_name(name or splits.name.replace("/", "-").replace("\\", "-"))] = splits
+    return sets
 
 
-def _folds(sets: Sequence[Splits | Streams], order: TrainOrder, recipe: Recipe) -> list[int]:
-    """On how many folds each set's runs are compared; 0: on a validation split. Columns of one table go alike."""
-    if len(order.grid.points()) == 1 or order.halving:
+def _link_parents(extends: Sequence[Task | str | Path]) -> list[Task]:
+    """The tasks to build on, with records of parents replaced by the tasks themselves."""
+    loaded = [task for source in extends for task in ([source] if isinstance(source, Task) else load_tasks(source))]
+    if any(not isinstance(parent, Task) for task in loaded for parent in task.extends):
+        check_together(loaded)
+        tasks = {task.name: task for task in loaded}
+        for task in loaded:
+            task.extends = tuple(tasks[parent.name] for parent in task.extends)
+    return loaded
+
+
+def _choose_folds(
+    sets: Sequence[Splits | Streams], grid: Grid, folds: int | None, recipe: Recipe, options: TrainOptions
+) -> list[int]:
+    """The number of folds on which the settings of each set are compared; 0: a validation split."""
+    if len(grid.settings()) == 1 or options.halving:
         return [0] * len(sets)
     found = []
     for splits in sets:
         if not isinstance(splits, Splits) or splits.train is None or splits.val is not None:
             found.append(0)
-        elif order.folds is None:
-            found.append(FOLDS if _needs_folds(splits.train, splits.kind, recipe) else 0)
         else:
-            found.append(order.folds)
-    return found if not order.columns or all(found) else [0] * len(sets)
+            found.append(_default_folds(splits.train, recipe) if folds is None else folds)
+    return found if all(found) or _shared_table(sets) is None else [0] * len(sets)
 
 
-def _needs_folds(train: ImageSet, kind: str, recipe: Recipe) -> bool:
-    """Whether a part of the images would be too small to choose by, and there are enough for folds."""
+def _default_folds(train: ImageSet, recipe: Recipe) -> int:
+    """4 where a validation split would be too small to choose by and there are enough images for folds, else 0."""
     if not 2 * FOLDS <= len(train) < SMALL:
-        return False
+        return 0
     number = fold_numbers(train, FOLDS, recipe.data_seed)
-    rarest = int(train.targets.bincount().min()) if kind == "softmax" else FOLDS
-    return rarest >= FOLDS and all((number == fold).any() for fold in range(FOLDS))
+    rarest = int(train.targets.bincount().min()) if train.kind == "softmax" else FOLDS
+    return FOLDS if rarest >= FOLDS and all((number == fold).any() for fold in range(FOLDS)) else 0
 
 
-def _cut(
-    splits: Splits | Streams, sets: Mapping[str, Splits | Streams], order: TrainOrder, recipe: Recipe, folds: int
-) -> Splits | Streams:
-    """The splits with a validation split, or with a word on folds."""
+def _shared_table(sets: Sequence[Splits | Streams]) -> Splits | None:
+    """The first set where all are columns of one table: they are split alike, and so share every base pass."""
+    first, *others = sets
+    images = [one.train.source for one in sets if isinstance(one, Splits) and one.train is not None]
+    alike = others and len(images) == len(sets) and all(source == images[0] for source in images)
+    return first if alike and isinstance(first, Splits) else None
+
+
+def _cut_validation(splits: Splits | Streams, folds: int, sets: Sets, recipe: Recipe) -> Splits | Streams:
+    """The splits with a validation split, or with a note on folds."""
     if not isinstance(splits, Splits) or splits.train is None:
         return splits
     if folds:
-        note = f"{len(splits.train)} training images: runs are compared on {folds} folds of them, in the same pass."
-        return replace(splits, notes=(*splits.notes, note))
-    first = next(iter(sets.values()))
-    like = first if order.columns and isinstance(first, Splits) else None
-    return hold_out(splits, recipe.val_fraction, recipe.data_seed, like=like)
+        text = f"only {len(splits.train)} training images: runs are compared by {folds}-fold cross-validation."
+        return replace(splits, notes=(*splits.notes, text))
+    return hold_out(splits, recipe.val_fraction, recipe.data_seed, like=_shared_table(list(sets.values())))
 
 
-def unused_options(order: TrainOrder, recipe: Recipe, folds: Sequence[int]) -> list[str]:
-    """What was asked for and does nothing here."""
-    notes = []
-    if order.folds and not any(folds):
-        single = len(order.grid.points()) == 1
-        reason = "there is one run" if single else "of --halving" if order.halving else "there is a validation split"
-        notes.append(f"--folds {order.folds} is not used, because {reason}.")
-    if recipe.patience and any(folds):
-        notes.append("--patience is not used: runs on folds are judged together, at the end.")
+def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions) -> list[str]:
+    """Options without effect, and properties of the data."""
+    notes, settings, regime = [], len(sweeps[0].grid.settings()), sweeps[0].regime
+    if folds and not any(sweep.folds for sweep in sweeps):
+        reason = "of --halving" if options.halving else "there is a validation split"
+        notes.append(f"--folds {folds} is not used, because {'there is one run' if settings == 1 else reason}.")
+    if sweeps[0].recipe.patience and any(sweep.folds for sweep in sweeps):
+        notes.append("--patience is not used: the runs of a cross-validation are compared at the end.")
+    notes += [text for sweep in sweeps for text in sweep.splits.notes]
+    if options.resume and options.folder is not None and not (Path(options.folder) / CHECKPOINT).is_file():
+        notes.append(f"there is no checkpoint in {options.folder}: starting from the beginning.")
+    if settings > 1 and not regime.composes:
+        notes.append(
+            f"regime {regime.name!r} changes base tokens, so each of the {settings} runs needs passes of its own."
+        )
     return notes
 
 
-def write_outputs(
-    subject: Subject, found: Trained, order: TrainOrder, folder: Path
-) -> tuple[dict[str, Any], list[RenderableType]]:
-    """Writes the task's file, and a picture of what was tried."""
-    name, splits = subject.plan.name, subject.splits
-    out, task = _target(name, order), found.result.task
-    save_baseline(task, out) if isinstance(task, Baseline) else save_task(task, out)
-    record = {
-        "task": name,
-        "file": str(out),
-        "bytes": out.stat().st_size,
-        "folder": str(folder),
-        "metrics": found.result.metrics,
-        "training": dict(task.spec.training),
-        "notes": list(found.result.notes),
-        "skipped": [list(entry) for entry in getattr(splits, "skipped", ())],
-    }
-    tables: list[RenderableType] = [fit_table(task, found.result.metrics, out)]
-    mark = f"-{name}" if _several(order) else ""
-    if found.rows or mark:  # a single run's pictures are there already
-        draw_run(folder, mark, task, found.result)
-    if found.rows:
-        picture = draw_sweep(folder / f"sweep{mark}.png", name, found.rows, MAIN_FIGURE[splits.kind])
-        chosen = {"cells": task.cells, "from_layer": task.from_layer, "lr": task.spec.training["lr"]}
-        record |= {"picture": str(picture), "chosen": chosen, "runs": [asdict(row) for row in found.rows]}
-        tables = [sweep_table(name, found.rows), *tables, f"picture: {picture}"]
-    return record, tables
+def _write_outputs(result: TrainResult, out: Path | None, *, several: bool, write: bool) -> TrainResult:
+    """Writes the task's file and plots; returns the result with their paths."""
+    from memoro.training.runfolder import draw_run, draw_sweep
+
+    task, file, plot = result.task, out, None
+    if out is not None and (several or out.is_dir()):
+        file = out / (task.name + SUFFIX)
+    suffix = f"-{task.name}" if several else ""
+    if result.rows and result.folder is not None:
+        plot = result.folder / f"sweep{suffix}.png"
+    if write and file is not None:
+        save_baseline(task, file) if isinstance(task, Baseline) else save_task(task, file)
+    if write and result.folder is not None and (result.rows or several):  # a single run's plots are there already
+        draw_run(result.folder, suffix, result)
+    if write and plot is not None:
+        draw_sweep(plot, task.name, result.rows, MAIN_FIGURE[task.kind])
+    return replace(result, file=file, plot=plot)
 
 
-def _several(order: TrainOrder) -> bool:
-    return len(order.data) > 1 or len(order.columns) > 1
-
-
-def _check_target(order: TrainOrder) -> None:
-    """Before the training, not after it."""
-    out = order.out
-    if out is not None and _several(order) and (out.is_file() or out.suffix == SUFFIX):
-        raise TrainingError(f"--out {out} is a file, but several tasks need a folder, such as --out tasks/.")
-
-
-def _target(name: str, order: TrainOrder) -> Path:
-    if order.out is None:
-        return Path(name + SUFFIX)
-    if not order.out.is_dir() and not _several(order):
-        return order.out
-    order.out.mkdir(parents=True, exist_ok=True)
-    return order.out / (name + SUFFIX)
-
-
-def _load(order: TrainOrder, recipe: Recipe, quiet: bool) -> dict[str, Splits | Streams]:
-    """The sets by task name. Validation splits are cut later: a sweep may want folds instead."""
-    options: dict[str, Any] = {"seed": recipe.data_seed}
-    if not order.streaming:
-        options |= {"workers": order.workers, "quiet": quiet}
-    if order.columns:
-        if len(order.data) > 1 or order.task is not None or order.streaming:
-            raise TrainingError("--label-column makes a task of each column of one table: give one DATA and no --task.")
-        columns = load_columns(order.data[0], order.columns, val_fraction=0, **options)
-        return {check_name(name): splits for name, splits in columns.items()}
-    if len(order.data) == 1:
-        named, data = order.task, order.data[0]
-        if "=" in data and not Path(data).exists():
-            named, _, data = data.partition("=")
-        if order.streaming:
-            splits: Splits | Streams = load_stream(data, val_fraction=recipe.val_fraction, **options)
-        else:
-            splits = load_data(data, val_fraction=0, **options)
-        return {check_name(named or splits.name.replace("/", "-").replace("\\", "-")): splits}
-    pairs = [entry.partition("=") for entry in order.data]
-    names = [name for name, _, _ in pairs]
-    if (
-        order.task is not None
-        or order.streaming
-        or not all(data for _, _, data in pairs)
-        or len(set(names)) < len(names)
-    ):
-        raise TrainingError("to train several tasks, give NAME=DATA for each, with names of their own.")
-    return {check_name(name): load_data(data, val_fraction=0, **options) for name, _, data in pairs}
-
-
-def _parents(files: Sequence[Path], backbone: Backbone) -> list[Task]:
-    """The tasks of the files as living objects, each with its own parents in place."""
-    loaded = [task.to(backbone.device) for file in files for task in load_tasks(file)]
-    check_together(loaded)
-    tasks = {task.name: task for task in loaded}
-    for task in loaded:
-        task.extends = tuple(tasks[parent.name] for parent in task.extends)
-    return loaded
-
-
-def read_data_arguments(arguments: Sequence[str], names: Sequence[str]) -> str | dict[str, str]:
-    """One set for all tasks, or `NAME=DATA` for each."""
-    pairs = [argument.partition("=") for argument in arguments]
-    sets = {name: data for name, equals, data in pairs if equals and name in names}
-    if len(sets) == len(arguments):
-        return sets
-    if len(arguments) == 1 and ("=" not in arguments[0] or Path(arguments[0]).exists()):
-        return arguments[0]
-    raise TrainingError(f"give one set for all tasks, or NAME=DATA once for each, with names among {', '.join(names)}.")
+def fit_table(result: TrainResult) -> Table:
+    """Metrics of the chosen run, its file and its training, for people."""
+    task, metrics, training = result.task, result.metrics, result.task.spec.training
+    where = f"{metrics['split']}, {format_count(metrics['images'], 'image')}"
+    known = [name for name in COLUMNS if metrics.get(name) is not None]
+    rows = [(f"{name.replace('_', ' ')} ({where})", f"{metrics[name]:.4f}") for name in known]
+    rows += [
+        ("worst classes", format_worst(metrics, 5)),
+        ("file", "" if result.file is None else format_bytes(result.file.stat().st_size)),
+        ("parameters trained", f"{training['trained_parameters']:,}"),
+        ("best epoch", f"{training['best_epoch']} of {training['epochs']}"),
+        ("time", f"{training['seconds']:.0f} s"),
+    ]
+    title = task.name if result.file is None else f"{task.name}: {result.file}"
+    table = make_table(["", ""], [row for row in rows if row[1]], title)
+    table.show_header = False
+    return table

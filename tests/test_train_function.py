@@ -1,0 +1,116 @@
+"""`memoro.train`: what the command does, from Python."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import CASES
+from run_groups import root
+from test_train_fit import FRESH
+from test_train_resume import no_pictures
+from typer.testing import CliRunner
+
+import memoro
+from memoro.backbones import Backbone
+from memoro.cli import app
+from memoro.cli.trainoptions import SWEEP, TRAIN
+from memoro.data import Augment
+from memoro.errors import DataError, TrainingError
+from memoro.training import Cache, Recipe, TrainOptions
+
+__all__ = ["no_pictures", "root"]  # fixtures
+
+QUICK: dict[str, Any] = {"image_size": 20, "batch_size": 5, "epochs": 2, "workers": 0, "quiet": True}
+WORDS = ["--image-size", "20", "--batch-size", "5", "--epochs", "2", "--workers", "0", "--json"]
+
+
+def test_the_function_and_the_command_give_the_same(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CASES[0].model().save_pretrained(tmp_path / "vit")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["train", str(root / "many"), "-b", "vit", *WORDS])
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    before = sorted(tmp_path.rglob("*"))
+    result = memoro.train(root / "many", backbone="vit", **QUICK)
+    assert sorted(tmp_path.rglob("*")) == before  # it writes nothing unless told where
+    assert (result.file, result.folder) == (None, None)
+    assert result.task.content_hash() == memoro.load_task(record["file"]).content_hash()
+    assert result.metrics == record["metrics"]
+    assert [row.lr for row in result.rows] == [run["lr"] for run in record["runs"]] == [0.03, 0.1, 0.3]
+    assert list(result.notes) == record["notes"]
+    assert len(result.history) == 2
+    task, history, metrics = result
+    assert (task, history, metrics) == (result.task, result.history, result.metrics)
+    other = memoro.train(root / "many", backbone="vit", lr=0.5, **QUICK)
+    assert other.rows == ()
+    assert other.task.content_hash() != result.task.content_hash()
+
+
+def test_the_defaults_are_in_one_place() -> None:
+    """Of the command, of `train` and of `fit`."""
+    own = {"recipe": Recipe(), "options": TrainOptions()}
+    known = {field.name: getattr(own[where], field.name) for where in own for field in fields(own[where])}  # type: ignore[arg-type]
+    known |= {name: one.default for name, one in inspect.signature(memoro.train).parameters.items()}
+    known |= {"crop": Augment().crop, "crop_scale": Augment().scale[0], "flip": Augment().flip}
+    known |= {"cache_budget": Cache().budget, "cache_dtype": Cache().dtype, "cache_folder": None, "extends": None}
+    known["out"] = known["folder"] = None  # the command writes into the working folder, the function does not
+    assert {name: default for name, (_, default) in TRAIN.items()} == {name: known[name] for name in TRAIN}
+    different = {name for name, (_, default) in SWEEP.items() if default != known[name]}
+    assert different == {"cells", "from_layer"}  # a sweep tries several, given as text
+
+
+def test_several_tasks_give_a_result_each(backbone: Backbone, root: Path, tmp_path: Path) -> None:
+    sets = {"a": root / "many", "b": root / "few"}
+    found = memoro.train(sets, backbone=backbone, lr=0.05, out=tmp_path, folder=tmp_path / "run-{task}", **QUICK)
+    assert list(found) == ["a", "b"]
+    assert [result.task.name for result in found.values()] == ["a", "b"]
+    assert [result.file for result in found.values()] == [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    assert (tmp_path / "run-a+b" / "metrics.jsonl").is_file()
+    columns = memoro.train(root / "table" / "table.csv", backbone=backbone, label_column=["x", "y"], lr=0.1, **QUICK)
+    assert [task.task.labels for task in columns.values()] == [["blue", "green", "grey", "red"], ["even", "odd"]]
+    alone = memoro.train(root / "table" / "table.csv", backbone=backbone, label_column="y", lr=0.1, **QUICK)
+    assert alone.task.labels == ["even", "odd"]
+
+
+def test_several_values_are_a_sweep(backbone: Backbone, root: Path) -> None:
+    options = {**QUICK, **FRESH}
+    found = memoro.train(root / "many", backbone=backbone, cells=(0, 2), from_layer=[3], lr=0.1, seeds=2, **options)
+    assert [(row.cells, row.from_layer, row.lr, len(row.val)) for row in found.rows] == [(0, 3, 0.1, 2), (2, 3, 0.1, 2)]
+    assert found.task.cells in {0, 2}
+    tested = memoro.load_data(root / "many", val_fraction=0, workers=0, quiet=True)
+    with pytest.raises(TrainingError, match="no validation images to choose by"):
+        memoro.train(tested, backbone=backbone, lr=(0.1, 0.2), folds=0, val_fraction=0, **options)
+
+
+def test_a_child_is_built_on_tasks_and_on_files(backbone: Backbone, root: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"backbone": backbone, "lr": 0.1, "cells": 1, **QUICK}
+    parent = memoro.train(root / "many", task="parent", out=tmp_path / "parent.safetensors", **options)
+    children = [
+        memoro.train(root / "few", task="child", extends=[source], **options).task
+        for source in (parent.task, tmp_path / "parent.safetensors")
+    ]
+    assert children[0].parents[0].content == parent.task.content_hash()
+    assert children[0].content_hash() == children[1].content_hash()
+    alone = memoro.train(root / "few", task="child", **options).task
+    assert alone.content_hash() != children[0].content_hash()
+
+
+def test_wrong_arguments_are_refused_before_anything_is_read(root: Path) -> None:
+    none: dict[str, Any] = {"backbone": "/nowhere/at/all"}
+    for given, options, message in (
+        (root, {"speed": 3}, "unknown training option 'speed'"),
+        ({"a": root, "b": root}, {"task": "c"}, "give NAME=DATA for each"),
+        ({"a": root}, {"label_column": "x"}, "a task per column of one table"),
+        ({"a": root, "b": root}, {"out": "one.safetensors"}, "several tasks need a folder"),
+        (root, {"cache": True, "views": None}, "a fixed number of views"),
+        (root, {"streaming": True}, "is a local file or folder"),
+    ):
+        with pytest.raises((TrainingError, DataError), match=message):
+            memoro.train(given, **none, **options)
