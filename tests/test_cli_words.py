@@ -316,14 +316,14 @@ def test_bad_options_are_refused_before_anything_is_read(shell: Shell, tmp_path:
         shell("train", "set", "-b", "none", "--flip", 3, code=1).err
         == "error flip 3.0: choose a probability from 0 to 1.\n"
     )
-    with pytest.raises(DataError, match="padding 2: choose a share"):
+    with pytest.raises(DataError, match="padding 2: choose a fraction"):
         Augment(padding=2)
 
 
 def test_a_table_of_one_class_is_told_of_rows(tmp_path: Path) -> None:
     save_images(tmp_path, "1.png", "2.png")
     (tmp_path / "one.csv").write_text("path,label\n1.png,a\n2.png,a\n")
-    with pytest.raises(DataError, match="add images of another class, in a folder or rows of their own"):
+    with pytest.raises(DataError, match="add images of another class, in their own folder or rows"):
         load_data(tmp_path / "one.csv")
 
 

@@ -17,6 +17,8 @@ from memoro.tasks.task import Task, TaskSpec
 from memoro.tasks.taskfile import load_tasks
 
 MAX_LABELS = 6
+MAX_LINES = 50
+MAX_TEXT = 200
 
 
 def inspect_file(path: Path, backbone: Backbone | None = None) -> dict[str, Any]:
@@ -123,11 +125,17 @@ def _image_size(preprocessing: dict[str, Any] | None) -> str:
 
 
 def _lines(record: dict[str, Any]) -> list[str]:
-    """A line for each entry that is not empty."""
-    shown = {**record, "worst_classes": format_worst(record, 5)} if "worst_classes" in record else record
-    lines = [
-        f"{name.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
-        for name, value in shown.items()
-        if value != ""
-    ]
-    return lines or ["-"]
+    """A line for each entry that is not empty, as far as it can be shown: a file may record any JSON."""
+    if isinstance(record.get("worst_classes"), dict):
+        record = {**record, "worst_classes": format_worst(record, 5)}
+    lines = [f"{_brief(name.replace('_', ' '))} {_brief(value)}" for name, value in record.items() if value != ""]
+    more = [f"… and {len(lines) - MAX_LINES:,} more"] if len(lines) > MAX_LINES else []
+    return [*lines[:MAX_LINES], *more] or ["-"]
+
+
+def _brief(value: Any) -> str:
+    try:
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    except RecursionError:
+        text = "nested too deeply to show"
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"

@@ -86,9 +86,11 @@ def metrics_table(results: dict[str, dict[str, Any]]) -> Table:
 
 
 def format_worst(metrics: dict[str, Any], most: int) -> str:
-    """The classes with the lowest recall; those without a mistake are left out."""
-    wrong = {label: recall for label, recall in metrics.get("worst_classes", {}).items() if recall < 1}
-    return ", ".join(f"{label} {recall:.3f}" for label, recall in list(wrong.items())[:most])
+    """The classes with the lowest recall; those without a mistake are left out, and so is what is no recall."""
+    found = metrics.get("worst_classes")
+    recalls = found.items() if isinstance(found, dict) else ()
+    wrong = [(label, recall) for label, recall in recalls if isinstance(recall, (int, float)) and recall < 1]
+    return ", ".join(f"{label} {recall:.3f}" for label, recall in wrong[:most])
 
 
 def _softmax(labels: Sequence[str], probabilities: Tensor, targets: Tensor) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def flat_rows(answers: Answers) -> list[dict[str, Any]]:
                 values = [(label, answer["probabilities"][label]) for label in answer["labels"]] or [("", None)]
             else:
                 values = [(f"{name}={value:.6g}", None) for name, value in answer["values"].items()]
-            rows += [dict(zip(FIELDS, (image, task, *value), strict=True)) for value in values]
+            rows += [dict(zip(FIELDS, (_utf8(image), task, _utf8(text), p), strict=True)) for text, p in values]
     return rows
 
 
@@ -113,11 +113,11 @@ def write_predictions(answers: Answers, form: Form, out: Path | None) -> str | N
         writer = csv.DictWriter(lines, FIELDS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(flat_rows(answers))
-        data = lines.getvalue().encode(errors="surrogateescape")
+        data = lines.getvalue().encode()
     else:
-        data = (json.dumps(answers, ensure_ascii=False, indent=2) + "\n").encode(errors="surrogateescape")
+        data = (json.dumps(answers, ensure_ascii=False, indent=2) + "\n").encode(errors="backslashreplace")
     if out is None:
-        return data.decode(errors="surrogateescape")
+        return data.decode()
     write_whole(out, data)
     return None
 
@@ -128,6 +128,11 @@ def predictions_table(answers: Answers) -> Table:
     rows = [[image, *(_brief(found[name]) for name in names)] for image, found in list(answers.items())[:MAX_ROWS]]
     title = format_count(len(answers), "image") + (f", the first {MAX_ROWS}" if len(answers) > MAX_ROWS else "")
     return make_table(["image", *names], rows, title, left=1 + len(names))
+
+
+def _utf8(text: str) -> str:
+    """File names may contain bytes that are not UTF-8, and labels any code point: those are escaped."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _brief(answer: dict[str, Any]) -> str:
