@@ -116,4 +116,5 @@ def numbers(text: str, kind: type[Number] = int) -> list[Number]:
 
 
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
+    # Lone surrogates, as in undecodable file names, cannot be printed: they become JSON escapes.
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2).encode(errors="backslashreplace").decode())
