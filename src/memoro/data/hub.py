@@ -154,7 +154,19 @@ def fetch(
     if isinstance(source, Path):
         loaded, name = datasets.load_from_disk(str(source)), str(source)
     elif isinstance(source, str):
-        loaded, name, split = _from_hub(source, split, config, streaming)
+        match = _ID.fullmatch(source)
+        if match is None:
+            raise DataError(f"{source!r} is not an id of the hub: those look like owner/name or owner/name:split.")
+        name, split = match["id"], split or match["split"]
+        try:
+            loaded = datasets.load_dataset(name, config, split=split, streaming=streaming)
+        except Exception as error:  # the network, the hub and the files each fail in their own ways
+            raise DataError(
+                f"{source!r} is not a file or folder, and the hub did not deliver it: {str(error).splitlines()[0]}\n"
+                f"Online, check the name at huggingface.co/datasets/{name}. Offline, run `hf download --repo-type "
+                f"dataset {name} --local-dir FOLDER` on a machine with a network, and give that folder's images or "
+                "Parquet file."
+            ) from error
         if split is not None:
             return {split: loaded}, name
     else:
@@ -174,21 +186,3 @@ def fetch(
                 f"{'load_data, or call to_iterable_dataset() on it' if streaming else 'load_stream'}."
             )
     return dict(loaded), name
-
-
-def _from_hub(source: str, split: str | None, config: str | None, streaming: bool) -> tuple[Any, str, str | None]:
-    import datasets
-
-    match = _ID.fullmatch(source)
-    if match is None:
-        raise DataError(f"{source!r} is not an id of the hub: those look like owner/name or owner/name:split.")
-    repository, split = match["id"], split or match["split"]
-    try:
-        return datasets.load_dataset(repository, config, split=split, streaming=streaming), repository, split
-    except Exception as error:  # the network, the hub and the files each fail in their own ways
-        raise DataError(
-            f"{source!r} is not a file or folder, and the hub did not deliver it: {str(error).splitlines()[0]}\n"
-            f"Online, check the name at huggingface.co/datasets/{repository}. Offline, run `hf download --repo-type "
-            f"dataset {repository} --local-dir FOLDER` on a machine with a network, and give that folder's images or "
-            "Parquet file."
-        ) from error

@@ -143,7 +143,8 @@ def _labels(
     labels = raw.labels or sort_labels(present.get("train") or everything)
     if raw.kind == "softmax" and len(labels) < 2:
         raise DataError(
-            f"{name}: one class only ({first_few(labels)}); add images of another class, in their own folder or rows."
+            f"{name}: one class only ({first_few(labels)}); add images of another class, in a folder or rows of their "
+            "own."
         )
     if not labels:
         raise DataError(f"{name}: no image has a label.")
