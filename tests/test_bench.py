@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from memoro.bench.time_to_accuracy import (
 )
 from memoro.bench.train import bench_loader, bench_train, draw_growth, tick_count
 from memoro.regimes import METHODS
+from memoro.training.cached import CachedBatch
+from memoro.training.loop import Trainer
 
 
 def test_the_dense_mask_way_gives_the_same_answers(vit: torch.nn.Module, pixels: torch.Tensor) -> None:
@@ -61,11 +64,24 @@ def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(MODELS, "ViT-B/32", (small, 224))
     setting, candidates = Setting("ViT-B/32", 2, 1), list_candidates(1, (1, 2), (0, 3))
     assert len(candidates) == 2 + 8 + len(METHODS)
+    steps: list[str] = []
+    own = Trainer.step
+
+    def record(trainer: Trainer, taken: Any) -> None:
+        [(group, [batch])] = taken
+        assert len(batch.targets) == 2
+        assert isinstance(batch, CachedBatch) == candidate.cached
+        steps.append(candidate.name)
+        own(trainer, taken)
+        assert not any(run.diverged for run in group.runs)
+
+    monkeypatch.setattr(Trainer, "step", record)
     trained = {}
     for candidate in candidates:
         step, trained[candidate.name] = build_step(setting, candidate, tmp_path)
         step()
         step()
+    assert steps == [one.name for one in candidates[1:] for _ in range(2)], "the steps are those of the training loop"
     assert trained["base"] == 0
     assert trained["head"] == 24 * 10 + 10
     assert trained["memory, 1 cells"] == trained["memory, 1 cells, from cache"] == 24 + 5 * 24 + 250

@@ -91,7 +91,7 @@ def test_tasks_and_baselines_side_by_side_equal_each_alone(double: Backbone, squ
         assert figures[name]["loss"] == pytest.approx(together[name].metrics["loss"], abs=1e-6)
     assert len({figure["loss"] for figure in figures.values()}) == 4
     twins = [build("full", double), build("adapter", double, name="full")]
-    with pytest.raises(CompositionError, match="two tasks are called 'full'"):
+    with pytest.raises(CompositionError, match="two tasks are named 'full'"):
         memoro.evaluate(double, twins, splits, workers=0)
 
 

@@ -1,36 +1,70 @@
-"""Consoles that print names without markup, progress bars on stderr, and sizes as text."""
+"""Consoles, tables and progress bars that show names from users and files without interpreting them."""
 
 from __future__ import annotations
 
 import logging
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 
-def plain_console(*, stderr: bool = False, **options: Any) -> Console:
-    """A console that prints text unchanged: `[bold]` in a file name is not markup and `:cat:` is not an emoji."""
-    return Console(stderr=stderr, **{"markup": False, "emoji": False, "highlight": False, **options})
+def printable(text: str) -> str:
+    """The text with control characters escaped, so that a name can neither move the cursor nor forge a line.
+
+    That includes line breaks, terminal sequences and bidirectional overrides. Joiners stay: some scripts need them.
+    """
+    return "".join(
+        char.encode("unicode_escape").decode()
+        if unicodedata.category(char) in {"Cc", "Cf", "Cs", "Zl", "Zp"} and char not in "\u200c\u200d"
+        else char
+        for char in text
+    )
+
+
+class PlainConsole(Console):
+    """Prints strings without markup, emoji codes and control characters; with `markup=True`, memoro's own text."""
+
+    def print(self, *objects: Any, markup: bool | None = None, **options: Any) -> None:
+        own = self._markup if markup is None else markup
+        shown = (printable(one) if isinstance(one, str) and not own else one for one in objects)
+        super().print(*shown, markup=markup, **options)
+
+
+def plain_console(*, stderr: bool = False, **options: Any) -> PlainConsole:
+    return PlainConsole(stderr=stderr, **{"markup": False, "emoji": False, "highlight": False, **options})
+
+
+class PlainColumn(TextColumn):
+    def render(self, task: Task) -> Text:
+        return Text(printable(super().render(task).plain))
 
 
 def plain_column(field: str) -> TextColumn:
-    """A column of a progress bar that shows a field without markup."""
-    return TextColumn(f"{{task.{field}}}", markup=False)
+    """A column of a progress bar that shows a field as `PlainConsole` would."""
+    return PlainColumn(f"{{task.{field}}}", markup=False)
 
 
-def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, left: int = 1) -> Table:
-    """A table whose cells are shown without markup. The first `left` columns are aligned left, the others right."""
-    table = Table(title=None if title is None else Text(title), title_justify="left")
+Cell = str | list[str]
+"""Of a table: a text, or its lines."""
+
+
+def make_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Cell]], title: str | None = None, left: int = 1
+) -> Table:
+    """A table of `printable` cells. The first `left` columns are aligned left, the others right."""
+    table = Table(title=None if title is None else Text(printable(title)), title_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(Text(column), justify="left" if number < left else "right", overflow="fold")
+        table.add_column(Text(printable(column)), justify="left" if number < left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        lines = ([cell] if isinstance(cell, str) else cell for cell in row)
+        table.add_row(*(Text("\n".join(map(printable, some))) for some in lines))
     return table
 
 

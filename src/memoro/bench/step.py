@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from PIL import Image
 
-from memoro.backbones import Backbone, load_backbone
+from memoro.backbones import load_backbone
 from memoro.bench.models import CLASSES, MODELS
-from memoro.engine.featurestore import FeatureStore, RecordFormat
-from memoro.heads import loss_sum
+from memoro.data import Splits, load_data
 from memoro.regimes import METHODS, REGIMES, TaskPlan
-from memoro.training.cached import keep_features
-from memoro.training.recipe import Recipe
-from memoro.training.run import Run, SharedForward
+from memoro.training.cached import Cache
+from memoro.training.group import RunSpec
+from memoro.training.loop import Trainer
+from memoro.training.recipe import Recipe, TrainOptions
 
 Step = Callable[[], object]
 
@@ -63,44 +63,33 @@ def list_candidates(
 
 
 def build_step(setting: Setting, candidate: Candidate, folder: Path) -> tuple[Step, int]:
-    """A function that takes one step, and how many parameters a run trains. Features are stored in `folder`."""
+    """A function that takes one step of the training loop on a batch that is always the same, and how many parameters
+    a run trains. Images and features are stored in `folder`; decoding is not part of the step."""
     torch.manual_seed(0)
     build, side = MODELS[setting.model]
-    pixels, targets = torch.randn(setting.batch, 3, side, side), torch.randint(CLASSES, (setting.batch,))
     model = build().eval()
     if candidate.regime == "base":
+        pixels = torch.randn(setting.batch, 3, side, side)
         return torch.no_grad()(lambda: model(pixels)), 0
-    backbone = load_backbone(model)
-    regime, labels = REGIMES[candidate.regime], [str(number) for number in range(CLASSES)]
-    tasks = [
-        regime.build(backbone, TaskPlan(str(seed), labels, cells=setting.cells, from_layer=candidate.fork, seed=seed))
-        for seed in range(candidate.runs)
-    ]
-    runs = [Run.start(task, Recipe(), regime.trains(task)) for task in tasks]
-    read = _store_features(backbone, pixels, candidate.fork, folder) if candidate.cached else lambda: pixels
-    answer: Any = SharedForward(backbone, tasks) if regime.composes else lambda x: [task(x) for task in tasks]
-
-    def step() -> None:
-        parts = [loss_sum("softmax", logits, targets) for logits in answer(read())]
-        (torch.stack(parts).sum() / len(pixels)).backward()  # type: ignore[no-untyped-call]
-        for run in runs:
-            torch.nn.utils.clip_grad_norm_(run.trained.values(), 1.0)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-    return step, sum(parameter.numel() for parameter in runs[0].trained.values())
+    backbone, regime = load_backbone(model), REGIMES[candidate.regime]
+    splits = _random_images(folder / "images", setting)
+    plan = TaskPlan("bench", splits.labels, cells=setting.cells, from_layer=candidate.fork)
+    recipe = Recipe(steps=1_000_000, batch_size=setting.batch, views=1)
+    tasks = [regime.build(backbone, replace(plan, seed=seed)) for seed in range(candidate.runs)]
+    specs = [RunSpec(task, recipe, regime, splits, backbone.preprocessing.at(side)) for task in tasks]
+    cache = Cache(folder / "features") if candidate.cached else None
+    trainer = Trainer(backbone, specs, TrainOptions(workers=0, quiet=True), cache=cache)
+    trainer.fill_cache()
+    [group] = trainer.groups
+    batches = group.next_batches()
+    return lambda: trainer.step([(group, batches)]), sum(one.numel() for one in group.runs[0].trained.values())
 
 
-def _store_features(backbone: Backbone, pixels: Tensor, first: int, folder: Path) -> Callable[[], Any]:
-    """A function that reads the batch's features from disk, as training does."""
-    features = keep_features(backbone, pixels, first)
-    tokens = backbone.anatomy.embed(pixels[:1])[0].shape[1]
-    layout = RecordFormat(first, backbone.depth, backbone.dim, backbone.heads, tokens, "float16")
-    store = FeatureStore(folder, layout, {"bench": backbone.name})
-    keys = [number.to_bytes(32, "big") for number in range(len(pixels))]
-    if store.missing(keys):
-        with store.writer() as writer, torch.no_grad():
-            writer.add(keys, features)
-    buffer = store.buffer(len(pixels), backbone.dtype)
-    biases = [layer.bias for layer in features.layers]
-    return lambda: store.read(keys, biases, backbone.device, buffer)
+def _random_images(folder: Path, setting: Setting) -> Splits:
+    """At least as many images as a batch has, with every label."""
+    generator = np.random.default_rng(0)
+    for number in range(CLASSES * -(-setting.batch // CLASSES)):
+        path = folder / str(number % CLASSES) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (setting.side, setting.side, 3), dtype=np.uint8)).save(path)
+    return load_data(folder, val_fraction=0, screen=False, quiet=True)

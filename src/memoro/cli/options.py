@@ -68,15 +68,13 @@ def gather_tasks(files: Iterable[Path], option: str = "-t") -> list[Task]:
     `option` is what precedes a file there, nothing for an argument.
     """
     from memoro.regimes.baselinefile import is_baseline, read_baseline
-    from memoro.tasks.task import say_apart
     from memoro.tasks.taskfile import load_tasks
 
     found: list[tuple[Path, Task]] = []
     for file in files:
         if is_baseline(file):
             spec, _, _ = read_baseline(file)
-            why = say_apart(spec.name, spec.regime)
-            raise CompositionError(f"{file} is a baseline, which cannot be composed or verified. {why}")
+            raise CompositionError(f"{file} is a baseline, which cannot be composed or verified. {spec.not_composable}")
         found += [(file, task) for task in load_tasks(file)]
     return _checked(found, option)
 
@@ -118,4 +116,5 @@ def numbers(text: str, kind: type[Number] = int) -> list[Number]:
 
 
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
+    # Lone surrogates, as in undecodable file names, cannot be printed: they become JSON escapes.
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2).encode(errors="backslashreplace").decode())

@@ -49,7 +49,7 @@ def compose_files(
     check_together(tasks)
     save_tasks(tasks, out)
     names = ", ".join(task.name for task in tasks)
-    typer.echo(f"{out}: {names} ({format_bytes(out.stat().st_size)})")
+    plain_console(soft_wrap=True).print(f"{out}: {names} ({format_bytes(out.stat().st_size)})")
 
 
 @app.command()
@@ -82,7 +82,8 @@ def verify(
     if as_json:
         print_json(receipt.to_json())
     else:
-        typer.echo(str(receipt))
+        for line in str(receipt).splitlines():
+            plain_console(soft_wrap=True).print(line)
     raise typer.Exit(0 if receipt.base_equal and receipt.tasks_equal else 1)
 
 
@@ -104,10 +105,11 @@ def import_checkpoint(
 
     tasks = import_tasks(load(backbone, "cpu"), checkpoint, names=None if names is None else names.split(","))
     save_tasks(tasks, out)
+    console = plain_console(soft_wrap=True)
     for task in tasks:
         over = ", ".join(parent.name for parent in task.extends)
-        typer.echo(f"{task.name}: {len(task.labels)} classes, {task.cells} cells{over and f', extends {over}'}")
-    typer.echo(f"written to {out}")
+        console.print(f"{task.name}: {len(task.labels)} classes, {task.cells} cells{over and f', extends {over}'}")
+    console.print(f"written to {out}")
 
 
 @app.command("cache")
@@ -123,7 +125,5 @@ def cache_command(
     from memoro.engine.featurestore import default_folder, total_bytes
 
     place = folder or default_folder()
-    if clear:
-        typer.echo(f"{place}: {format_bytes(clear_all(place))} removed")
-    else:
-        typer.echo(f"{place}: {format_bytes(total_bytes(place))}")
+    size = f"{format_bytes(clear_all(place))} removed" if clear else format_bytes(total_bytes(place))
+    plain_console(soft_wrap=True).print(f"{place}: {size}")

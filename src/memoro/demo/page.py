@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from memoro.console import format_bytes
+from memoro.console import format_bytes, printable
 from memoro.data import Splits
 from memoro.engine.composition import Composition
 from memoro.training.sweep import SweepResult
@@ -90,11 +90,11 @@ def write_page(path: Path, model: Composition, results: dict[str, DemoResult], c
     answered = predict_samples(model, results)
     draw_overview(path.with_name("overview.png"), answered, cost, len(results))
     head = "".join(f"<th>{name}</th>" for name in RESULT_COLUMNS)
-    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in result_rows(results))
+    rows = ("".join(f"<td>{escape(printable(cell))}</td>" for cell in row) for row in result_rows(results))
     parts = [
         f"<h1>{len(results)} tasks on one frozen backbone</h1>",
-        f"<p>{escape(str(model.backbone))}. With all tasks attached, its own output is <b>{same}</b>. One pass for all "
-        f"tasks costs {cost.composed:.2f} plain passes; one pass per task would cost {cost.separate:.2f}.</p>",
+        f"<p>{escape(printable(str(model.backbone)))}. With all tasks attached, its own output is <b>{same}</b>. One "
+        f"pass for all tasks costs {cost.composed:.2f} plain passes; one pass per task costs {cost.separate:.2f}.</p>",
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>",
         "<h2>Answers of all tasks to some test images, from one pass</h2>",
         "<p>Green is right, red is wrong, grey is a task that was not trained on such images.</p>",
@@ -129,11 +129,11 @@ def predict_samples(model: Composition, results: dict[str, DemoResult]) -> Answe
     for image, answers, target in zip(images, model.predict(images), targets, strict=True):
         lines = []
         for name, answer in answers.items():
-            text = f"{name}: {answer['label']} {answer['probability']:.0%}"
+            text = printable(f"{name}: {answer['label']} {answer['probability']:.0%}")
             if name not in target or target[name] == answer["label"]:
                 lines.append(("right" if name in target else "other", text))
             else:
-                lines.append(("wrong", f"{text} (is {target[name]})"))
+                lines.append(("wrong", f"{text} (is {printable(target[name])})"))
         answered.append((image, lines))
     return answered
 
@@ -164,7 +164,8 @@ def draw_overview(path: Path, answered: Answered, cost: Cost, tasks: int) -> Non
         above, below = (axes[number // columns * 2 + part, number % columns] for part in (0, 1))
         above.imshow(image)
         for line, (status, text) in enumerate(answers):
-            below.text(0.02, 1.0 - 0.21 * line, text, fontsize=9, va="top", color=COLORS[status])
+            how = {"fontsize": 8, "va": "top", "color": COLORS[status], "in_layout": False}
+            below.text(0.02, 1.0 - 0.21 * line, text, **how)
     for one in axes.flat:
         one.axis("off")
     _draw_cost(halves[1].subplots(), cost, tasks)

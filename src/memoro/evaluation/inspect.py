@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from memoro.backbones import Backbone
-from memoro.console import format_bytes, make_table
+from memoro.console import Cell, format_bytes, make_table
 from memoro.evaluation.metrics import format_worst
 from memoro.regimes.baseline import BaselineSpec
 from memoro.regimes.baselinefile import is_baseline, read_baseline
@@ -17,6 +17,8 @@ from memoro.tasks.task import Task, TaskSpec
 from memoro.tasks.taskfile import load_tasks
 
 MAX_LABELS = 6
+MAX_LINES = 50
+MAX_TEXT = 200
 
 
 def inspect_file(path: Path, backbone: Backbone | None = None) -> dict[str, Any]:
@@ -80,11 +82,11 @@ def inspect_table(record: dict[str, Any]) -> Table:
     return make_table(names, [row for row in rows if any(row[1:])], title, left=len(names))
 
 
-def _rows(entry: dict[str, Any]) -> dict[str, str]:
+def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
     """The cells of one column, by the names of their rows."""
     backbone, labels = entry["backbone"], entry["labels"]
     more = ", …" if len(labels) > MAX_LABELS else ""
-    rows = {"labels": f"{len(labels)}: {', '.join(labels[:MAX_LABELS])}{more}", "head": entry["kind"]}
+    rows: dict[str, Cell] = {"labels": f"{len(labels)}: {', '.join(labels[:MAX_LABELS])}{more}", "head": entry["kind"]}
     if "regime" in entry:
         rows["regime"] = f"{entry['regime']}, a baseline with a pass of its own: cannot be composed"
         rows["sizes"] = ", ".join(f"{size} {name}" for name, size in entry["sizes"].items())
@@ -95,10 +97,11 @@ def _rows(entry: dict[str, Any]) -> dict[str, str]:
         rows["extends"] = ", ".join(entry["parents"]) or "nothing"
     return rows | {
         "parameters": f"{entry['parameters']:,}",
-        "backbone": (
-            f"{backbone['name']}\n{backbone['family']}, {backbone['depth']} layers of {backbone['dim']}, "
-            f"{backbone['dtype']}\nfingerprint {backbone['fingerprint'][:12]}"
-        ),
+        "backbone": [
+            backbone["name"],
+            f"{backbone['family']}, {backbone['depth']} layers of {backbone['dim']}, {backbone['dtype']}",
+            f"fingerprint {backbone['fingerprint'][:12]}",
+        ],
         "this backbone": backbone.get("match", ""),
         "images": _image_size(entry["preprocessing"]),
         "metrics": _lines(entry["metrics"]),
@@ -121,12 +124,18 @@ def _image_size(preprocessing: dict[str, Any] | None) -> str:
     return f"{size[0]}x{size[1]}" if isinstance(size, (list, tuple)) else str(size)
 
 
-def _lines(record: dict[str, Any]) -> str:
-    """A line for each entry that is not empty."""
-    shown = {**record, "worst_classes": format_worst(record, 5)} if "worst_classes" in record else record
-    lines = [
-        f"{name.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
-        for name, value in shown.items()
-        if value != ""
-    ]
-    return "\n".join(lines) or "-"
+def _lines(record: dict[str, Any]) -> list[str]:
+    """A line for each entry that is not empty, as far as it can be shown: a file may record any JSON."""
+    if isinstance(record.get("worst_classes"), dict):
+        record = {**record, "worst_classes": format_worst(record, 5)}
+    lines = [f"{_brief(name.replace('_', ' '))} {_brief(value)}" for name, value in record.items() if value != ""]
+    more = [f"… and {len(lines) - MAX_LINES:,} more"] if len(lines) > MAX_LINES else []
+    return [*lines[:MAX_LINES], *more] or ["-"]
+
+
+def _brief(value: Any) -> str:
+    try:
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    except RecursionError:
+        text = "nested too deeply to show"
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"

@@ -37,7 +37,7 @@ def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tens
 
     softmax: accuracy, balanced accuracy, expected calibration error (15 bins), recall of the five worst classes.
     multilabel: accuracy (over all yes/no answers), exact match, mean average precision. regression: mean absolute
-    error, R².
+    error, R² (mean over outputs).
     """
     logits = logits.detach().float().cpu()
     targets = targets.cpu()
@@ -86,9 +86,11 @@ def metrics_table(results: dict[str, dict[str, Any]]) -> Table:
 
 
 def format_worst(metrics: dict[str, Any], most: int) -> str:
-    """The classes with the lowest recall; those without a mistake are left out."""
-    wrong = {label: recall for label, recall in metrics.get("worst_classes", {}).items() if recall < 1}
-    return ", ".join(f"{label} {recall:.3f}" for label, recall in list(wrong.items())[:most])
+    """The classes with the lowest recall; those without a mistake are left out, and so is what is no recall."""
+    found = metrics.get("worst_classes")
+    recalls = found.items() if isinstance(found, dict) else ()
+    wrong = [(label, recall) for label, recall in recalls if isinstance(recall, (int, float)) and recall < 1]
+    return ", ".join(f"{label} {recall:.3f}" for label, recall in wrong[:most])
 
 
 def _softmax(labels: Sequence[str], probabilities: Tensor, targets: Tensor) -> dict[str, Any]:
@@ -126,8 +128,10 @@ def _multilabel(probabilities: Tensor, targets: Tensor) -> dict[str, Any]:
 
 def _regression(values: Tensor, targets: Tensor) -> dict[str, Any]:
     error = values - targets
-    spread = (targets - targets.mean(dim=0)).square().sum()
+    variation = (targets - targets.mean(dim=0)).square().sum(dim=0)
+    known = variation > 0  # R² is undefined for an output whose targets are all the same
+    each = 1 - error.square().sum(dim=0)[known] / variation[known]
     return {
         "mean_absolute_error": float(error.abs().mean()),
-        "r2": float(1 - error.square().sum() / spread) if float(spread) > 0 else None,
+        "r2": float(each.mean()) if len(each) else None,
     }

@@ -54,16 +54,25 @@ def predict_files(
     """The answers of all models for each readable image, by path, and why each of the others could not be read."""
     answers: Answers = {}
     skipped: dict[str, str] = {}
+
+    def readable(path: Path) -> bool:
+        try:
+            open_image(path)
+        except ImageError as error:
+            skipped[str(path)] = str(error)
+            return False
+        return True
+
     for at in range(0, len(paths), batch_size):
-        batch = {}
-        for path in paths[at : at + batch_size]:
-            try:
-                batch[str(path)] = open_image(path)
-            except ImageError as error:
-                skipped[str(path)] = str(error)
-        for model in models if batch else ():
-            for place, found in zip(batch, model.predict(batch.values(), batch_size=batch_size), strict=True):
-                answers.setdefault(place, {}).update(found)
+        batch = paths[at : at + batch_size]
+        # The models open the images, at the size that each of them needs.
+        try:
+            found = [model.predict(batch, batch_size=batch_size) for model in models]
+        except ImageError:
+            batch = [path for path in batch if readable(path)]
+            found = [model.predict(batch, batch_size=batch_size) for model in models]
+        for path, *own in zip(batch, *found, strict=True):
+            answers[str(path)] = {name: answer for one in own for name, answer in one.items()}
         tick(len(paths[at : at + batch_size]))
     return answers, skipped
 
@@ -80,7 +89,7 @@ def flat_rows(answers: Answers) -> list[dict[str, Any]]:
                 values = [(label, answer["probabilities"][label]) for label in answer["labels"]] or [("", None)]
             else:
                 values = [(f"{name}={value:.6g}", None) for name, value in answer["values"].items()]
-            rows += [dict(zip(FIELDS, (image, task, *value), strict=True)) for value in values]
+            rows += [dict(zip(FIELDS, (_utf8(image), task, _utf8(text), p), strict=True)) for text, p in values]
     return rows
 
 
@@ -104,11 +113,11 @@ def write_predictions(answers: Answers, form: Form, out: Path | None) -> str | N
         writer = csv.DictWriter(lines, FIELDS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(flat_rows(answers))
-        data = lines.getvalue().encode(errors="surrogateescape")
+        data = lines.getvalue().encode()
     else:
-        data = (json.dumps(answers, ensure_ascii=False, indent=2) + "\n").encode(errors="surrogateescape")
+        data = (json.dumps(answers, ensure_ascii=False, indent=2) + "\n").encode(errors="backslashreplace")
     if out is None:
-        return data.decode(errors="surrogateescape")
+        return data.decode()
     write_whole(out, data)
     return None
 
@@ -119,6 +128,11 @@ def predictions_table(answers: Answers) -> Table:
     rows = [[image, *(_brief(found[name]) for name in names)] for image, found in list(answers.items())[:MAX_ROWS]]
     title = format_count(len(answers), "image") + (f", the first {MAX_ROWS}" if len(answers) > MAX_ROWS else "")
     return make_table(["image", *names], rows, title, left=1 + len(names))
+
+
+def _utf8(text: str) -> str:
+    """File names may contain bytes that are not UTF-8, and labels any code point: those are escaped."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _brief(answer: dict[str, Any]) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.data import ImageSet, Splits, Streams, load_data
 from memoro.data.augment import output_size
-from memoro.engine.composition import check_backbone
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
@@ -206,7 +205,7 @@ def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
         )
     backbone.check_unchanged()
     for task in [*tasks, *ancestors(tasks)]:
-        check_backbone(task, backbone)
+        task.spec.check_backbone(backbone)
     for spec in specs:
         check_labels(spec.task, spec.splits)
         backbone.check_pixels(torch.empty(1, 3, *output_size(spec.preprocessing)))

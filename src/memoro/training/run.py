@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Backbone
-from memoro.engine.streams import BasePass, Features, TaskStream, build_bank, build_plan
+from memoro.engine.bank import build_bank
+from memoro.engine.plan import build_plan
+from memoro.engine.streams import BasePass, Features, TaskStream
 from memoro.errors import TrainingError
 from memoro.evaluation.logits import Batches
 from memoro.regimes import Baseline

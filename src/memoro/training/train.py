@@ -22,7 +22,8 @@ from memoro.errors import DataError, TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, format_worst
 from memoro.regimes import METHODS, Baseline, TaskPlan, find_regime
 from memoro.regimes.baselinefile import save_baseline
-from memoro.tasks.task import Task, check_name
+from memoro.tasks.spec import check_name
+from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks, save_task
 from memoro.training.distributed import find_processes, own_device
 from memoro.training.fit import FitResult, preprocessing_of

@@ -1,0 +1,125 @@
+"""Metrics, predictions of files, and what is shown of odd names and records."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_task
+from PIL import Image
+from test_cli_words import Shell, shell  # noqa: F401
+
+import memoro
+from memoro.backbones import Backbone
+from memoro.console import bar, make_table, plain_console, printable
+from memoro.demo.page import Cost, DemoResult, write_page
+from memoro.evaluation.metrics import measure
+from memoro.regimes import METHODS, TaskPlan
+
+
+def test_r2_is_the_mean_over_outputs() -> None:
+    """Pooled, the output with the larger values would decide alone."""
+    targets = torch.tensor([[0.0, 0.0], [100.0, 1.0], [200.0, 2.0]])
+    values = torch.tensor([[0.0, 2.0], [100.0, 1.0], [200.0, 0.0]])
+    assert measure("regression", ["large", "small"], values, targets)["r2"] == pytest.approx((1 - 3) / 2)
+    targets[:, 1] = 5.0
+    found = measure("regression", ["large", "constant"], values, targets)["r2"]
+    assert found == pytest.approx(1), "an output without variation is left out"
+
+
+def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:  # noqa: F811
+    task = random_task(backbone, "pets", labels=["cat", "dog"])
+    baseline = METHODS["lora"].build(backbone, TaskPlan("wide", ("a", "b")))
+    memoro.save_task(task, tmp_path / "pets.safetensors")
+    memoro.save_baseline(baseline, tmp_path / "wide.safetensors")
+    generator = np.random.default_rng(0)
+    for number in range(3):  # large enough to be decoded at a fraction of its size
+        image = Image.fromarray(generator.integers(0, 256, (300, 400, 3), dtype=np.uint8))
+        image.save(tmp_path / f"{number}.jpg", quality=95)
+    names = [f"{number}.jpg" for number in range(3)]
+    files = ("-t", "pets.safetensors", "-t", "wide.safetensors")
+    found = json.loads(shell("predict", *names, "-b", "vit", *files, "--json").out)
+    expected = memoro.compose(backbone, [task]).predict(names)
+    alone = baseline.predict(names)
+    for name, one, other in zip(names, expected, alone, strict=True):
+        assert found[name]["pets"] == one["pets"]
+        assert found[name]["wide"] == other["wide"]
+    assert len({json.dumps(answers) for answers in found.values()}) == 3
+    (tmp_path / "bad.jpg").write_bytes(b"junk")
+    said = shell("predict", "bad.jpg", *names, "-b", "vit", *files, "--json")
+    assert "skipped bad.jpg: not a readable image" in said.err
+    assert json.loads(said.out) == found
+
+
+# ------------------------------------------------------------------------------------------- control characters
+
+FORGED = "cat\n\x1b[2J\x9b31m\u202egod\u2028\x7f\x00"
+ESCAPED = r"cat\n\x1b[2J\x9b31m\u202egod\u2028\x7f\x00"
+
+
+def test_control_characters_are_escaped_and_other_text_stays() -> None:
+    assert printable(FORGED) == ESCAPED
+    for name in ("猫 :cat: [b]", "می\u200cخواهم", "👩\u200d🔬", "é e\u0301", "C:\\new", ""):
+        assert printable(name) == name
+    assert printable("a\udc80b") == r"a\udc80b", "part of a file name that is not UTF-8"
+    console = plain_console(file=io.StringIO(), width=200)
+    console.print(FORGED, make_table([FORGED], [[FORGED], [[FORGED, "second line"]]], FORGED))
+    with bar(FORGED, 1, quiet=True):
+        pass
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.count(ESCAPED) == 5
+    assert "second line" in shown
+    assert not set(shown) & set("\x1b\x9b\u202e\u2028\x7f\x00")
+
+
+def test_the_shell_escapes_labels_names_and_paths(
+    shell: Shell,  # noqa: F811
+    backbone: Backbone,
+    tmp_path: Path,
+) -> None:
+    name = FORGED.replace("\x00", "")  # what a file may be called
+    escaped = printable(name)
+    task = random_task(backbone, "pets", labels=[FORGED, "dog"])
+    task.describe(training={FORGED: FORGED}, metrics={"worst_classes": {FORGED: 0.5}})
+    memoro.save_task(task, tmp_path / f"{name}.safetensors")
+    Image.new("RGB", (20, 20)).save(tmp_path / f"{name}.png")
+    (tmp_path / f"{name}.jpg").write_bytes(b"junk")
+    outputs = [
+        shell("inspect", f"{name}.safetensors").out,
+        shell("predict", f"{name}.png", f"{name}.jpg", "-b", "vit", "-t", f"{name}.safetensors").out,
+        shell("predict", f"{name}.png", f"{name}.jpg", "-b", "vit", "-t", f"{name}.safetensors").err,
+        shell("inspect", f"{name}.missing", code=1).err,
+        shell("compose", f"{name}.safetensors", "-o", f"{name}.bundle").out,
+        shell("cache", "--folder", tmp_path / name).out,
+    ]
+    for text in outputs:
+        assert escaped in text
+        assert not set(text) & set("\x1b\x9b\u202e\u2028\x7f\x00"), text
+
+
+class Images(SimpleNamespace):
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+def test_the_demo_page_escapes_names(backbone: Backbone, tmp_path: Path) -> None:
+    image = Image.new("RGB", (20, 20))
+    (tmp_path / "file").write_bytes(b"")
+    results: dict[str, Any] = {}
+    for name in ("letter", "style", "case", "digit", "parity"):
+        task = random_task(backbone, name, labels=[FORGED + "<b>", "dog"])
+        task.describe(training={"lr": 0.1})
+        test = Images(labels=task.labels, targets=[0, 1], key=str, open=lambda at: image)
+        best = SimpleNamespace(metrics={"accuracy": 0.5}, history=[{"epoch": 1, "val_accuracy": 0.5}])
+        sweep = SimpleNamespace(task=task, best=best, results=[best])
+        results[name] = DemoResult(tmp_path / "file", SimpleNamespace(test=test), sweep, 0.5, 0.5)  # type: ignore[arg-type]
+    model = memoro.compose(backbone, [found.sweep.task for found in results.values()])
+    text = write_page(tmp_path / "page.html", model, results, Cost(1.0, 2.0), "equal").read_text()
+    assert ESCAPED + "&lt;b&gt;" in text
+    assert not set(text) & set("\x1b\x9b\u202e\u2028\x7f\x00")
