@@ -112,7 +112,8 @@ def rewrite(path: Path, number: int) -> None:
     if source.random() < 0.5:
         del place[last]
     else:
-        place[last] = source.choice([None, -1, "x", [], {}, 1e300, [[]], {"x": None}])
+        others = [None, -1, "x", [], {}, 1e300, [[]], {"x": None}]
+        place[last] = source.choice([value for value in others if value != place[last]])
     if source.random() < 0.1:
         del metadata[source.choice(list(metadata))]
     save_file(tensors, path, metadata={**metadata, KEY: json.dumps(record)})

@@ -82,7 +82,7 @@ def find_processes(device: torch.device) -> Processes:
 
 def own_device(name: str | None = None) -> torch.device:
     """The device of this name; without one, this process's GPU (CUDA or MPS) if there is one, else the CPU."""
-    if name is None and torch.cuda.is_available():
+    if name in {None, "cuda"} and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if name is None:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

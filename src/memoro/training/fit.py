@@ -26,7 +26,7 @@ from memoro.training.cached import Cache
 from memoro.training.checkpoint import read_identity
 from memoro.training.distributed import Processes, find_processes
 from memoro.training.group import RunSpec
-from memoro.training.loop import CHECKPOINT, Trainer
+from memoro.training.loop import Trainer
 from memoro.training.recipe import Recipe, TrainOptions, merge_options
 from memoro.training.run import Run, ancestors, build_forward
 
@@ -105,7 +105,7 @@ def fit_tasks(
     for number, stage in enumerate(stages, start=1):
         own = options
         if options.folder is not None and len(stages) > 1:
-            own = replace(options, folder=Path(options.folder) / str(number))
+            own = replace(options, folder=options.folder / str(number))
         done |= {id(result.task): result for result in train_runs(backbone, stage, own)}
     return [done[id(task)] for task, _ in tasks]
 
@@ -168,7 +168,7 @@ def train_runs(
     options = replace(options or TrainOptions(), **changes)
     if not processes.main:
         options = replace(options, quiet=True, log=None)
-    with lock_folder(Path(options.folder)) if options.folder is not None and processes.main else nullcontext():
+    with lock_folder(options.folder) if options.folder is not None and processes.main else nullcontext():
         return _train(backbone, specs, options, processes)
 
 
@@ -179,7 +179,7 @@ def _train(
 
     trainer = build_trainer(backbone, specs, options, processes)
     if options.folder is not None and processes.main:
-        trainer.callbacks.append(RunFolder(Path(options.folder), trainer, tensorboard=options.tensorboard))
+        trainer.callbacks.append(RunFolder(options.folder, trainer, tensorboard=options.tensorboard))
     tasks = [spec.task for spec in specs]
     with ProgressBar(tasks[0].name, sum(group.total_steps for group in trainer.groups), options.quiet) as shown:
         trainer.callbacks.append(shown)
@@ -189,7 +189,7 @@ def _train(
         raise TrainingError(f"{tasks[0].name!r}: {trainer.runs[0].stopped}.{kept}")
     results = evaluate_runs(trainer, seconds)
     if options.folder is not None and processes.main and len(results) == 1:
-        draw_run(Path(options.folder), "", results[0])
+        draw_run(options.folder, "", results[0])
     return results
 
 
@@ -241,10 +241,9 @@ def _choose_cache(options: TrainOptions, backbone: Backbone, specs: Sequence[Run
     kept = [spec for spec in specs if spec.regime.composes and isinstance(spec.train, ImageSet)]
     if not kept or backbone.device.type != "cpu" or any(spec.recipe.views is None for spec in kept):
         return None
-    checkpoint = None if options.folder is None else Path(options.folder) / CHECKPOINT
-    if options.resume and checkpoint is not None and checkpoint.is_file():
+    if options.resume and options.checkpoint is not None and options.checkpoint.is_file():
         # A training that started without features must continue without them.
-        return None if read_identity(checkpoint).get("features") is None else cache
+        return None if read_identity(options.checkpoint).get("features") is None else cache
     return cache
 
 
@@ -263,8 +262,7 @@ def evaluate_runs(trainer: Trainer, seconds: float) -> list[FitResult]:
         for (spec, run), out in zip(pairs, logits, strict=True):
             _, images = spec.final  # its own targets: other labels may share the loader
             answers[id(run)] = out, images.targets if isinstance(images, ImageSet) else targets
-    folder = None if trainer.options.folder is None else Path(trainer.options.folder)
-    results = []
+    folder, results = trainer.options.folder, []
     for spec, run in zip(trainer.specs, trainer.runs, strict=True):
         notes = spec.splits.notes if run.stopped is None else (*spec.splits.notes, run.stopped)
         if run.diverged:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, zip_longest
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -30,8 +29,6 @@ from memoro.training.distributed import ALONE, Processes
 from memoro.training.group import Loaders, RunGroup, RunSpec, build_groups
 from memoro.training.recipe import TrainOptions
 from memoro.training.run import Run, SharedForward, build_forward, forward_together
-
-CHECKPOINT = "checkpoint.safetensors"
 
 
 class Callback(Protocol):
@@ -69,7 +66,7 @@ class Trainer:
             spec.task.to(backbone.device)
         self.loaders = Loaders(backbone, specs, cache, self.options.workers, processes)
         self.groups, self.runs = build_groups(specs, self.loaders, halving=self.options.halving)
-        self.checkpoint = None if self.options.folder is None else Path(self.options.folder) / CHECKPOINT
+        self.checkpoint = self.options.checkpoint
         self._started = 0.0  # on the monotonic clock, as if there had been no interruption
 
     @cached_property

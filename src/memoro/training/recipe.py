@@ -22,6 +22,7 @@ Precision = Literal["no", "bf16"]  # fp16 would need loss scaling; bf16 does not
 MINIMUM = {"epochs": 1, "steps": 1, "batch_size": 1, "accumulate": 1, "warmup": 0, "patience": 0, "views": 1}
 """The fields that are whole numbers, and the smallest value of each."""
 OPTIONAL = ("steps", "views")
+CHECKPOINT = "checkpoint.safetensors"
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class TrainOptions:
     """Whether base passes are kept on disk and read back, and where. None: on a CPU, where they fit."""
     halving: bool = False
     """After every quarter of the epochs, stop the worse half of each task's runs."""
-    folder: str | Path | None = None
+    folder: Path | None = None
     """Run folder for metrics, settings, plots and a checkpoint; None: nothing is written."""
     resume: bool = False
     """Continue from the run folder's checkpoint."""
@@ -134,6 +135,14 @@ class TrainOptions:
     """Show no progress bars, and print no notes."""
     log: Callable[[str], None] | None = None
     """Called with notes; None: they are printed to stderr."""
+
+    def __post_init__(self) -> None:
+        if self.folder is not None:
+            object.__setattr__(self, "folder", Path(self.folder))  # text will do
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return None if self.folder is None else self.folder / CHECKPOINT
 
     def note(self, text: str) -> None:
         """Reports something that the user should know."""

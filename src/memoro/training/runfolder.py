@@ -20,7 +20,8 @@ from memoro.evaluation.metrics import MAIN_FIGURE, confusion
 from memoro.files import write_whole
 from memoro.training.fit import FitResult
 from memoro.training.group import RunGroup
-from memoro.training.loop import CHECKPOINT, Trainer
+from memoro.training.loop import Trainer
+from memoro.training.recipe import CHECKPOINT
 
 if TYPE_CHECKING:
     from memoro.training.sweep import SweepRow

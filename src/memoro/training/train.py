@@ -27,7 +27,6 @@ from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks, save_task
 from memoro.training.distributed import find_processes, own_device
 from memoro.training.fit import FitResult, preprocessing_of
-from memoro.training.loop import CHECKPOINT
 from memoro.training.recipe import Recipe, TrainOptions, merge_options
 from memoro.training.sweep import LEARNING_RATES, Grid, SweepRow, SweepSpec, run_sweeps, sweep_table
 
@@ -160,7 +159,7 @@ def train(
         sweeps = [replace(sweep, grid=grid, folds=0) for sweep in sweeps]
         options.note(f"no validation images to choose a learning rate with: using {grid.rates[0]:g}.")
     if options.folder is not None:
-        options = replace(options, folder=str(options.folder).replace("{task}", "+".join(sets)))
+        options = replace(options, folder=Path(str(options.folder).replace("{task}", "+".join(sets))))
     for text in _notes(sweeps, folds, options):
         options.note(text)
     results = {}
@@ -302,7 +301,7 @@ def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions
     if sweeps[0].recipe.patience and any(sweep.folds for sweep in sweeps):
         notes.append("--patience is not used: the runs of a cross-validation are compared at the end.")
     notes += [text for sweep in sweeps for text in sweep.splits.notes]
-    if options.resume and options.folder is not None and not (Path(options.folder) / CHECKPOINT).is_file():
+    if options.resume and options.checkpoint is not None and not options.checkpoint.is_file():
         notes.append(f"there is no checkpoint in {options.folder}: starting from the beginning.")
     if settings > 1 and not regime.composes:
         notes.append(
