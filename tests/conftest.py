@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import torch
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.tasks.task import Task, new_task
+
+_NUMBERS = itertools.count()
 
 torch.set_num_threads(1)  # tiny models, and two test processes
 
@@ -34,7 +37,7 @@ def shared() -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Kept features stay out of the user's own folder."""
-    path = tmp_path_factory.mktemp("cache")
+    path = tmp_path_factory.getbasetemp() / "caches" / str(next(_NUMBERS))  # mktemp would list all others each time
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
     return path / "memoro" / "features"
 

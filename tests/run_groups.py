@@ -66,10 +66,17 @@ def same_result(left: FitResult, right: FitResult) -> None:
 
 
 def sweep(
-    backbone: Backbone, data: Splits, grid: Grid, *, folds: int = 0, halving: bool = False, **given: Any
+    backbone: Backbone,
+    data: Splits,
+    grid: Grid,
+    *,
+    folds: int = 0,
+    halving: bool = False,
+    log: Any = None,
+    **given: Any,
 ) -> SweepResult:
     recipe = Recipe(**{"epochs": 2, "batch_size": 5, "warmup": 2, **given})
     plan, size = TaskPlan("t", data.labels), backbone.preprocessing.at(20)
     spec = SweepSpec(plan, REGIMES["memory"], data, size, grid, recipe, folds)
-    [result] = run_sweeps(backbone, [spec], **FRESH, halving=halving)
+    [result] = run_sweeps(backbone, [spec], **FRESH, halving=halving, log=log)
     return result

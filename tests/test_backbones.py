@@ -144,7 +144,7 @@ def test_a_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(BackboneError, match=r"Offline, download it elsewhere and pass its folder"):
+    with pytest.raises(BackboneError, match=r"offline, download it on another machine and pass the folder"):
         memoro.load_backbone("nobody/nothing-at-all")
 
 

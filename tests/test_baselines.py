@@ -170,7 +170,7 @@ def test_full_leaves_poolers_classifiers_and_mask_tokens_out() -> None:
 def test_a_tiny_set_is_learned_by_heart(backbone: Backbone, name: str) -> None:
     model = build(backbone, name)
     pixels, targets = images(9), torch.tensor([0, 1, 2, 2, 0, 1, 1, 2, 0])
-    train(model, pixels, targets, steps=150)
+    train(model, pixels, targets, steps=50)
     assert torch.equal(model(pixels).argmax(1), targets)
 
 
@@ -218,9 +218,9 @@ def test_a_baseline_cannot_be_composed(backbone: Backbone, name: str, tmp_path: 
 
 @baselines
 def test_forks_and_parents_are_refused(backbone: Backbone, name: str) -> None:
-    with pytest.raises(TrainingError, match="neither forks nor extends"):
+    with pytest.raises(TrainingError, match="from_layer and extends do not apply"):
         build(backbone, name, from_layer=2)
-    with pytest.raises(TrainingError, match="neither forks nor extends"):
+    with pytest.raises(TrainingError, match="from_layer and extends do not apply"):
         build(backbone, name, extends=[memoro.new_task(backbone, "one", LABELS)])
 
 
@@ -235,19 +235,19 @@ def test_forks_and_parents_are_refused(backbone: Backbone, name: str) -> None:
     ],
 )
 def test_bad_sizes(backbone: Backbone, name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(MemoroError, match=f"{next(iter(options))} .* is not a number from"):
+    with pytest.raises(MemoroError, match=f"{next(iter(options))} must be between"):
         build(backbone, name, **options)
 
 
 def test_bad_labels_are_those_of_a_task(backbone: Backbone) -> None:
-    with pytest.raises(TaskError, match="two labels or more"):
+    with pytest.raises(TaskError, match="at least two labels"):
         METHODS["full"].build(backbone, TaskPlan("pets", ["a"]))
     assert METHODS["full"].build(backbone, TaskPlan("pets", ["a"], head="multilabel")).kind == "multilabel"
 
 
 def test_no_class_token_to_train() -> None:
     case = next(case for case in CASES if case.name == "siglip")
-    with pytest.raises(BackboneError, match=r"SigLIP vision.* has no class token.*take 'head'"):
+    with pytest.raises(BackboneError, match=r"SigLIP vision.* has no class token.*Use 'head'"):
         build(memoro.load_backbone(case.model()), "class-full")
 
 

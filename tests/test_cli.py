@@ -81,7 +81,7 @@ def test_errors_are_one_line(files: tuple[Path, Path], folder: Path, tmp_path: P
     )
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(files[0].read_bytes()[:500])
-    assert "fetch it again" in run(tmp_path, "inspect", broken, code=1).stderr
+    assert "download it again" in run(tmp_path, "inspect", broken, code=1).stderr
     assert "[red]" not in run(tmp_path, "inspect", tmp_path / "[red]x", code=1).stdout
     run(tmp_path, "verify", "--backbone", tmp_path / "none", "--tasks", files[0], code=1)
     run(tmp_path, "no-such-command", code=2)

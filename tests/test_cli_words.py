@@ -153,19 +153,21 @@ def test_verify_says_what_its_number_is(
     assert "tasks     1 (pets): alone here, so there is nothing to compare it with" in alone
     both = ("verify", "-b", "vit", "-t", pets, "-t", "rooms.safetensors")
     said = shell(*both).out
-    assert "tasks     2, largest difference of a logit, alone against composed: " in said
-    assert "; rounding stays below " in said
+    assert "tasks     2; largest logit difference between a task alone and composed: " in said
+    assert ", within the rounding bound of " in said
     monkeypatch.setitem(verify.ROUNDING, torch.float32, -1.0)  # so that any difference is too much
-    assert "DIFFERENT: rounding stays below" in shell(*both, code=1).out
+    assert "DIFFERENT: above the rounding bound of" in shell(*both, code=1).out
     assert '"tasks_equal": false' in shell(*both, "--json", code=1).out
     help_text = " ".join(shell("verify", "--help").out.split())
     assert "Exits with 1 if the backbone's output differs, or a task by more than its bound" in help_text
 
 
 def test_a_task_beyond_its_bound_is_named_before_a_larger_difference() -> None:
-    made = verify.Receipt(True, 0.0, {"a": 1e-3, "b": 2e-4}, {"a": 1e-2, "b": 1e-4}, 2, "x", "f" * 64, "float32", "cpu")
+    made = verify.Verification(
+        True, 0.0, {"a": 1e-3, "b": 2e-4}, {"a": 1e-2, "b": 1e-4}, 2, "x", "f" * 64, "float32", "cpu"
+    )
     assert not made.tasks_equal
-    assert "0.0002 (b); DIFFERENT" in str(made)
+    assert "0.0002 (b), DIFFERENT" in str(made)
 
 
 @pytest.mark.parametrize("kind", ["softmax", "regression"])

@@ -341,3 +341,15 @@ def test_subset_keeps_images_and_targets_together(tmp_path: Path) -> None:
     assert part.key(1) == train.key(0)
     assert part.open(0).tobytes() == picture(5).tobytes()
     assert io.BytesIO(part.read(1)).getvalue() == to_bytes(picture(0))
+
+
+def test_link_to_itself_or_to_nowhere_is_left_out_and_listed(tmp_path: Path) -> None:
+    save_classes(tmp_path, {"a": 20, "b": 20})
+    (tmp_path / "a" / "loop.png").symlink_to("loop.png")
+    (tmp_path / "b" / "gone.png").symlink_to("nowhere.png")
+    splits = load_data(tmp_path, val_fraction=0)
+    assert sizes(splits) == [40, None, None]
+    assert {Path(where).name: reason for where, reason in splits.skipped} == {
+        "loop.png": "Too many levels of symbolic links",
+        "gone.png": "No such file or directory",
+    }

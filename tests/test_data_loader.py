@@ -101,6 +101,35 @@ def test_epoch_can_be_given_up(images: ImageSet) -> None:
             next(stale)
 
 
+def test_loaders_share_their_workers(images: ImageSet) -> None:
+    expected = list(Loader(images, SMALL, batch_size=2, augment=Augment(), workers=0).epoch(1))
+    loaders = [Loader(images, SMALL, batch_size=2, augment=Augment(), workers=2) for _ in range(10)]
+    epochs = [loader.epoch(1) for loader in loaders]
+    together = []
+    for _ in expected:
+        together.append([next(epoch) for epoch in epochs])
+        assert len(multiprocessing.active_children()) == 2
+    assert all(same(list(batches), expected) for batches in zip(*together, strict=True))
+    late = Loader(images, SMALL, batch_size=5, workers=1)
+    assert same(list(late.epoch(0)), list(Loader(images, SMALL, batch_size=5, workers=0).epoch(0)))
+    assert len(multiprocessing.active_children()) == 2
+    loaders[0].close()
+    assert not multiprocessing.active_children()
+    assert same(list(loaders[1].epoch(1)), expected)
+
+
+def test_a_worker_that_dies_is_an_error_not_a_hang(images: ImageSet) -> None:
+    loader = Loader(images, SMALL, batch_size=1, workers=1)
+    batches = loader.epoch(0)
+    next(batches)
+    [worker] = multiprocessing.active_children()
+    worker.kill()
+    worker.join()
+    with pytest.raises(DataError, match="worker process died"):
+        list(batches)
+    assert len(list(loader.epoch(0))) == 23
+
+
 def test_skipped_batches_are_not_decoded(tmp_path: Path) -> None:
     save_classes(tmp_path, {"a": 4, "b": 4})
     train = load_data(tmp_path, val_fraction=0).train

@@ -37,9 +37,9 @@ def test_naive_concatenation(case: Case) -> None:
 
 def test_naive_concatenation_names_its_limits(backbone: Backbone, vit: Any) -> None:
     one = build(backbone, "memory-full")
-    with pytest.raises(CompositionError, match="no model"):
+    with pytest.raises(CompositionError, match="at least one model"):
         NaiveConcatenation([])
-    with pytest.raises(CompositionError, match="two models are called 'pets'"):
+    with pytest.raises(CompositionError, match="two tasks are named 'pets'"):
         NaiveConcatenation([one, build(backbone, "memory-full")])
     with pytest.raises(CompositionError, match="'vpt'"):
         NaiveConcatenation([build(backbone, "vpt")])

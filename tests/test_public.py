@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import memoro
 
 SOURCE = Path(memoro.__file__).parent
 
 
+PUBLIC = [
+    "Backbone", "BackboneError", "Baseline", "Cache", "CacheError", "Composition", "CompositionError", "DataError",
+    "ImageError", "MemoroError", "NaiveConcatenation", "Preprocessing", "Recipe", "Task", "TaskError", "TaskFileError",
+    "TrainingError", "compose", "evaluate", "fit", "fit_tasks", "import_tasks", "load_backbone", "load_baseline",
+    "load_columns", "load_data", "load_task", "load_tasks", "new_task", "save_baseline", "save_task", "save_tasks",
+]  # fmt: skip
+
+
 def test_public_names() -> None:
-    assert set(memoro.__all__) >= {
-        "Baseline", "NaiveConcatenation", "compose", "import_tasks", "load_backbone", "load_baseline", "load_task",
-        "load_tasks", "new_task", "save_baseline", "save_task", "save_tasks",
-    }  # fmt: skip
-    for name in memoro.__all__:
+    assert memoro.__all__ == PUBLIC
+    assert dir(memoro) == sorted([*PUBLIC, "__version__"])
+    for name in PUBLIC:
         assert getattr(memoro, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        memoro.nothing  # noqa: B018
+    assert dir(memoro) == sorted([*PUBLIC, "__version__"])  # not what was imported meanwhile
+
+
+def test_the_package_is_typed() -> None:
+    assert (SOURCE / "py.typed").is_file()
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    assert sorted(filter(None, seen)) == PUBLIC
+    for name, place in seen.items():
+        assert getattr(importlib.import_module(place.rpartition(".")[0]), str(name)) is getattr(memoro, str(name))
 
 
 def test_submodules_do_not_hide_functions() -> None:
@@ -43,35 +69,58 @@ def test_the_core_needs_neither_torchvision_nor_training() -> None:
     assert out.stdout.strip() == "[]"
 
 
-# Lower may not import higher.
+# A package imports its own level and those before it, never a later one.
 LEVELS = [
-    {"errors", "images", "preprocessing"},
+    {"errors", "extras", "files", "heads", "console"},
+    {"images"},
     {"backbones"},
-    {"lineage", "task"},
-    {"record"},
-    {"taskfile", "engine", "reproduction", "answers"},
-    {"explain", "receipt", "composition"},
+    {"tasks"},
+    {"engine"},
+    {"data"},
+    {"regimes"},
+    {"evaluation"},
+    {"training"},
+    {"bench", "demo"},
+    {"cli"},
 ]
+LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
+OUTSIDE = {"__init__", "__main__"}
 
 
 def imports_of(path: Path) -> set[str]:
-    found = set()
+    """The packages of memoro that a file imports, at its top or inside a function."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("memoro."):
-            found.add(node.module.split(".")[1])
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("memoro.")}
     return found
 
 
-def test_dependencies_point_one_way() -> None:
-    level = {name: number for number, names in enumerate(LEVELS) for name in names}
-    checked = 0
-    for path in SOURCE.rglob("*.py"):
-        noun = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if noun in level:
-            for other in imports_of(path) & (set(level) | {"cli", "report", "bench", "demo"}):
-                assert level.get(other, 99) <= level[noun], f"{path.name} imports {other}"
-                checked += 1
-    assert checked > 20
+def test_every_package_has_a_level() -> None:
+    there = {path.parent.name for path in SOURCE.glob("*/__init__.py")} | {path.stem for path in SOURCE.glob("*.py")}
+    assert there - OUTSIDE == set(LEVEL)
+
+
+@pytest.mark.parametrize("package", LEVEL)
+def test_dependencies_point_one_way(package: str) -> None:
+    files = [SOURCE / f"{package}.py"] if (SOURCE / f"{package}.py").is_file() else (SOURCE / package).rglob("*.py")
+    for path in files:
+        for other in imports_of(path) - {"__version__"}:
+            assert other in LEVEL, f"{path} imports memoro.{other}"
+            assert LEVEL[other] <= LEVEL[package], f"{path.relative_to(SOURCE)} imports memoro.{other}"
+
+
+def test_the_import_check_can_fail(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(
+        "def f():\n    from memoro.cli import main\n    import memoro.data.load\n    from memoro import engine"
+    )
+    assert imports_of(file) == {"cli", "data", "engine"}
 
 
 def test_files_stay_short() -> None:

@@ -56,10 +56,10 @@ def test_other_files(tmp_path: Path, backbone: Backbone) -> None:
     with pytest.raises(TaskFileError, match="no such file"):
         memoro.import_tasks(backbone, path)
     torch.save({"weight": torch.zeros(3)}, path)
-    with pytest.raises(TaskFileError, match="no checkpoint of the public reproduction"):
+    with pytest.raises(TaskFileError, match="not a checkpoint of the public reproduction"):
         memoro.import_tasks(backbone, path)
     torch.save([1, 2], path)
-    with pytest.raises(TaskFileError, match="no state dict"):
+    with pytest.raises(TaskFileError, match="not a state dict"):
         memoro.import_tasks(backbone, path)
     path.write_bytes(b"\x00" * 100)
     with pytest.raises(TaskFileError, match="read safely"):

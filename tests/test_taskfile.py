@@ -97,7 +97,7 @@ def test_parents_are_matched_by_content(backbone: Backbone, tmp_path: Path) -> N
     loaded = memoro.load_task(memoro.save_task(breeds, tmp_path / "b.safetensors"))
     memoro.compose(backbone, [pets, loaded])
     other = random_task(backbone, "pets", seed=9)
-    with pytest.raises(memoro.CompositionError, match="another 'pets'"):
+    with pytest.raises(memoro.CompositionError, match="a different version of 'pets'"):
         memoro.compose(backbone, [other, loaded])
 
 
@@ -200,8 +200,8 @@ ATTACKS: dict[str, tuple[Any, str]] = {
     "sketch of text": (lambda r, t: r["tasks"][0]["backbone"]["fingerprint"].update(sketch=["a"]), "sketch"),
     "bad preprocessing": (lambda r, t: r["tasks"][0].update(preprocessing={"resize": -1}), "preprocessing"),
     "other cells": (lambda r, t: r["tasks"][0].update(cells=3), "shape"),
-    "label renamed": (lambda r, t: r["tasks"][0].update(labels=["cat", "dog", "x"]), "changed after"),
-    "weights changed": (lambda r, t: t["0.memory"].add_(1), "changed after"),
+    "label renamed": (lambda r, t: r["tasks"][0].update(labels=["cat", "dog", "x"]), "changed after saving"),
+    "weights changed": (lambda r, t: t["0.memory"].add_(1), "changed after saving"),
     "integers for weights": (lambda r, t: t.update({"0.memory": t["0.memory"].int()}), "I32"),
     "NaN": (lambda r, t: t["0.memory"].fill_(float("nan")), "NaN"),
     "infinity": (lambda r, t: t["0.head.bias"].fill_(float("inf")), "NaN"),
@@ -236,19 +236,47 @@ def test_foreign_files(tmp_path: Path, task: Task) -> None:
     with pytest.raises(TaskFileError, match="No such file"):
         memoro.load_task(path)
     path.write_bytes(b"")
-    with pytest.raises(TaskFileError, match="cut off"):
+    with pytest.raises(TaskFileError, match="truncated"):
         memoro.load_task(path)
     path.write_bytes(save({"x": torch.zeros(3)}))
     with pytest.raises(TaskFileError, match="not one of memoro's"):
         memoro.load_task(path)
     torch.save({"x": torch.zeros(3)}, path)
-    with pytest.raises(TaskFileError, match="no safetensors file"):
+    with pytest.raises(TaskFileError, match="not a safetensors file"):
         memoro.load_task(path)
     path.write_bytes(save({"x": torch.zeros(1)}, {"memoro": "[" * 100_000}))
     with pytest.raises(TaskFileError):
         memoro.load_task(path)
     with pytest.raises(TaskFileError, match="directory"):
         memoro.load_task(tmp_path)
+
+
+def test_a_pipe_is_refused_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    code = (
+        f"import memoro\ntry: memoro.load_tasks({str(tmp_path / 'pipe')!r})\nexcept memoro.TaskFileError as e: print(e)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert "not a regular file" in out.stdout
+
+
+def test_threads_write_files_with_the_processs_permissions(task: Task, tmp_path: Path) -> None:
+    """`os.umask` changes the whole process for a moment: a file made meanwhile would be open to all."""
+    before = os.umask(0o077)
+    try:
+        asked: list[int] = []
+
+        def spy(mask: int) -> int:
+            asked.append(mask)
+            return before
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "umask", spy)
+            path = memoro.save_task(task, tmp_path / "t.safetensors")
+        assert asked == []
+        assert path.stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
 
 
 def test_a_huge_header_is_not_read(tmp_path: Path) -> None:

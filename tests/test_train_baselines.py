@@ -91,7 +91,7 @@ def test_tasks_and_baselines_side_by_side_equal_each_alone(double: Backbone, squ
         assert figures[name]["loss"] == pytest.approx(together[name].metrics["loss"], abs=1e-6)
     assert len({figure["loss"] for figure in figures.values()}) == 4
     twins = [build("full", double), build("adapter", double, name="full")]
-    with pytest.raises(CompositionError, match="two tasks are called 'full'"):
+    with pytest.raises(CompositionError, match="two tasks are named 'full'"):
         memoro.evaluate(double, twins, splits, workers=0)
 
 
@@ -100,7 +100,7 @@ def test_features_are_kept_for_tasks_only(backbone: Backbone, squares: Path, tmp
     wanted = Cache(tmp_path / "kept", dtype="float32", required=False)
     specs = specs_of(["memory", "full"], backbone, splits, views=1)
     results = train_runs(backbone, specs, cache=wanted, workers=0, quiet=True)
-    assert list((tmp_path / "kept").rglob("*.bin"))
+    assert list((tmp_path / "kept").rglob("*.features"))
     again = train_runs(backbone, specs_of(["memory", "full"], backbone, splits, views=1), **FRESH)
     for left, right in zip(results, again, strict=True):
         assert left.metrics["loss"] == pytest.approx(right.metrics["loss"], abs=1e-5)  # float32

@@ -244,7 +244,7 @@ def test_extends(root: Path, tmp_path: Path) -> None:
 
 
 BAD: list[tuple[list[object], str]] = [
-    (["set", *TRAIN, "--regime", "magic"], "no regime 'magic'"),
+    (["set", *TRAIN, "--regime", "magic"], "unknown regime 'magic'"),
     (["nowhere", *TRAIN], "no such file or folder"),
     (["set/train/red", *TRAIN], "class"),
     (["one", *TRAIN], "one class only"),

@@ -320,7 +320,7 @@ def test_labels_and_kinds_must_match(backbone: Backbone, squares: Path, tmp_path
         fit(backbone, task, load_data(numbers, workers=0, quiet=True), **QUICK)
     with pytest.raises(TrainingError, match="no training images"):
         fit(backbone, swapped, replace(splits, train=None), **QUICK)
-    with pytest.raises(TrainingError, match=r"no regime 'magic'. There are: head, memory"):
+    with pytest.raises(TrainingError, match=r"unknown regime 'magic'; choose one of head, memory"):
         fit(backbone, swapped, squares, regime="magic", **QUICK)
 
 

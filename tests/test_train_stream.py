@@ -12,7 +12,7 @@ from PIL import Image
 import memoro
 from memoro.backbones import Backbone
 from memoro.data import Streams, load_stream
-from memoro.errors import MemoroError, TrainingError
+from memoro.errors import DataError, MemoroError, TrainingError
 
 
 @pytest.fixture
@@ -80,3 +80,13 @@ def test_a_missing_extra_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(TrainingError, match=r"pip install 'memoro\[train\]'"):
         extras.need("accelerate")
+
+
+def test_a_stream_without_labelled_images_is_an_error(backbone: Backbone) -> None:
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["red", "green"])})
+    rows = [{"image": Image.new("RGB", (24, 24)), "label": None} for _ in range(9)]
+    hidden = datasets.Dataset.from_list(rows, features=features).to_iterable_dataset()
+    streams = load_stream(datasets.IterableDatasetDict({"train": hidden}), val_fraction=0)
+    task = memoro.new_task(backbone, "colours", list(streams.labels), from_layer=5, cells=0)
+    with pytest.raises(DataError, match="the stream has no labelled images"):
+        memoro.fit(backbone, task, streams, steps=2, quiet=True, workers=0)

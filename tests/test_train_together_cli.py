@@ -44,7 +44,7 @@ def test_train_several_tasks_from_the_shell(shell: Callable[..., Any], root: Pat
     assert [entry["task"] for entry in record["tasks"]] == ["a", "b"]
     tasks = [memoro.load_task(Path("tasks") / f"{name}.safetensors") for name in "ab"]
     assert [task.labels for task in tasks] == [["blue", "green", "red"], ["grey", "red"]]
-    assert list(own_cache.glob("*/*.bin"))
+    assert list(own_cache.glob("*/*.features"))
     alone = shell("train", data[1], "--out", "b.safetensors", "--lr", 0.05, "--epochs", 2, "--json", "--no-cache")
     assert alone["task"] == "b"
     assert alone["metrics"]["loss"] == pytest.approx(record["tasks"][1]["metrics"]["loss"], abs=1e-2)

@@ -42,7 +42,7 @@ def test_every_registered_model_is_exact_or_refused_for_its_blocks(name: str) ->
     model = randomise(timm.create_model(name, **SLIM))
     block = model.blocks[0]
     if type(block) is not vit.Block or type(block.attn) is not Attention:
-        with pytest.raises(memoro.BackboneError, match="memoro reads those with"):
+        with pytest.raises(memoro.BackboneError, match="memoro supports models with"):
             memoro.load_backbone(model)
         return
     backbone = memoro.load_backbone(model)
@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "eva": (lambda: timm.create_model("eva02_tiny_patch14_224", depth=1), "Eva is no Vision Transformer"),
     "hybrid": (
         lambda: timm.create_model("vit_tiny_r_s16_p8_224", **SLIM),
-        "embeds images with a HybridEmbed; memoro reads those with: PatchEmbed",
+        "embeds images with a HybridEmbed; memoro supports models with: PatchEmbed",
     ),
     "post-norm": (lambda: vit.VisionTransformer(**SMALL, block_fn=vit.ResPostBlock), "ResPostBlock in layer 0"),
     "parallel": (lambda: vit.VisionTransformer(**SMALL, block_fn=vit.ParallelScalingBlock), "ParallelScalingBlock"),
@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "differential": (
         lambda: vit.VisionTransformer(**{**SMALL, "num_heads": 2}, attn_layer="diff"),
-        "DiffAttention in layer 0; memoro reads those with: Attention",
+        "DiffAttention in layer 0; memoro supports models with: Attention",
     ),
     "gated": (
         lambda: with_part(lambda layer: setattr(layer.attn, "gate", nn.Linear(24, 24))),
@@ -95,11 +95,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "adapter": (
         lambda: with_part(lambda layer: setattr(layer.attn, "qkv", Adapted(24, 72))),
-        "Adapted as qkv in layer 3; memoro reads those with: nn.Linear: merge adapters",
+        "Adapted as qkv in layer 3; memoro supports models with: nn.Linear: merge adapters",
     ),
     "mixing-mlp": (
         lambda: with_part(lambda layer: setattr(layer, "mlp", GlobalResponseNormMlp(24))),
-        "GlobalResponseNormMlp as mlp in layer 3; memoro reads those with: Mlp",
+        "GlobalResponseNormMlp as mlp in layer 3; memoro supports models with: Mlp",
     ),
 }
 
@@ -119,7 +119,7 @@ def test_other_models_are_refused_by_name(name: str) -> None:
     [
         ("plain", (24, 20), r"24x20: this timm model takes 20x20 only.*dynamic_img_size=True"),
         ("plain", (20, 19), r"20x19: this timm model takes 20x20 only.*dynamic_img_size=True"),
-        ("dynamic", (24, 22), r"24x22 are no whole number of 4x4 patches.*dynamic_img_pad=True"),
+        ("dynamic", (24, 22), r"24x22 cannot be divided into 4x4 patches.*dynamic_img_pad=True"),
     ],
 )
 def test_sizes_that_do_not_fit_name_the_option(name: str, size: tuple[int, int], message: str) -> None:

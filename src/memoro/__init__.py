@@ -3,118 +3,85 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+# A public name is listed twice: here for type checkers and editors, which take `as` for a re-export …
 if TYPE_CHECKING:
-    from memoro.backbones import Backbone, load_backbone
-    from memoro.data import load_columns, load_data
-    from memoro.engine.composition import Composition, compose
-    from memoro.errors import (
-        BackboneError,
-        CacheError,
-        CompositionError,
-        DataError,
-        ImageError,
-        MemoroError,
-        TaskError,
-        TaskFileError,
-        TrainingError,
-    )
-    from memoro.evaluation.evaluate import evaluate
-    from memoro.images import Preprocessing
-    from memoro.regimes import Baseline
-    from memoro.regimes.baselinefile import load_baseline, save_baseline
-    from memoro.regimes.naive import NaiveConcatenation
-    from memoro.tasks.reproduction import import_tasks
-    from memoro.tasks.task import Task, new_task
-    from memoro.tasks.taskfile import load_task, load_tasks, save_task, save_tasks
-    from memoro.training import Cache, Recipe, TrainOptions, fit, fit_tasks, train
+    from memoro.backbones import Backbone as Backbone
+    from memoro.backbones import load_backbone as load_backbone
+    from memoro.data import load_columns as load_columns
+    from memoro.data import load_data as load_data
+    from memoro.engine.composition import Composition as Composition
+    from memoro.engine.composition import compose as compose
+    from memoro.errors import BackboneError as BackboneError
+    from memoro.errors import CacheError as CacheError
+    from memoro.errors import CompositionError as CompositionError
+    from memoro.errors import DataError as DataError
+    from memoro.errors import ImageError as ImageError
+    from memoro.errors import MemoroError as MemoroError
+    from memoro.errors import TaskError as TaskError
+    from memoro.errors import TaskFileError as TaskFileError
+    from memoro.errors import TrainingError as TrainingError
+    from memoro.evaluation.evaluate import evaluate as evaluate
+    from memoro.images import Preprocessing as Preprocessing
+    from memoro.regimes import Baseline as Baseline
+    from memoro.regimes.baselinefile import load_baseline as load_baseline
+    from memoro.regimes.baselinefile import save_baseline as save_baseline
+    from memoro.regimes.naive import NaiveConcatenation as NaiveConcatenation
+    from memoro.tasks.reproduction import import_tasks as import_tasks
+    from memoro.tasks.task import Task as Task
+    from memoro.tasks.task import new_task as new_task
+    from memoro.tasks.taskfile import load_task as load_task
+    from memoro.tasks.taskfile import load_tasks as load_tasks
+    from memoro.tasks.taskfile import save_task as save_task
+    from memoro.tasks.taskfile import save_tasks as save_tasks
+    from memoro.training import Cache as Cache
+    from memoro.training import Recipe as Recipe
+    from memoro.training import TrainOptions as TrainOptions
+    from memoro.training import fit as fit
+    from memoro.training import fit_tasks as fit_tasks
+    from memoro.training import train as train
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Backbone": "backbones",
-    "BackboneError": "errors",
-    "Baseline": "regimes",
-    "Cache": "training",
-    "CacheError": "errors",
-    "Composition": "engine.composition",
-    "CompositionError": "errors",
-    "DataError": "errors",
-    "ImageError": "errors",
-    "MemoroError": "errors",
-    "NaiveConcatenation": "regimes.naive",
-    "Preprocessing": "images",
-    "Recipe": "training",
-    "Task": "tasks.task",
-    "TaskError": "errors",
-    "TaskFileError": "errors",
-    "TrainOptions": "training",
-    "TrainingError": "errors",
-    "compose": "engine.composition",
-    "evaluate": "evaluation.evaluate",
-    "fit": "training",
-    "fit_tasks": "training",
-    "import_tasks": "tasks.reproduction",
-    "load_backbone": "backbones",
-    "load_baseline": "regimes.baselinefile",
-    "load_columns": "data",
-    "load_data": "data",
-    "load_task": "tasks.taskfile",
-    "load_tasks": "tasks.taskfile",
-    "new_task": "tasks.task",
-    "save_baseline": "regimes.baselinefile",
-    "save_task": "tasks.taskfile",
-    "save_tasks": "tasks.taskfile",
-    "train": "training",
+# … and here for Python, by the module that it is loaded from at first use.
+_PUBLIC = {
+    "backbones": ["Backbone", "load_backbone"],
+    "data": ["load_columns", "load_data"],
+    "engine.composition": ["Composition", "compose"],
+    "errors": [
+        "BackboneError",
+        "CacheError",
+        "CompositionError",
+        "DataError",
+        "ImageError",
+        "MemoroError",
+        "TaskError",
+        "TaskFileError",
+        "TrainingError",
+    ],
+    "evaluation.evaluate": ["evaluate"],
+    "images": ["Preprocessing"],
+    "regimes": ["Baseline"],
+    "regimes.baselinefile": ["load_baseline", "save_baseline"],
+    "regimes.naive": ["NaiveConcatenation"],
+    "tasks.reproduction": ["import_tasks"],
+    "tasks.task": ["Task", "new_task"],
+    "tasks.taskfile": ["load_task", "load_tasks", "save_task", "save_tasks"],
+    "training": ["Cache", "Recipe", "TrainOptions", "fit", "fit_tasks", "train"],
 }
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+__all__ = sorted(_HOME)
 
 
-__all__ = [
-    "Backbone",
-    "BackboneError",
-    "Baseline",
-    "Cache",
-    "CacheError",
-    "Composition",
-    "CompositionError",
-    "DataError",
-    "ImageError",
-    "MemoroError",
-    "NaiveConcatenation",
-    "Preprocessing",
-    "Recipe",
-    "Task",
-    "TaskError",
-    "TaskFileError",
-    "TrainOptions",
-    "TrainingError",
-    "compose",
-    "evaluate",
-    "fit",
-    "fit_tasks",
-    "import_tasks",
-    "load_backbone",
-    "load_baseline",
-    "load_columns",
-    "load_data",
-    "load_task",
-    "load_tasks",
-    "new_task",
-    "save_baseline",
-    "save_task",
-    "save_tasks",
-    "train",
-]
+if not TYPE_CHECKING:  # type checkers are to report a name that is not there
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'memoro' has no attribute {name!r}")
-    value = getattr(import_module(f"memoro.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module 'memoro' has no attribute {name!r}")
+        globals()[name] = value = getattr(import_module(f"memoro.{_HOME[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -84,11 +85,16 @@ def bar(title: str, total: int, *, quiet: bool = False) -> Iterator[Callable[...
 
 
 def quiet_libraries() -> None:
-    """Silences progress bars of transformers and retry messages of the hub: memoro's own error says what to do."""
+    """Silences the bars of transformers, the hub's words on each retry (memoro's own error says what to do), and
+    Pillow's warnings about EXIF blocks and about sizes below memoro's own limit.
+
+    For the command line, never at import.
+    """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     for name in ("huggingface_hub", "httpx", "urllib3"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 

@@ -1,4 +1,4 @@
-"""What memoro raises: one family of errors, each message naming the fix."""
+"""The errors that memoro raises. Each message says how to fix the problem."""
 
 
 class MemoroError(Exception):
@@ -6,11 +6,11 @@ class MemoroError(Exception):
 
 
 class BackboneError(MemoroError):
-    """The model is none that memoro can read, or the input does not fit it."""
+    """memoro does not support the model, or the input does not fit it."""
 
 
 class TaskError(MemoroError):
-    """A task was asked for, or built, in a way that cannot work."""
+    """A task was requested or built with invalid arguments."""
 
 
 class TaskFileError(MemoroError):
@@ -18,7 +18,7 @@ class TaskFileError(MemoroError):
 
 
 class CompositionError(MemoroError):
-    """These tasks cannot stand together on this backbone."""
+    """These tasks cannot be composed on this backbone."""
 
 
 class ImageError(MemoroError):
@@ -30,8 +30,8 @@ class DataError(MemoroError):
 
 
 class TrainingError(MemoroError):
-    """A training cannot start, or cannot go on."""
+    """Training cannot start or cannot continue."""
 
 
 class CacheError(MemoroError):
-    """Features cannot be kept, or not within the budget."""
+    """Features cannot be cached, or exceed the cache budget."""

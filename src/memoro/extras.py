@@ -1,4 +1,4 @@
-"""Parts of an install that not everybody needs."""
+"""Optional dependencies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memoro.errors import TrainingError
 
 
 def need(*modules: str, extra: str = "train") -> None:
-    """Raises, naming the fix, where a module of an optional extra is missing."""
+    """Raises, with the command that installs it, if a module of an optional extra is missing."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        raise TrainingError(f"this needs {', '.join(missing)}, not installed here: pip install 'memoro[{extra}]'.")
+        raise TrainingError(f"{', '.join(missing)} required but not installed: pip install 'memoro[{extra}]'.")

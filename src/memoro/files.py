@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from memoro.errors import TaskFileError
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes beside the file and renames, so that a reader never meets half of it."""
-    temporary = None
+    """Writes beside the file and renames, so that a reader never sees half of it."""
+    temporary = path.parent / f".{path.name[:40]}.{uuid.uuid4().hex}.part"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.", suffix=".part")
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes private files
         os.replace(temporary, path)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise TaskFileError(f"cannot write {path} ({error.strerror}); what stood there before is untouched.") from None
+        with suppress(OSError):  # where its folder is not a folder
+            temporary.unlink(missing_ok=True)
+        raise TaskFileError(f"cannot write {path} ({error.strerror}); an existing file was not changed.") from None

@@ -1,4 +1,4 @@
-"""The kinds of heads, and so of questions: one label, several labels, numbers. Their losses and probabilities."""
+"""The kinds of heads: one label, several labels, numbers. Their losses and probabilities."""
 
 from __future__ import annotations
 
@@ -30,29 +30,24 @@ def loss_sum(
 ) -> Tensor:
     """The summed loss of a batch, in float32 at least: cross-entropy, binary cross-entropy or squared error.
 
-    `weights` are per class and have mean 1 over the training images, so that the sum is divided by the number of
-    images all the same. `sample_weight` (b) say how much each image counts.
+    `weights` are per class and have mean 1 over the training images, so the sum is still divided by the number of
+    images. `sample_weight` (b) weights each image.
     """
-    each = _losses(kind, logits, targets, smoothing, weights)
-    return (each if sample_weight is None else each * sample_weight).sum()
-
-
-def _losses(kind: HeadKind, logits: Tensor, targets: Tensor, smoothing: float, weights: Tensor | None) -> Tensor:
-    """The loss of each image."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if kind == "softmax":
-        each = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
-        return each if weights is None else each * weights[targets]
-    targets = targets.to(logits.dtype)
-    if kind == "multilabel":
-        targets = targets * (1 - smoothing) + 0.5 * smoothing
+        losses = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+        losses = losses if weights is None else losses * weights[targets]
+    elif kind == "multilabel":
+        targets = targets.to(logits.dtype) * (1 - smoothing) + 0.5 * smoothing
         each = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none", pos_weight=weights)
-        return each.mean(dim=-1)
-    return (logits - targets).square().mean(dim=-1)
+        losses = each.mean(dim=-1)
+    else:
+        losses = (logits - targets.to(logits.dtype)).square().mean(dim=-1)
+    return (losses if sample_weight is None else losses * sample_weight).sum()
 
 
 def class_weights(kind: HeadKind, targets: Tensor, classes: int) -> Tensor | None:
-    """Weights that make rare classes count as much as common ones: mean 1 over the images (softmax), or the ratio of
+    """Weights that balance rare and common classes: mean 1 over the images (softmax), or the ratio of
     images without a label to those with it (multilabel)."""
     if kind == "softmax":
         counts = targets.bincount(minlength=classes).float()

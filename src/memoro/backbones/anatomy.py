@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Map = Callable[[Tensor], Tensor]
 
@@ -90,6 +90,18 @@ class Anatomy:
     def base_token(self, tokens: Tensor) -> Tensor:
         """Where a fork starts from, (b, dim): the base's class token, or the mean of its tokens where it has none."""
         return tokens.mean(dim=1) if self.class_token is None else tokens[:, 0]
+
+
+def name_tensors(parts: Mapping[str, nn.Module | Tensor | None]) -> dict[str, Tensor]:
+    """The tensors of a model's parts under memoro's own names. A module's are numbered in its order, so that the names
+    inside do not matter."""
+    tensors: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        if isinstance(part, Tensor):
+            tensors[name] = part
+        elif part is not None:
+            tensors |= {f"{name}.{number}": tensor for number, tensor in enumerate(part.parameters())}
+    return tensors
 
 
 def identity(tensor: Tensor) -> Tensor:

@@ -1,24 +1,21 @@
-"""A frozen Vision Transformer, ready to carry tasks."""
+"""A frozen Vision Transformer, ready for tasks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memoro.backbones.anatomy import Anatomy
 from memoro.backbones.fingerprint import Fingerprint, take_fingerprint
+from memoro.backbones.frozen_view import frozen_view
 from memoro.errors import BackboneError
 from memoro.images import Preprocessing
-
-
-class Original(Protocol):
-    """The untouched model's own forward: pixels to the answer that memoro calls `base`."""
-
-    def __call__(self, pixel_values: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +35,6 @@ class TrainableCopy:
         return {name: owners[place] for place, name in names.items()}
 
 
-class MakeTrainableCopy(Protocol):
-    """A new trainable_copy at each call, in the given dtype or the backbone's own."""
-
-    def __call__(self, dtype: torch.dtype | None = None) -> TrainableCopy: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Backbone:
     """What `load_backbone` returns. It reads the model that it was built around and never changes it."""
@@ -51,10 +42,15 @@ class Backbone:
     name: str
     """Hub id, folder or class: how a person finds it again."""
     family: str
-    anatomy: Anatomy = field(repr=False)
+    model: nn.Module = field(repr=False)
+    """What it was built around."""
+    module: nn.Module = field(repr=False)
+    """The same weights (or converted ones) as memoro computes with them: see `frozen_view`."""
+    take_apart: Callable[[nn.Module], Anatomy] = field(repr=False)
+    """The anatomy of such a module."""
+    run_forward: Callable[[nn.Module, Tensor], Tensor] = field(repr=False)
+    """What such a module's own forward answers to pixels."""
     preprocessing: Preprocessing
-    original: Original = field(repr=False)
-    trainable_copy: MakeTrainableCopy = field(repr=False)
     labels: tuple[str, ...] = ()
     """Names of the classes of the base's own classifier, if it has one."""
     image_size: tuple[int, int] = (224, 224)
@@ -62,6 +58,10 @@ class Backbone:
     channels: int = 3
     functions: tuple[str, ...] = field(default=(), repr=False)
     """See `name_functions`: these are no part of the fingerprint, since each library has its own names for them."""
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        return self.take_apart(self.module)
 
     @property
     def dim(self) -> int:
@@ -88,8 +88,33 @@ class Backbone:
         """Taken once, at first use: a task file is bound to it."""
         return take_fingerprint(self.anatomy.tensors, self.anatomy.heads)
 
+    def original(self, pixel_values: Tensor) -> Tensor:
+        """What the untouched model's own forward returns, by memoro's rule of what `"base"` is.
+
+        It runs the user's own object where that computes with these weights as in eval mode, else `module`.
+        """
+        theirs, ours = next(self.model.parameters()), next(self.module.parameters())
+        same = theirs.data_ptr() == ours.data_ptr() and not any(part.training for part in self.model.modules())
+        return self.run_forward(self.model if same else self.module, pixel_values)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Backbone:
+        """The backbone on another device or in another dtype. This one and the user's model stay where they are."""
+        return self if device is None and dtype is None else self.convert(_mover(device, dtype))
+
+    def convert(self, change: Callable[[Tensor], Tensor]) -> Backbone:
+        """The backbone with every weight passed through a function, which may return it as it is."""
+        new = replace(self, module=frozen_view(self.module, change, keeps_grad=lambda _: True))
+        if new.dtype == self.dtype and "fingerprint" in vars(self):
+            vars(new)["fingerprint"] = self.fingerprint  # of the same weights
+        return new
+
+    def trainable_copy(self, dtype: torch.dtype | None = None) -> TrainableCopy:
+        """A new copy, in the given dtype or the backbone's own."""
+        module = frozen_view(copy.deepcopy(self.module), _mover(None, dtype))
+        return TrainableCopy(module, self.take_apart(module))
+
     def check_unchanged(self) -> None:
-        """An error where someone has changed the model's weights since the fingerprint was taken."""
+        """Raises if the model's weights have changed since the fingerprint was taken."""
         if take_fingerprint(self.anatomy.tensors, self.anatomy.heads).digest != self.fingerprint.digest:
             raise BackboneError(
                 f"the weights of {self.name} have changed since it was loaded: load the backbone again."
@@ -106,11 +131,11 @@ class Backbone:
         if pixel_values.ndim != 4 or shape[1] != self.channels:
             raise BackboneError(
                 f"pixel_values has shape {shape}; {self.name} takes (batch, {self.channels}, height, width). "
-                "Convert images to RGB, and add the batch axis with unsqueeze(0) to a single one."
+                "Convert images to RGB, and add a batch axis to a single image with unsqueeze(0)."
             )
         if not pixel_values.is_floating_point():
             raise BackboneError(
-                f"pixel_values is {pixel_values.dtype}; normalise it to floats first, as backbone.preprocessing says."
+                f"pixel_values is {pixel_values.dtype}; pass normalised floats (see backbone.preprocessing)."
             )
         rows, columns = self.anatomy.patch
         if shape[2] < rows or shape[3] < columns:
@@ -119,3 +144,7 @@ class Backbone:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.family}, {self.depth} layers of {self.dim})"
+
+
+def _mover(device: torch.device | str | None, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)

@@ -20,34 +20,6 @@ OPENAI: dict[str, Any] = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0
 Model = Any
 
 
-@dataclass(frozen=True)
-class FamilySpec:
-    """Where a family keeps its parts. A new family is one more of these in `FAMILY_SPECS`."""
-
-    title: str
-    embed: Callable[[Model, Tensor], tuple[Tensor, Context]]
-    """Trunk and pixels to tokens."""
-    pool: Callable[[Model, Model, Tensor], Tensor]
-    """Model, trunk and tokens after the last layer to the original's own answer."""
-    layers: str = "layers"
-    norm1: str = "layernorm_before"
-    attention: str = "attention"
-    project: str = "o_proj"
-    scales: tuple[str, str] | None = None
-    norm2: str = "layernorm_after"
-    norm: str = "layernorm"
-    pre_norm: str | None = None
-    residual_first: bool = False
-    """See `Block.residual_first`."""
-    prefix: int = 1
-    classes: int = 1
-    """How many class tokens there are: 0 in SigLIP."""
-    preprocessing: Callable[[int], Preprocessing] = lambda side: Preprocessing(resize=(side, side), resample=2)
-    """The family's own defaults, for models that come without a processor."""
-    reference: Callable[[Tensor, Model], dict[str, Any]] | None = None
-    """What the original's forward needs beside the pixels."""
-
-
 # ---------------------------------------------------------------------------------------------- pixels to tokens
 
 
@@ -165,95 +137,105 @@ def _pool_beit(model: Model, trunk: Model, tokens: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------- the families
 
 
-def _dino(side: int) -> Preprocessing:
-    side = min(side, 224)  # positions were learned at 518, but its checkpoints are used at 224
+def _squash(resample: int, **colours: Any) -> Callable[[int], Preprocessing]:
+    """Resized to a square, whatever the aspect ratio."""
+    return lambda side: Preprocessing(resize=(side, side), resample=resample, **colours)
+
+
+def _resize_and_crop(side: int) -> Preprocessing:
+    side = min(side, 224)  # DINOv2 learned its positions at 518, but its checkpoints are used at 224
     return Preprocessing(resize=round(side * 256 / 224), crop=(side, side), **IMAGENET)
 
 
-_VIT = FamilySpec("ViT", embed=_embed_fixed, pool=_pool_class, reference=_resized)
+@dataclass(frozen=True)
+class FamilySpec:
+    """Where a family keeps its parts."""
+
+    title: str
+    embed: Callable[[Model, Tensor], tuple[Tensor, Context]] = _embed_fixed
+    """Trunk and pixels to tokens."""
+    pool: Callable[[Model, Model, Tensor], Tensor] = _pool_class
+    """Model, trunk and tokens after the last layer to the original's own answer."""
+    reference: Callable[[Tensor, Model], dict[str, Any]] | None = _resized
+    """What the original's forward needs beside the pixels."""
+    preprocessing: Callable[[int], Preprocessing] = lambda side: Preprocessing(resize=(side, side), resample=2)
+    """The family's own defaults, for models that come without a processor."""
+    layers: str = "layers"
+    norm1: str = "layernorm_before"
+    attention: str = "attention"
+    project: str = "o_proj"
+    scales: tuple[str, str] | None = None
+    norm2: str = "layernorm_after"
+    norm: str = "layernorm"
+    pre_norm: str | None = None
+    prefix: int = 1
+    classes: int = 1
+    """How many class tokens there are: 0 in SigLIP."""
+
+
 _ENCODER: dict[str, Any] = {
+    "layers": "encoder.layers",
     "norm1": "layer_norm1",
     "norm2": "layer_norm2",
+    "norm": "post_layernorm",
     "attention": "self_attn",
     "project": "out_proj",
 }
-_DINO: dict[str, Any] = {"norm1": "norm1", "norm2": "norm2", "scales": ("layer_scale1", "layer_scale2")}
+_DINO: dict[str, Any] = {
+    "reference": None,
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "scales": ("layer_scale1", "layer_scale2"),
+}
+_DINOV2: dict[str, Any] = {
+    **_DINO,
+    "layers": "encoder.layer",
+    "embed": _embed_free,
+    "pool": _pool_dinov2,
+    "preprocessing": _resize_and_crop,
+}
 
 FAMILY_SPECS: dict[str, FamilySpec] = {
-    "vit": _VIT,
-    "vit_msn": FamilySpec(
-        "ViT-MSN",
-        embed=_embed_fixed,
-        pool=_pool_class,
-        reference=_resized,
-        preprocessing=lambda side: Preprocessing(resize=(side, side), resample=2, **IMAGENET),
-    ),
-    "vit_mae": FamilySpec(
-        "ViT-MAE",
-        embed=_embed_mae,
-        pool=_pool_class,
-        reference=_in_order,
-        preprocessing=lambda side: Preprocessing(resize=(side, side), resample=3, **IMAGENET),
-    ),
+    "vit": FamilySpec("ViT"),
+    "vit_msn": FamilySpec("ViT-MSN", preprocessing=_squash(2, **IMAGENET)),
+    "vit_mae": FamilySpec("ViT-MAE", embed=_embed_mae, reference=_in_order, preprocessing=_squash(3, **IMAGENET)),
     "deit": FamilySpec(
         "DeiT",
         prefix=2,
-        embed=_embed_fixed,
-        pool=_pool_class,
-        reference=_resized,
         preprocessing=lambda side: Preprocessing(resize=(round(side * 256 / 224),) * 2, crop=(side, side), **IMAGENET),
     ),
-    "dinov2": FamilySpec(
-        "DINOv2", layers="encoder.layer", embed=_embed_free, pool=_pool_dinov2, preprocessing=_dino, **_DINO
-    ),
-    "dinov2_with_registers": FamilySpec(
-        "DINOv2 with registers",
-        layers="encoder.layer",
-        embed=_embed_free,
-        pool=_pool_dinov2,
-        preprocessing=_dino,
-        **_DINO,
-    ),
+    "dinov2": FamilySpec("DINOv2", **_DINOV2),
+    "dinov2_with_registers": FamilySpec("DINOv2 with registers", **_DINOV2),
     "dinov3_vit": FamilySpec(
         "DINOv3 ViT",
         layers="model.layer",
         norm="norm",
         embed=_embed_dinov3,
         pool=_pool_dinov3,
-        preprocessing=lambda side: Preprocessing(resize=(side, side), resample=2, **IMAGENET),
+        preprocessing=_squash(2, **IMAGENET),
         **_DINO,
     ),
     "clip_vision_model": FamilySpec(
         "CLIP vision",
-        layers="encoder.layers",
         pre_norm="pre_layrnorm",
-        norm="post_layernorm",
         embed=_embed_clip,
         pool=_pool_clip,
-        reference=_resized,
         preprocessing=lambda side: Preprocessing(resize=side, crop=(side, side), **OPENAI),
         **_ENCODER,
     ),
     "siglip_vision_model": FamilySpec(
-        "SigLIP vision",
-        layers="encoder.layers",
-        norm="post_layernorm",
-        prefix=0,
-        classes=0,
-        embed=_embed_fixed,
-        pool=_pool_siglip,
-        reference=_resized,
-        preprocessing=lambda side: Preprocessing(resize=(side, side), resample=3),
-        **_ENCODER,
+        "SigLIP vision", prefix=0, classes=0, pool=_pool_siglip, preprocessing=_squash(3), **_ENCODER
     ),
     "beit": FamilySpec(
         "BEiT",
         scales=("lambda_1", "lambda_2"),
         embed=_embed_beit,
         pool=_pool_beit,
-        preprocessing=lambda side: Preprocessing(resize=(side, side), resample=3),
+        reference=None,
+        preprocessing=_squash(3),
     ),
 }
+"""By `config.model_type`. A new family is one more row."""
 
 
 def as_pair(size: Any) -> tuple[int, int]:

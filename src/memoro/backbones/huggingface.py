@@ -6,29 +6,29 @@ import copy
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from memoro.backbones.anatomy import Anatomy, Block, Map, identity
-from memoro.backbones.backbone import Backbone, TrainableCopy
+from memoro.backbones.anatomy import Anatomy, Block, Map, identity, name_tensors
+from memoro.backbones.backbone import Backbone
 from memoro.backbones.families import FAMILY_SPECS, FamilySpec, Model, as_pair, is_a
 from memoro.backbones.fingerprint import name_functions
 from memoro.backbones.frozen_view import frozen_view
-from memoro.backbones.processor import read_processor, read_processor_folder
-from memoro.images import Preprocessing
+from memoro.backbones.processor import read_processor
 
 
 def find_trunk(model: Model) -> Model | None:
     """The encoder inside a model with heads around it, None where there is none that memoro knows."""
     for name in ("", "vision_model", getattr(model, "base_model_prefix", "")):
-        trunk = getattr(model, name, None) if name else model
-        if (
-            trunk is not None
-            and hasattr(trunk, "embeddings")
-            and getattr(trunk.config, "model_type", "") in FAMILY_SPECS
-        ):
+        trunk: Model = getattr(model, name, None) if name else model
+        if hasattr(trunk, "embeddings") and getattr(trunk.config, "model_type", "") in FAMILY_SPECS:
             return trunk
     return None
+
+
+def _known(model: Model) -> tuple[Model, FamilySpec]:
+    trunk = find_trunk(model)
+    assert trunk is not None, "load_backbone has checked the family"
+    return trunk, FAMILY_SPECS[trunk.config.model_type]
 
 
 def picks_kernel(module: nn.Module) -> bool:
@@ -37,42 +37,34 @@ def picks_kernel(module: nn.Module) -> bool:
 
 
 def take_apart(model: Model) -> Anatomy:
-    """The anatomy of a supported model. The model is a frozen_view: it may be tuned to its use here."""
-    trunk = find_trunk(model)
-    assert trunk is not None, "load_backbone has checked the family"
-    family = FAMILY_SPECS[trunk.config.model_type]
-    if hasattr(trunk.embeddings, "random_masking"):
-        # MAE drops three patches of four; a task, like MAE's own fine-tuning, sees all of them.
-        trunk.embeddings.config = copy.copy(trunk.embeddings.config)
-        trunk.embeddings.config.mask_ratio = 0.0
-    embed, pool, dtype = family.embed, family.pool, _embedding_weight(trunk).dtype
-    position = _class_position(trunk) if family.classes else None
+    """The anatomy of a supported model."""
+    trunk, family = _known(model)
+    embed, pool, tensors = family.embed, family.pool, _name_tensors(trunk, family)
+    dtype = tensors["patch.weight"].dtype
+    position = tensors["position"][0] if family.classes and "position" in tensors else None
     pre_norm = identity if family.pre_norm is None else getattr(trunk, family.pre_norm)
-    registers = getattr(trunk.config, "num_register_tokens", 0)
     return Anatomy(
         dim=trunk.config.hidden_size,
         heads=trunk.config.num_attention_heads,
         patch=as_pair(trunk.config.patch_size),
-        prefix=family.prefix + registers,
+        prefix=family.prefix + getattr(trunk.config, "num_register_tokens", 0),
         blocks=tuple(_block(layer, family) for layer in _layers(trunk, family)),
         embed=lambda pixels: embed(trunk, pixels.to(dtype)),
         start=lambda token: pre_norm(token if position is None else token + position),
         finish=lambda tokens: pool(model, trunk, tokens),
         finish_token=_final_norm(trunk, family),
-        class_token=_class_token(trunk) if family.classes else None,
-        tensors=_name_tensors(trunk, family),
+        class_token=tensors["class_token"][0] if family.classes else None,
+        tensors=tensors,
     )
 
 
-def run_original(model: Model, pixels: Tensor) -> Tensor:
-    """What the model's own forward returns for `"base"`, by memoro's rule of what that is."""
-    trunk = find_trunk(model)
-    assert trunk is not None
-    family = FAMILY_SPECS[trunk.config.model_type]
+def run_forward(model: Model, pixels: Tensor) -> Tensor:
+    """What the model's own forward returns for `"base"`: logits, else the pooled output, else a token or the mean."""
+    trunk, family = _known(model)
     extra = {} if family.reference is None else family.reference(pixels, trunk)
     whole = any(hasattr(model, name) for name in ("classifier", "cls_classifier"))
     whole = whole or is_a(model, "CLIPVisionModelWithProjection")
-    out = (model if whole else trunk)(pixels.to(_embedding_weight(trunk).dtype), **extra)
+    out = (model if whole else trunk)(pixels.to(_patch_projection(trunk).weight.dtype), **extra)
     for name in ("logits", "image_embeds", "pooler_output"):
         if getattr(out, name, None) is not None:
             return getattr(out, name)
@@ -119,7 +111,6 @@ def _block(layer: Model, family: FamilySpec) -> Block:
         norm2=getattr(layer, family.norm2),
         mlp=layer.mlp,
         scale2=scale2,
-        residual_first=family.residual_first,
     )
 
 
@@ -130,44 +121,33 @@ def _scale(scale: nn.Module | Tensor | float) -> Map:
 
 
 def _final_norm(trunk: Model, family: FamilySpec) -> nn.Module:
-    pooler = getattr(trunk, "pooler", None)
     # BEiT with mean pooling keeps its only final norm in the pooler.
-    inner = getattr(pooler, "layernorm", None)
+    inner = getattr(getattr(trunk, "pooler", None), "layernorm", None)
     return getattr(trunk, family.norm) if inner is None else inner
 
 
 def _name_tensors(trunk: Model, family: FamilySpec) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+    def table(*names: str) -> Tensor | None:
+        """Tokens or positions (n, dim), whatever the family calls them."""
+        found = next((value for name in names if (value := getattr(trunk.embeddings, name, None)) is not None), None)
+        found = getattr(found, "weight", found)
+        return found.reshape(-1, trunk.config.hidden_size) if found is not None and found.numel() else None
 
-    def add(name: str, module: nn.Module | Tensor | None) -> None:
-        if isinstance(module, Tensor):
-            tensors[name] = module
-        elif isinstance(module, nn.Module):
-            # Numbered in the order of the module, so that the names inside do not matter.
-            for index, (_, tensor) in enumerate(module.named_parameters()):
-                tensors[f"{name}.{index}"] = tensor
-
-    dim, embeddings = trunk.config.hidden_size, trunk.embeddings
-    names = {
-        "class_token": ("cls_token", "class_embedding"),
-        "distillation_token": ("distillation_token",),
-        "registers": ("register_tokens",),
-        "position": ("position_embeddings", "position_embedding"),
-    }
-    for name, attributes in names.items():
-        for attribute in attributes:
-            value = getattr(embeddings, attribute, None)
-            if value is not None and (value := getattr(value, "weight", value)).numel():
-                tensors[name] = value.reshape(-1, dim)
     projection = _patch_projection(trunk)
-    tensors["patch.weight"] = projection.weight
-    add("patch.bias", projection.bias)
-    add("pre_norm", None if family.pre_norm is None else getattr(trunk, family.pre_norm))
-    add("norm", _final_norm(trunk, family))
-    add("shared_bias", getattr(trunk, "shared_position_bias", None))
+    parts: dict[str, nn.Module | Tensor | None] = {
+        "class_token": table("cls_token", "class_embedding"),
+        "distillation_token": table("distillation_token"),
+        "registers": table("register_tokens"),
+        "position": table("position_embeddings", "position_embedding"),
+        "patch.weight": projection.weight,
+        "patch.bias": projection.bias,
+        "pre_norm": None if family.pre_norm is None else getattr(trunk, family.pre_norm),
+        "norm": _final_norm(trunk, family),
+        "shared_bias": getattr(trunk, "shared_position_bias", None),
+    }
     for index, layer in enumerate(_layers(trunk, family)):
         attention = getattr(layer, family.attention)
-        parts = {
+        own = {
             "norm1": getattr(layer, family.norm1),
             "q": attention.q_proj,
             "k": attention.k_proj,
@@ -179,10 +159,10 @@ def _name_tensors(trunk: Model, family: FamilySpec) -> dict[str, Tensor]:
         }
         for number, name in enumerate(family.scales or (), start=1):
             scale = getattr(layer, name)
-            parts[f"scale{number}"] = getattr(scale, "lambda1", scale)
-        for name, part in parts.items():
-            add(f"blocks.{index}.{name}", part)
-    return tensors
+            scale = getattr(scale, "lambda1", scale)
+            own[f"scale{number}"] = scale if isinstance(scale, (Tensor, nn.Module)) else None
+        parts |= {f"blocks.{index}.{name}": part for name, part in own.items()}
+    return name_tensors(parts)
 
 
 def _layers(trunk: Model, family: FamilySpec) -> Any:
@@ -197,70 +177,29 @@ def _patch_projection(trunk: Model) -> Model:
     return getattr(patch, "projection", patch)
 
 
-def _embedding_weight(trunk: Model) -> Tensor:
-    weight: Tensor = _patch_projection(trunk).weight
-    return weight
-
-
-def _class_token(trunk: Model) -> Tensor:
-    embeddings = trunk.embeddings
-    token: Tensor = embeddings.class_embedding if hasattr(embeddings, "class_embedding") else embeddings.cls_token
-    return token.reshape(-1)
-
-
-def _class_position(trunk: Model) -> Tensor | None:
-    embeddings = trunk.embeddings
-    position = getattr(embeddings, "position_embeddings", getattr(embeddings, "position_embedding", None))
-    if position is None:
-        return None
-    table: Tensor = getattr(position, "weight", position)
-    return table.reshape(-1, table.shape[-1])[0]
-
-
-def wrap_huggingface(
-    model: Model,
-    name: str,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    processor: Any = None,
-    folder: str | None = None,
-) -> Backbone | None:
+def wrap_huggingface(model: Model, name: str, processor: Any) -> Backbone | None:
     """The backbone of a `transformers` model, None where the family is not supported."""
     if find_trunk(model) is None:
         return None
-    frozen = frozen_view(model, dtype=dtype, device=device, keeps_grad=picks_kernel)
-    trunk: Model = find_trunk(frozen)
-    family = FAMILY_SPECS[trunk.config.model_type]
+    frozen = frozen_view(model, keeps_grad=picks_kernel)
+    trunk, family = _known(frozen)
+    masks = hasattr(trunk.embeddings, "random_masking")
+    if masks:
+        # MAE drops three patches of four; a task, like MAE's own fine-tuning, sees all of them.
+        trunk.embeddings.config = copy.copy(trunk.embeddings.config)
+        trunk.embeddings.config.mask_ratio = 0.0
     size = as_pair(trunk.config.image_size)
-    preprocessing = family.preprocessing(min(size))
-    if isinstance(processor, Preprocessing):
-        preprocessing = processor
-    elif processor is not None:
-        preprocessing = read_processor(processor, preprocessing)
-    elif folder is not None:
-        preprocessing = read_processor_folder(folder, preprocessing)
-
-    def original(pixel_values: Tensor) -> Tensor:
-        # The user's own object where it already computes as in eval mode, else the same code over its frozen_view.
-        converted = _embedding_weight(find_trunk(model)).data_ptr() != _embedding_weight(trunk).data_ptr()
-        training = any(module.training for module in model.modules())
-        masked = hasattr(trunk.embeddings, "random_masking")
-        return run_original(frozen if converted or training or masked else model, pixel_values)
-
-    def trainable_copy(dtype: torch.dtype | None = None) -> TrainableCopy:
-        module = frozen_view(copy.deepcopy(frozen), dtype=dtype)
-        return TrainableCopy(module, take_apart(module))
-
     labels: tuple[str, ...] = ()
     if hasattr(model, "classifier") or hasattr(model, "cls_classifier"):
         labels = tuple(str(label) for _, label in sorted(model.config.id2label.items()))
     return Backbone(
         name=name,
         family=family.title,
-        anatomy=take_apart(frozen),
-        preprocessing=preprocessing,
-        original=original,
-        trainable_copy=trainable_copy,
+        model=frozen if masks else model,
+        module=frozen,
+        take_apart=take_apart,
+        run_forward=run_forward,
+        preprocessing=read_processor(processor, family.preprocessing(min(size))),
         labels=labels,
         image_size=size,
         channels=trunk.config.num_channels,

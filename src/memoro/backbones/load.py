@@ -31,14 +31,13 @@ def load_backbone(
     others. `processor` (an image processor of `transformers`, or memoro's Preprocessing) overrides the checkpoint's.
     """
     kind = _dtype(dtype)
-    place = None if device is None else torch.device(device)
     if isinstance(source, Backbone):
-        return source
+        return source.to(device, kind)
     if isinstance(source, nn.Module):
-        return _wrap(source, type(source).__name__, kind, place, processor)
+        return _wrap(source, type(source).__name__, processor).to(device, kind)
     folder = str(Path(__file__).parents[1] / "weights" / TINY) if str(source) == TINY else str(source)
     model = _from_pretrained(folder, kind)
-    return _wrap(model, str(source), None, place, processor, folder=folder)
+    return _wrap(model, str(source), folder if processor is None else processor).to(device)
 
 
 def supported() -> str:
@@ -48,21 +47,14 @@ def supported() -> str:
     return ", ".join(layout.title for layout in FAMILY_SPECS.values()) + ", and timm's VisionTransformer"
 
 
-def _wrap(
-    model: nn.Module,
-    name: str,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    processor: Any,
-    folder: str | None = None,
-) -> Backbone:
+def _wrap(model: nn.Module, name: str, processor: Any) -> Backbone:
     if type(model).__module__.startswith("timm."):
         from memoro.backbones.timm import wrap_timm
 
-        return wrap_timm(model, name, dtype, device, processor)
+        return wrap_timm(model, name, processor)
     from memoro.backbones.huggingface import wrap_huggingface
 
-    backbone = wrap_huggingface(model, name, dtype, device, processor, folder)
+    backbone = wrap_huggingface(model, name, processor)
     if backbone is None:
         raise unsupported(type(model).__name__)
     return backbone
@@ -70,8 +62,8 @@ def _wrap(
 
 def unsupported(what: str) -> BackboneError:
     return BackboneError(
-        f"{what} is no Vision Transformer that memoro can read. Supported: {supported()}. Models with windows or a "
-        "hierarchy (Swin, Hiera, PVT) have no class token that sees every patch at every layer."
+        f"memoro cannot read {what}: it is not a supported Vision Transformer. Supported: {supported()}. Windowed and "
+        "hierarchical models (Swin, Hiera, PVT) have no class token that attends to every patch in every layer."
     )
 
 
@@ -83,14 +75,14 @@ def _from_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
     from memoro.backbones.huggingface import find_trunk
 
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        raise BackboneError(f"{source} has no config.json: it is no folder of a `transformers` checkpoint.")
+        raise BackboneError(f"{source} has no config.json, so it is not a `transformers` checkpoint.")
     try:
         config = transformers.AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise BackboneError(
-            f"cannot load a backbone from {source!r}: neither a folder with a readable config.json nor a hub id that "
-            f"can be reached from here ({_first_line(error).rstrip('.')}). Offline, download it elsewhere and pass its "
-            f"folder{_download(source)}."
+            f"cannot load a backbone from {source!r}: it is neither a folder with a readable config.json nor a hub id "
+            f"that can be reached ({_first_line(error).rstrip('.')}). If you are offline, download it on another "
+            f"machine and pass the folder{_download(source)}."
         ) from None
     vision = getattr(config, "vision_config", config)
     if vision.model_type not in FAMILY_SPECS:
@@ -112,7 +104,7 @@ def _from_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
         raise BackboneError(f"cannot load the weights of {source!r}: {_first_line(error)}") from None
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])
-        raise BackboneError(f"{source!r} lacks weights of its encoder ({some}, …): the checkpoint is incomplete.")
+        raise BackboneError(f"{source!r} is incomplete: encoder weights are missing ({some}, …).")
     assert isinstance(model, nn.Module)
     return model.eval()
 

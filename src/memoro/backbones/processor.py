@@ -9,22 +9,17 @@ from memoro.errors import BackboneError
 from memoro.images import Preprocessing
 
 
-def read_processor_folder(source: str, default: Preprocessing) -> Preprocessing:
-    """What the checkpoint's processor config says, or the family's default where it has none."""
-    from transformers.image_processing_base import ImageProcessingMixin
+def read_processor(source: Any, default: Preprocessing) -> Preprocessing:
+    """The preprocessing that a processor object of `transformers` does, or one described in a checkpoint's config.
 
-    try:
-        record, _ = ImageProcessingMixin.get_image_processor_dict(source)
-    except OSError:
-        return default
-    return read_processor(record, default)
-
-
-def read_processor(processor: Any, default: Preprocessing) -> Preprocessing:
-    """A processor object of `transformers`, or the record in its config file, as preprocessing."""
-    processor = getattr(processor, "image_processor", processor)  # CLIPProcessor and the like hold one
-    if isinstance(processor, Mapping):
-        processor = _with_class_defaults(processor)
+    `source` is that object, memoro's own Preprocessing, or a folder or hub id; `default` is for None, and for a
+    checkpoint without a processor.
+    """
+    if isinstance(source, str):
+        source = _read_config(source)
+    if source is None or isinstance(source, Preprocessing):
+        return source or default
+    processor = getattr(source, "image_processor", source)  # CLIPProcessor and the like hold one
 
     def value(name: str, other: Any = None) -> Any:
         found = processor.get(name) if isinstance(processor, Mapping) else getattr(processor, name, None)
@@ -41,10 +36,15 @@ def read_processor(processor: Any, default: Preprocessing) -> Preprocessing:
     )
 
 
-def _with_class_defaults(record: Mapping[str, Any]) -> Any:
-    """The Pillow-backed processor that the record names: it knows what the record leaves out."""
+def _read_config(source: str) -> Any:
+    """The Pillow-backed processor that a checkpoint's config names: it knows what the config leaves out."""
     import transformers
+    from transformers.image_processing_base import ImageProcessingMixin
 
+    try:
+        record, _ = ImageProcessingMixin.get_image_processor_dict(source)
+    except OSError:
+        return None
     name = str(record.get("image_processor_type") or record.get("feature_extractor_type") or "")
     name = name.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
     try:
@@ -65,7 +65,7 @@ def _size(size: Any) -> int | tuple[int, int]:
         return get("shortest_edge")
     if get("height") and get("width"):
         return get("height"), get("width")
-    raise BackboneError(f"the processor's size {size!r} is neither a shortest edge nor a height and width.")
+    raise BackboneError(f"the processor's size {size!r} must be either a shortest edge or a height and width.")
 
 
 def _square(size: Any) -> tuple[int, int]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memoro.backbones.anatomy import Anatomy, Block, Context
-from memoro.backbones.backbone import Backbone, TrainableCopy
+from memoro.backbones.anatomy import Anatomy, Block, Context, name_tensors
+from memoro.backbones.backbone import Backbone
 from memoro.backbones.fingerprint import name_functions
 from memoro.backbones.frozen_view import frozen_view
 from memoro.backbones.load import unsupported
@@ -26,37 +24,21 @@ from memoro.images import Preprocessing
 Model = Any
 
 
-def wrap_timm(
-    model: Model, name: str, dtype: torch.dtype | None, device: torch.device | None, processor: Any = None
-) -> Backbone:
+def wrap_timm(model: Model, name: str, processor: Any) -> Backbone:
     """The backbone of timm's VisionTransformer or of its distilled DeiT; raises for any other model."""
     _check(model)
-    frozen: Model = frozen_view(model, dtype=dtype, device=device)
-    follow = _follower(model, frozen)
-
-    def original(pixel_values: Tensor) -> Tensor:
-        # The user's own object where it already computes as in eval mode, else the same code over its frozen_view.
-        follow()
-        weight = frozen.patch_embed.proj.weight
-        converted = model.patch_embed.proj.weight.data_ptr() != weight.data_ptr()
-        training = any(module.training for module in model.modules())
-        _check_size(frozen, pixel_values)
-        return _answer(frozen, (frozen if converted or training else model)(pixel_values.to(weight.dtype)))
-
-    def trainable_copy(dtype: torch.dtype | None = None) -> TrainableCopy:
-        module = frozen_view(copy.deepcopy(frozen), dtype=dtype)
-        return TrainableCopy(module, _take_apart(module, _follower(model, module)))
-
+    frozen: Model = frozen_view(model)
     config = getattr(model, "pretrained_cfg", None) or {}
     architecture, tag = config.get("architecture"), config.get("tag")
     labels = tuple(str(label) for label in config.get("label_names") or ())
     return Backbone(
         name=".".join(filter(None, (architecture, tag))) or name,
         family="timm ViT",
-        anatomy=_take_apart(frozen, follow),
-        preprocessing=_preprocessing(model, processor),
-        original=original,
-        trainable_copy=trainable_copy,
+        model=model,
+        module=frozen,
+        take_apart=lambda module: _take_apart(module, _follower(model, module)),
+        run_forward=lambda module, pixels: _run_forward(module, model, pixels),
+        preprocessing=read_processor(processor, _preprocessing(model)),
         labels=labels if len(labels) == model.num_classes else (),
         image_size=_image_size(model),
         channels=model.patch_embed.proj.in_channels,
@@ -104,7 +86,7 @@ def _layer_problems(layer: Model) -> Iterator[tuple[str, str]]:
 
 
 def _variant(problem: str, wanted: str) -> BackboneError:
-    return BackboneError(f"this VisionTransformer of timm {problem}; memoro reads those with: {wanted}.")
+    return BackboneError(f"this timm VisionTransformer {problem}; memoro supports models with: {wanted}.")
 
 
 def _check_size(model: Model, pixels: Tensor) -> None:
@@ -118,7 +100,7 @@ def _check_size(model: Model, pixels: Tensor) -> None:
     # A fixed size may leave a remainder, which the patches leave out (384 pixels in patches of 14).
     if model.dynamic_img_size and not model.patch_embed.dynamic_img_pad and (height % rows or width % columns):
         raise BackboneError(
-            f"images of {height}x{width} are no whole number of {rows}x{columns} patches. Resize them to multiples, "
+            f"images of {height}x{width} cannot be divided into {rows}x{columns} patches. Resize them to multiples, "
             "or build the model with timm.create_model(..., dynamic_img_size=True, dynamic_img_pad=True)."
         )
 
@@ -172,6 +154,12 @@ def _take_apart(model: Model, follow: Callable[[], None]) -> Anatomy:
         class_token=None if model.cls_token is None else model.cls_token.reshape(-1),
         tensors=_name_tensors(model),
     )
+
+
+def _run_forward(module: Model, model: Model, pixels: Tensor) -> Tensor:
+    _follower(model, module)()
+    _check_size(module, pixels)
+    return _answer(module, module(pixels.to(module.patch_embed.proj.weight.dtype)))
 
 
 def _answer(model: Model, out: Tensor) -> Tensor:
@@ -232,48 +220,38 @@ def _block(layer: Model) -> Block:
 
 def _name_tensors(model: Model) -> dict[str, Tensor]:
     """The names that the same weights have in a model of `transformers`: a task fits both."""
-    tensors: dict[str, Tensor] = {}
-
-    def add(name: str, module: nn.Module) -> None:
-        for index, (_, tensor) in enumerate(module.named_parameters()):
-            tensors[f"{name}.{index}"] = tensor
-
+    embed = model.patch_embed
     tokens = {
         "class_token": model.cls_token,
         "distillation_token": getattr(model, "dist_token", None),
         "registers": model.reg_token,
         "position": model.pos_embed,
     }
-    for name, token in tokens.items():
-        if token is not None:
-            tensors[name] = token.reshape(-1, model.embed_dim)
-    tensors["patch.weight"] = model.patch_embed.proj.weight
-    if model.patch_embed.proj.bias is not None:
-        tensors["patch.bias"] = model.patch_embed.proj.bias
-    add("patch_norm", model.patch_embed.norm)
-    add("pre_norm", model.norm_pre)
-    add("norm", _final_norm(model))
+    parts: dict[str, nn.Module | Tensor | None] = {
+        **{name: None if token is None else token.reshape(-1, model.embed_dim) for name, token in tokens.items()},
+        "patch.weight": embed.proj.weight,
+        "patch.bias": embed.proj.bias,
+        "patch_norm": embed.norm,
+        "pre_norm": model.norm_pre,
+        "norm": _final_norm(model),
+    }
     for index, layer in enumerate(model.blocks):
-        attention, prefix = layer.attn, f"blocks.{index}"
-        for number, (_, tensor) in enumerate(attention.qkv.named_parameters()):
-            for name, part in zip("qkv", tensor.chunk(3), strict=True):
-                tensors[f"{prefix}.{name}.{number}"] = part
-        parts = {
+        attention = layer.attn
+        own = {
             "norm1": layer.norm1,
             "q_norm": attention.q_norm,
             "k_norm": attention.k_norm,
             "attention_norm": attention.norm,
             "project": attention.proj,
             "norm2": layer.norm2,
+            "scale1": getattr(layer.ls1, "gamma", None),
+            "scale2": getattr(layer.ls2, "gamma", None),
         }
-        for name, part in parts.items():
-            add(f"{prefix}.{name}", part)
-        for number, tensor in enumerate(_mlp_tensors(layer.mlp)):
-            tensors[f"{prefix}.mlp.{number}"] = tensor
-        for name, scale in {"scale1": layer.ls1, "scale2": layer.ls2}.items():
-            if hasattr(scale, "gamma"):
-                tensors[f"{prefix}.{name}"] = scale.gamma
-    return tensors
+        for number, tensor in enumerate(attention.qkv.parameters()):
+            own |= {f"{name}.{number}": part for name, part in zip("qkv", tensor.chunk(3), strict=True)}
+        own |= {f"mlp.{number}": tensor for number, tensor in enumerate(_mlp_tensors(layer.mlp))}
+        parts |= {f"blocks.{index}.{name}": part for name, part in own.items()}
+    return name_tensors(parts)
 
 
 def _mlp_tensors(mlp: Model) -> list[Tensor]:
@@ -289,10 +267,8 @@ def _mlp_tensors(mlp: Model) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------------ preprocessing
 
 
-def _preprocessing(model: Model, processor: Any) -> Preprocessing:
-    """The given processor's steps, else those of the model's own config, at the size that the model was built for."""
-    if isinstance(processor, Preprocessing):
-        return processor
+def _preprocessing(model: Model) -> Preprocessing:
+    """The steps in the model's own config, at the size that the model was built for."""
     from timm.data import resolve_model_data_config
 
     size = _image_size(model)
@@ -309,4 +285,4 @@ def _preprocessing(model: Model, processor: Any) -> Preprocessing:
     if len(config["mean"]) == len(config["std"]) == 3:
         mean, std = ((float(r), float(g), float(b)) for r, g, b in (config["mean"], config["std"]))
         own = replace(own, mean=mean, std=std)
-    return own if processor is None else read_processor(processor, own)
+    return own

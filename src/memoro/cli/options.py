@@ -23,6 +23,9 @@ BackboneOption = Annotated[
     str | None,
     typer.Option("--backbone", "-b", help="Hub id or folder of a Vision Transformer.", show_default="memoro-tiny"),
 ]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or mps.", show_default="a GPU if there is one")
+]
 Files = Annotated[list[Path], typer.Argument(help="Task files or bundles.", show_default=False)]
 TaskFiles = Annotated[
     list[Path],
@@ -30,11 +33,12 @@ TaskFiles = Annotated[
 ]
 
 
-def load(backbone: str | None) -> Backbone:
-    """The backbone of a command."""
+def load(backbone: str | None, device: str | None = None) -> Backbone:
+    """The backbone of a command, on this device or on the GPU if there is one."""
     from memoro.backbones import load_backbone
+    from memoro.training.distributed import own_device
 
-    return load_backbone(name_backbone(backbone))
+    return load_backbone(name_backbone(backbone), device=own_device(device))
 
 
 def name_backbone(backbone: str | None, *, hint: bool = False) -> str:
@@ -64,31 +68,26 @@ def gather_tasks(files: Iterable[Path], option: str = "-t") -> list[Task]:
     `option` is what precedes a file there, nothing for an argument.
     """
     from memoro.regimes.baselinefile import is_baseline, read_baseline
-    from memoro.tasks.task import say_apart
     from memoro.tasks.taskfile import load_tasks
 
     found: list[tuple[Path, Task]] = []
     for file in files:
         if is_baseline(file):
             spec, _, _ = read_baseline(file)
-            why = say_apart(spec.name, spec.regime)
-            raise CompositionError(f"{file} is a baseline, which cannot be composed or verified. {why}")
+            raise CompositionError(f"{file} is a baseline, which cannot be composed or verified. {spec.not_composable}")
         found += [(file, task) for task in load_tasks(file)]
-    _check_names(found, option)
-    return [task for _, task in found]
+    return _checked(found, option)
 
 
 def gather_models(files: Iterable[Path], backbone: Backbone) -> list[Task | Baseline]:
     """The tasks and baselines of some files."""
     from memoro.regimes.baselinefile import load_models
 
-    found = [(file, model) for file in files for model in load_models([file], backbone)]
-    _check_names(found, "-t")
-    return [model for _, model in found]
+    return _checked([(file, model) for file in files for model in load_models([file], backbone)], "-t")
 
 
-def _check_names(found: Sequence[tuple[Path, Any]], option: str) -> None:
-    """Raises where two tasks have one name, or a task extends one that is missing."""
+def _checked(found: Sequence[tuple[Path, Any]], option: str) -> list[Any]:
+    """The models; an error where two have one name, or a task extends one that is missing."""
     places: dict[str, Path] = {}
     for file, model in found:
         if model.name in places:
@@ -106,6 +105,7 @@ def _check_names(found: Sequence[tuple[Path, Any]], option: str) -> None:
                     f"{model.name!r} extends {parent.name!r}, which is not here: attach {parent.name!r} too; "
                     f"add {more} (or where that file is)."
                 )
+    return [model for _, model in found]
 
 
 def numbers(text: str, kind: type[Number] = int) -> list[Number]:

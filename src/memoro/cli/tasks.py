@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memoro.cli.options import BackboneOption, Files, Json, TaskFiles, gather_tasks, load, print_json
+from memoro.cli.options import BackboneOption, DeviceOption, Files, Json, TaskFiles, gather_tasks, load, print_json
 from memoro.console import plain_console
 
 app = typer.Typer()
@@ -25,7 +25,7 @@ def inspect(
     """
     from memoro.evaluation.inspect import inspect_file, inspect_table
 
-    record = inspect_file(file, None if backbone is None else load(backbone))
+    record = inspect_file(file, None if backbone is None else load(backbone, "cpu"))
     if as_json:
         print_json(record)
     else:
@@ -56,6 +56,7 @@ def compose_files(
 def verify(
     tasks: TaskFiles,
     backbone: BackboneOption = None,
+    device: DeviceOption = None,
     images: Annotated[
         list[Path] | None, typer.Argument(help="Images to run on; without any, random pixels.", show_default=False)
     ] = None,
@@ -75,7 +76,7 @@ def verify(
     from memoro.engine.verify import sample_pixels
 
     members = gather_tasks(tasks)
-    loaded = load(backbone)
+    loaded = load(backbone, device)
     model = compose(loaded, members)
     receipt = model.verify(sample_pixels(loaded, images or []))
     if as_json:
@@ -102,7 +103,7 @@ def import_checkpoint(
     from memoro.tasks.reproduction import import_tasks
     from memoro.tasks.taskfile import save_tasks
 
-    tasks = import_tasks(load(backbone), checkpoint, names=None if names is None else names.split(","))
+    tasks = import_tasks(load(backbone, "cpu"), checkpoint, names=None if names is None else names.split(","))
     save_tasks(tasks, out)
     console = plain_console(soft_wrap=True)
     for task in tasks:

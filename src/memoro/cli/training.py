@@ -9,6 +9,7 @@ import typer
 
 from memoro.cli.options import (
     BackboneOption,
+    DeviceOption,
     Json,
     TaskFiles,
     gather_models,
@@ -35,7 +36,9 @@ Data = Annotated[
 
 @app.command()
 @add_options(TRAIN)
-def train(data: Data, backbone: BackboneOption = None, as_json: Json = False, **settings: Any) -> None:
+def train(
+    data: Data, backbone: BackboneOption = None, device: DeviceOption = None, as_json: Json = False, **settings: Any
+) -> None:
     """Train a task on a folder of images and write its file; or several tasks in one pass.
 
     Without --lr a few learning rates are tried, all in one pass, and the best
@@ -55,12 +58,14 @@ def train(data: Data, backbone: BackboneOption = None, as_json: Json = False, **
     propagated-additive (memory is passed from layer to layer), lora,
     full (all weights).
     """
-    _train(data, backbone, as_json, settings)
+    _train(data, backbone, device, as_json, settings)
 
 
 @app.command()
 @add_options(SWEEP)
-def sweep(data: Data, backbone: BackboneOption = None, as_json: Json = False, **settings: Any) -> None:
+def sweep(
+    data: Data, backbone: BackboneOption = None, device: DeviceOption = None, as_json: Json = False, **settings: Any
+) -> None:
     """Train every combination in one pass of the backbone and keep the best by validation score.
 
     memoro sweep photos/pets --cells 0,5,10 --from-layer 0,8 --seeds 3
@@ -71,10 +76,10 @@ def sweep(data: Data, backbone: BackboneOption = None, as_json: Json = False, **
     for name, kind in (("cells", int), ("from_layer", int), ("lr", float)):
         if settings[name] is not None:
             settings[name] = numbers(settings[name], kind)
-    _train(data, backbone, as_json, settings)
+    _train(data, backbone, device, as_json, settings)
 
 
-def _train(data: list[str], backbone: str | None, as_json: bool, settings: dict[str, Any]) -> None:
+def _train(data: list[str], backbone: str | None, device: str | None, as_json: bool, settings: dict[str, Any]) -> None:
     """Calls `memoro.train` with the options of the command line, and prints."""
     from memoro.data import Augment
     from memoro.training import Cache
@@ -93,11 +98,12 @@ def _train(data: list[str], backbone: str | None, as_json: bool, settings: dict[
         "folder": settings["folder"] or "runs/{task}",
         "out": settings["out"] or Path(),
     }
-    here = find_processes(own_device())
+    here = find_processes(own_device(device))
     errors = plain_console(stderr=True, soft_wrap=True, quiet=not here.main)
     name = name_backbone(backbone, hint=here.main)
     try:
-        results = train(read_data(data), backbone=name, log=errors.print, quiet=as_json or not here.main, **settings)
+        quiet = as_json or not here.main
+        results = train(read_data(data), backbone=name, device=device, log=errors.print, quiet=quiet, **settings)
     except KeyboardInterrupt as stop:
         errors.print(f"{stop or 'stopped'}. Run the same command with --resume to continue from the last checkpoint.")
         raise typer.Exit(130) from None
@@ -118,6 +124,7 @@ def evaluate_tasks(
     ],
     tasks: TaskFiles,
     backbone: BackboneOption = None,
+    device: DeviceOption = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
     workers: Annotated[
         int | None, typer.Option(help="Processes that decode images.", show_default="one per core")
@@ -133,7 +140,7 @@ def evaluate_tasks(
     from memoro.evaluation.evaluate import evaluate
     from memoro.evaluation.metrics import metrics_table
 
-    frozen = load(backbone)
+    frozen = load(backbone, device)
     loaded = gather_models(tasks, frozen)
     errors = plain_console(stderr=True, soft_wrap=True)
     results = evaluate(
@@ -150,6 +157,7 @@ def predict(
     images: Annotated[list[str], typer.Argument(help="Files, folders or globs.", show_default=False)],
     tasks: TaskFiles,
     backbone: BackboneOption = None,
+    device: DeviceOption = None,
     form: Annotated[str, typer.Option("--format", "-f", help="table, json, csv or parquet.")] = "table",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write to instead of stdout.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
@@ -170,7 +178,7 @@ def predict(
     if form not in {"table", "json", "csv", "parquet"}:
         raise typer.BadParameter(f"{form!r} is not one of table, json, csv, parquet")
     errors = plain_console(stderr=True, soft_wrap=True)
-    frozen = load(backbone)
+    frozen = load(backbone, device)
     loaded = gather_models(tasks, frozen)
     apart = [model for model in loaded if isinstance(model, Baseline)]
     model = compose(frozen, [task for task in loaded if not isinstance(task, Baseline)])

@@ -80,6 +80,9 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "balance": _option(bool, False, _RECIPE, "Weight classes inversely to their frequency.", "--balance"),
     "accumulate": _option(int, 1, _RECIPE, "Batches per optimiser step (gradient accumulation)."),
     "precision": _option(str, "no", _RECIPE, "no (the backbone's dtype) or bf16 (mixed)."),
+    "dtype": _option(
+        str | None, None, _RECIPE, "Dtype of the backbone, such as float32.", show_default="the checkpoint's"
+    ),
     "seed": _option(int, 0, _RECIPE, "Seed of the initial weights."),
     "data_seed": _option(int, 0, _RECIPE, "Seed of image order, augmentation and validation split."),
     "crop": _option(

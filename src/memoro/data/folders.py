@@ -169,14 +169,18 @@ def read_folder(folder: Path) -> RawDataset:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 if _is_clutter(entry.name):
                     continue
-                if entry.is_dir():
+                try:
+                    is_folder, size = entry.is_dir(), entry.stat().st_size
+                    reason = unreadable_size(size) if entry.is_file() else "not a file"
+                except OSError as error:  # a link to nowhere, or to itself
+                    is_folder, reason = False, error.strerror or str(error)
+                if is_folder:
                     folders.append(prefix + entry.name)
                     visit(path / entry.name, f"{prefix}{entry.name}/")
-                elif entry.is_file():
-                    reason = unreadable_size(entry.stat().st_size)
-                    if reason is not None:
-                        bad[len(files)] = reason
-                    files.append(prefix + entry.name)
+                    continue
+                if reason is not None:
+                    bad[len(files)] = reason
+                files.append(prefix + entry.name)
 
     try:
         visit(folder, "")

@@ -88,7 +88,7 @@ def _read_path(path: Path, options: DataOptions) -> RawDataset:
     suffix = path.suffix.lower()
     if path.is_dir():
         if is_saved(path):
-            return read_tables(fetch(path)[0], options, str(path))
+            return read_tables(fetch(path)[0], options, str(path), path)
         manifest = path / INATURALIST
         return read_manifest(manifest, options) if manifest.is_file() else read_folder(path)
     if suffix == ".zip":

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -147,6 +148,9 @@ class Loader:
         for step in count():
             batch = list(islice(samples, self.batch_size))
             if not batch or (self._drop_last and len(batch) < self.batch_size):
+                if not step:  # training would ask for the next epoch for ever
+                    what = "fewer labelled images than a batch" if batch else "no labelled images"
+                    raise DataError(f"{self.images.name}: the stream has {what}.")
                 return
             if step >= start:
                 yield batch
@@ -303,6 +307,7 @@ _worker_functions: dict[int, Callable[[Any], Any]] = {}
 def _start_worker(functions: dict[int, Callable[[Any], Any]]) -> None:
     _worker_functions.update(functions)
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # Pillow's, about EXIF blocks and sizes below memoro's own limit
     # Ctrl-C reaches all processes of a terminal; the trainer finishes its step first and needs the workers for that.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

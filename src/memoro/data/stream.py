@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from memoro.data.annotations import encode, parse
 from memoro.data.augment import Purpose, uniform
 from memoro.data.dataset import SPLITS, AnySplits, DataOptions, Labelled, SplitName
 from memoro.data.hub import KNOWN, fetch
-from memoro.data.tables import Columns, choose_columns, encoded_image, match_splits, undecoded
+from memoro.data.tables import Columns, Places, choose_columns, encoded_image, match_splits, undecoded
 from memoro.errors import DataError, ImageError
 
 
@@ -30,6 +31,7 @@ class ImageStream(Labelled):
 
     table: Any
     columns: Columns
+    places: Places
     length: int | None = None
     """How many images there are, where the source tells."""
     holdout: tuple[int, float, bool] | None = None
@@ -51,7 +53,7 @@ class ImageStream(Labelled):
             except KeyError as error:
                 raise DataError(f"{where}: {error} is not among the labels; pass all of them as labels.") from None
             try:
-                data = encoded_image(row[self.columns.image], where)
+                data = encoded_image(row[self.columns.image], where, self.places)
             except ImageError:
                 data = b""  # the loader counts it among the unreadable
             yield StreamSample(number, data, target)
@@ -86,12 +88,13 @@ def load_stream(source: Any, **options: Any) -> Streams:
     labels = columns.labels if chosen.labels is None else tuple(chosen.labels)
     if labels is None:
         raise DataError(f"{name}: the column {columns.values[0]!r} does not list its labels; pass them as labels=[…].")
+    places = Places(os.getcwd(), hub=True, anywhere=chosen.allow_absolute)
     streams: dict[SplitName, ImageStream] = {}
     for split, key in keys.items():
         table, sizes = tables[key], getattr(tables[key].info, "splits", None) or {}
         length = sizes[key].num_examples if key in sizes else None
         table = undecoded(table, columns.image, *columns.values)
-        streams[split] = ImageStream(f"{name}:{key}", labels, columns.kind, table, columns, length)
+        streams[split] = ImageStream(f"{name}:{key}", labels, columns.kind, table, columns, places, length)
     seed, fraction = chosen.seed, chosen.val_fraction
     if "train" in streams and "val" not in streams and fraction > 0:
         whole = streams["train"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memoro.data.annotations import KIND_OF_COLUMN, SPLIT_NAMES, RawDataset, RawSplit, parse, split_name
-from memoro.data.dataset import SPLITS, DataOptions, Skipped, SplitName, unreadable_size
+from memoro.data.dataset import MAX_BYTES, SPLITS, DataOptions, Skipped, SplitName, unreadable_size
 from memoro.data.folders import FileImages
 from memoro.data.hub import read_inaturalist
 from memoro.errors import DataError, ImageError
@@ -106,40 +107,85 @@ def _kind_of_feature(feature: Any) -> tuple[HeadKind | None, tuple[str, ...] | N
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where a table's cells may name image files: below its folder, in the hub's cache, or `anywhere` if trusted."""
+
+    root: str
+    hub: bool = False
+    anywhere: bool = False
+
+    def resolve(self, text: str, where: str) -> str:
+        """The path (relative to the root) or URL that a cell names; an error if it leaves these places."""
+        text = text.strip()
+        if "://" in text:
+            # A file of the hub, possibly inside archives: zip://1.jpg::hf://datasets/owner/name/images.zip
+            inside = self.hub and ".." not in text and _HUB_URL.fullmatch(text) is not None
+            path = text
+        else:
+            path = os.path.normpath(text.replace("\\", "/") if os.sep == "/" else text)
+            full = os.path.abspath(os.path.join(self.root, path))
+            roots = [self.root, *(_caches() if self.hub else ())]
+            inside = path[1:2] != ":" and any(full.startswith(os.path.join(os.path.abspath(r), "")) for r in roots)
+        if not inside and not self.anywhere:
+            raise DataError(
+                f"{where}: {text!r} leaves the table's folder; move the table above its images, "
+                "or pass allow_absolute=True to load_data if you trust it."
+            )
+        return path
+
+
+_HUB_URL = re.compile(r"((zip|tar|gzip|bz2|xz|zstd|lz4)://[^:]*::)*hf://datasets/[^:]*")
+
+
+def _caches() -> tuple[str, str]:
+    import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return str(datasets.config.HF_DATASETS_CACHE), HF_HUB_CACHE
+
+
+@dataclass(frozen=True)
 class TableImages:
     """Images in a column of a `datasets.Dataset`."""
 
     table: Any
     column: str
     name: str
+    places: Places
 
     def read(self, row: int) -> bytes:
-        return encoded_image(self.table[row][self.column], self.where(row))
+        return encoded_image(self.table[row][self.column], self.where(row), self.places)
 
     def where(self, row: int) -> str:
         return f"{self.name}, row {row}"
 
 
-def encoded_image(cell: Any, where: str) -> bytes:
+def encoded_image(cell: Any, where: str, places: Places) -> bytes:
     """The bytes of an image cell: bytes, a path, or a record of either."""
-    path = cell
-    if isinstance(cell, Mapping):
-        path = cell.get("path")
-        cell = cell.get("bytes")
-    if isinstance(cell, bytes):
-        return cell
-    if not isinstance(path, str):
-        raise ImageError(f"{where}: there is no image in it.")
-    try:
-        if "://" in path:
-            from datasets.utils.file_utils import xopen
+    data, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, Mapping) else (cell, cell)
+    if not isinstance(data, bytes):
+        if not isinstance(path, str):
+            raise ImageError(f"{where}: there is no image in it.")
+        data = _read_limited(places.resolve(path, where), where, places.root)
+    reason = unreadable_size(len(data))
+    if reason is not None:
+        raise ImageError(f"{where}: {reason}.")
+    return data
 
-            with xopen(path, "rb") as remote:
-                return bytes(remote.read())
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise ImageError(f"{where}: {path}: {error.strerror or error}.") from None
+
+def _read_limited(path: str, where: str, root: str) -> bytes:
+    """The file or URL, but not much more than the largest image."""
+    from datasets.utils.file_utils import xopen
+
+    is_url = "://" in path
+    path = path if is_url else os.path.join(root, path)
+    if not is_url and not os.path.isfile(path):  # opening a pipe would wait for ever
+        raise ImageError(f"{where}: {path}: no such file.")
+    try:
+        with xopen(path, "rb") if is_url else open(path, "rb") as file:
+            return bytes(file.read(MAX_BYTES + 1))
+    except Exception as error:  # file systems and networks each have their own
+        raise ImageError(f"{where}: {path}: {error}.") from None
 
 
 def undecoded(table: Any, image: str, *others: str) -> Any:
@@ -147,6 +193,8 @@ def undecoded(table: Any, image: str, *others: str) -> Any:
     import datasets
 
     table, feature = table.select_columns([image, *others]), table.features[image]
+    if isinstance(table, datasets.IterableDataset):
+        table = table.decode(False)
     if isinstance(feature, datasets.Image):
         return table.cast_column(image, datasets.Image(decode=False))
     if getattr(feature, "dtype", None) not in {"binary", "large_binary", "string", "large_string"}:
@@ -157,13 +205,18 @@ def undecoded(table: Any, image: str, *others: str) -> Any:
     return table
 
 
-def read_tables(tables: Mapping[str, Any], options: DataOptions, name: str) -> RawDataset:
-    """What `datasets` tables hold, by the names of the splits and the types of their columns."""
+def read_tables(tables: Mapping[str, Any], options: DataOptions, name: str, root: Path | None = None) -> RawDataset:
+    """What `datasets` tables hold, by the names of the splits and the types of their columns.
+
+    Without a `root`, image files may be in the working directory or in the hub's cache.
+    """
+    places = Places(str(root or Path.cwd()), hub=root is None, anywhere=options.allow_absolute)
     names, notes = match_splits(tables, name)
     columns = choose_columns(tables[next(iter(names.values()))].features, options, name)
     splits: dict[SplitName, RawSplit] = {}
     for split, key in names.items():
-        splits[split], more = _read_table(tables[key], columns, f"{name}:{key}" if len(tables) > 1 else name)
+        title = f"{name}:{key}" if len(tables) > 1 else name
+        splits[split], more = _read_table(tables[key], columns, title, places)
         notes += more
     return RawDataset(columns.kind, splits, labels=columns.labels, notes=tuple(notes))
 
@@ -183,13 +236,14 @@ def match_splits(tables: Mapping[str, Any], name: str) -> tuple[dict[SplitName, 
     return names, notes
 
 
-def _read_table(table: Any, columns: Columns, name: str) -> tuple[RawSplit, list[str]]:
+def _read_table(table: Any, columns: Columns, name: str, places: Places) -> tuple[RawSplit, list[str]]:
     missing = [column for column in (columns.image, *columns.values) if column not in table.features]
     if missing:
         raise DataError(f"{name}: no column {missing[0]!r}; it has {', '.join(map(repr, table.features))}.")
-    table = table.with_format(None)
-    source = TableImages(undecoded(table, columns.image), columns.image, name)
-    cells = columns.cells(table.select_columns(list(columns.values))[:])
+    source = TableImages(undecoded(table.with_format(None), columns.image), columns.image, name, places)
+    # As Arrow: a column whose type is an image would open files that no place allows.
+    values = table.select_columns(list(columns.values)).with_format("arrow")[:]
+    cells = columns.cells(values.to_pydict())
     rows: Sequence[int] = range(len(cells))
     notes = []
     if columns.kind == "softmax":
@@ -211,7 +265,7 @@ def read_manifest(path: Path, options: DataOptions) -> RawDataset:
     is_text = suffix in {".csv", ".tsv"}
     table = _read_csv(path) if is_text else read_inaturalist(path.parent) if suffix == ".json" else _read_parquet(path)
     if not isinstance(table, dict):
-        return read_tables({"train": table}, options, str(path))
+        return read_tables({"train": table}, options, str(path), path.parent)
 
     def where(row: int) -> str:
         return f"{path}, line {row + 2}" if is_text else f"{path}, row {row}"  # line 1 of a text is its header
@@ -226,7 +280,7 @@ def read_manifest(path: Path, options: DataOptions) -> RawDataset:
     if not cells:
         raise DataError(f"{path}: there are no rows below the header.")
     annotations = parse(cells, columns.kind, where)
-    files, skipped = _find_files(path.parent, table[columns.image], options.allow_absolute, where)
+    files, skipped = _find_files(table[columns.image], Places(str(path.parent), anywhere=options.allow_absolute), where)
     source = FileImages(str(path.parent), tuple(files))
     by_split: dict[SplitName, list[int]] = {split: [] for split in SPLITS}
     split_cells = next((table[column] for column in table if column.lower() == "split"), ["train"] * len(cells))
@@ -286,7 +340,7 @@ def _read_parquet(path: Path) -> Any:
 
 
 def _find_files(
-    root: Path, cells: Sequence[Any], allow_absolute: bool, where: Callable[[int], str]
+    cells: Sequence[Any], places: Places, where: Callable[[int], str]
 ) -> tuple[list[str], dict[int, Skipped]]:
     """Each row's path below the root, and the rows whose file is missing or empty."""
     paths: list[str] = []
@@ -295,15 +349,9 @@ def _find_files(
         text = str(cell or "").strip()
         if not text:
             raise DataError(f"{where(row)}: there is no path; fill it in, or remove the row.")
-        path = os.path.normpath(text.replace("\\", "/") if os.sep == "/" else text)
-        leaves = os.path.isabs(path) or path.split(os.sep)[0] == ".." or path[1:2] == ":"
-        if leaves and not allow_absolute:
-            raise DataError(
-                f"{where(row)}: {text!r} leaves the table's folder; move the table above its images, "
-                "or pass allow_absolute=True if you trust it."
-            )
+        path = places.resolve(text, where(row))
         paths.append(path)
-        file = os.path.join(root, path)
+        file = os.path.join(places.root, path)
         reason = unreadable_size(os.path.getsize(file)) if os.path.isfile(file) else "no such file"
         if reason is not None:
             skipped[row] = Skipped(file, reason)

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.engine.answers import read_answers
+from memoro.engine.answers import Picture, predict_images
+from memoro.engine.bank import Bank, build_bank
 from memoro.engine.explain import Explanation, explain_task
-from memoro.engine.streams import Bank, Plan, build_bank, build_plan, run_streams
-from memoro.engine.verify import Receipt, make_receipt
+from memoro.engine.plan import Plan, build_plan
+from memoro.engine.streams import run_streams
+from memoro.engine.verify import Verification, verify_composition
 from memoro.errors import CompositionError
-from memoro.images import Preprocessing, open_image
-from memoro.tasks.lineage import trace_lineage
-from memoro.tasks.task import BackboneRecord, Parent, Task
-
-Picture = str | Path | Image.Image
+from memoro.images import Preprocessing
+from memoro.tasks.lineage import Lineage, trace_lineage
+from memoro.tasks.task import Parent, Task
 
 
 def compose(backbone: Backbone, tasks: Iterable[Task] = (), *, live: bool = False) -> Composition:
-    """The tasks on the backbone, checked: right backbone, unique names, all parents present, no circle.
+    """The tasks on the backbone, checked: right backbone, unique names, all parents present, no cycle.
 
-    The composition keeps a snapshot of the tasks, so that nothing done to them later shows in it. With `live=True` it
-    reads the tasks' own parameters at every call and gradients flow to them: that is what training uses.
+    The composition keeps a snapshot of the tasks: later changes to them do not show in it. With `live=True` it reads
+    the tasks' own parameters at every call and gradients flow to them: that is for training.
     """
     return Composition(backbone, tuple(tasks), live=live)
 
@@ -38,27 +36,21 @@ class Composition:
     def __init__(self, backbone: Backbone, tasks: Sequence[Task], *, live: bool = False) -> None:
         for task in tasks:
             if not isinstance(task, Task):
-                # A model of a baseline regime says itself why it stands apart.
                 raise CompositionError(
-                    getattr(task, "apart", f"{task!r} is no task: load_task() or new_task() gives one.")
+                    getattr(task, "not_composable", f"{task!r} is not a task; use load_task() or new_task().")
                 )
-            check_backbone(task, backbone)
+            task.spec.check_backbone(backbone)
         self.backbone = backbone
         self.live = live
-        self._lineage = trace_lineage(
-            [task.name for task in tasks],
-            [[parent.name for parent in task.extends] for task in tasks],
-            [task.from_layer for task in tasks],
-        )
-        _check_parents(tasks)
+        self._lineage = _check_parents(tasks)
         self.tasks: dict[str, Task] = {task.name: task if live else _snapshot(task) for task in tasks}
         self._list = tuple(self.tasks.values())
         self._index = {name: position for position, name in enumerate(self.tasks)}
         # Memory does not depend on the image: its keys and values are computed here, once.
-        self._bank: Bank | None = None
+        self._frozen_bank: Bank | None = None
         if not live:
             with torch.no_grad():
-                self._bank = build_bank(backbone.anatomy, self._list)
+                self._frozen_bank = build_bank(backbone.anatomy, self._list)
         self._plans: dict[tuple[int, ...], Plan] = {}
 
     @property
@@ -70,12 +62,17 @@ class Composition:
         return Composition(self.backbone, (*self._list, task), live=self.live)
 
     def detach(self, name: str) -> Composition:
-        """A new composition without a task. One that others extend cannot go before them."""
+        """A new composition without a task. One that others extend cannot be detached before them."""
         self._pick([name])
-        heirs = [task.name for task in self._list if any(parent.name == name for parent in task.extends)]
-        if heirs:
-            raise CompositionError(f"{', '.join(map(repr, heirs))} extends {name!r}: detach that first.")
+        children = [task.name for task in self._list if any(parent.name == name for parent in task.extends)]
+        if children:
+            raise CompositionError(f"cannot detach {name!r} before what extends it: {', '.join(map(repr, children))}.")
         return Composition(self.backbone, [task for task in self._list if task.name != name], live=self.live)
+
+    def alone(self, name: str) -> Composition:
+        """A composition of one task and what it extends."""
+        members = self._lineage.closure(self._pick([name]))
+        return Composition(self.backbone, [self._list[i] for i in members], live=self.live)
 
     def __call__(
         self, pixel_values: Tensor, tasks: Sequence[str] | None = None, *, any_size: bool = False
@@ -90,53 +87,30 @@ class Composition:
         if not any_size:
             self._check_size(wanted, (pixels.shape[-2], pixels.shape[-1]))
         plan = self._plan(wanted)
-        bank = build_bank(self.backbone.anatomy, self._list) if self._bank is None else self._bank
-        base, stream = run_streams(self.backbone.anatomy, pixels, plan, bank)
+        base, stream = run_streams(self.backbone.anatomy, pixels, plan, self._bank())
         answers = {"base": base}
         row = {task: position for position, task in enumerate(plan.order)}
-        for task in wanted:
+        for i in wanted:
             assert stream is not None
-            head = self._list[task].head
-            answers[self._list[task].name] = head(stream[:, row[task]].to(head.weight.dtype))
+            head = self._list[i].head
+            answers[self._list[i].name] = head(stream[:, row[i]].to(head.weight.dtype))
         return answers
 
     def predict(
         self, images: Picture | Iterable[Picture], tasks: Sequence[str] | None = None, *, batch_size: int = 32
     ) -> list[dict[str, dict[str, Any]]]:
-        """What each task says of each image (PIL images or paths): one dictionary an image, by task name.
+        """What each task answers for each image (PIL images or paths): one dictionary per image, by task name.
 
         Tasks with the same preprocessing share a pass; `passes` tells which do.
         """
-        if isinstance(images, (str, Path, Image.Image)):
-            images = [images]
-        passes = self.passes(tasks)
-        results: list[dict[str, dict[str, Any]]] = []
-        batch: list[Image.Image] = []
-
-        def flush() -> None:
-            answers: list[dict[str, dict[str, Any]]] = [{} for _ in batch]
-            for preprocessing, names in passes.items():
-                pixels = torch.stack([preprocessing.to_tensor(image) for image in batch])
-                with torch.no_grad():
-                    out = self(pixels.to(self.backbone.dtype), names)
-                for name in names:
-                    task = self.tasks[name]
-                    for answer, said in zip(answers, read_answers(task.kind, task.labels, out[name]), strict=True):
-                        answer[name] = said
-            order = [self._list[i].name for i in self._pick(tasks)]
-            results.extend({name: answer[name] for name in order} for answer in answers)
-            batch.clear()
-
-        # Big JPEGs are decoded at a fraction of their size, as in training, where every pass allows it.
-        edges = [preprocessing.draft for preprocessing in passes]
-        draft = max((edge for edge in edges if edge is not None), default=None) if None not in edges else None
-        for image in images:
-            batch.append(open_image(image, draft=draft))
-            if len(batch) == batch_size:
-                flush()
-        if batch:
-            flush()
-        return results
+        wanted = {self._list[i].name: self._list[i] for i in self._pick(tasks)}
+        return predict_images(
+            images,
+            wanted,
+            self.passes(tasks),
+            lambda pixels, names: self(pixels.to(self.backbone.dtype), names),
+            batch_size,
+        )
 
     def passes(self, tasks: Sequence[str] | None = None) -> dict[Preprocessing, list[str]]:
         """The tasks by preprocessing: each entry is one pass of the backbone."""
@@ -147,21 +121,18 @@ class Composition:
         return groups
 
     def explain(self, pixel_values: Tensor, task: str) -> Explanation:
-        """Where a task looked at each layer: at patches, at memory, at the tasks that it extends."""
+        """What a task's token attends to at each layer: patches, memory, the tasks that it extends."""
         pixels = self.backbone.check_pixels(pixel_values)
         (index,) = self._pick([task])
         with torch.no_grad():
-            bank = build_bank(self.backbone.anatomy, self._list) if self._bank is None else self._bank
-            return explain_task(self.backbone.anatomy, pixels, self._plan((index,)), bank, self._list, index)
+            return explain_task(self.backbone.anatomy, pixels, self._plan((index,)), self._bank(), self._list, index)
 
-    def verify(self, pixel_values: Tensor) -> Receipt:
-        """Runs the original model and each task alone beside the composition; the receipt says what differs."""
-        return make_receipt(self, pixel_values)
+    def verify(self, pixel_values: Tensor) -> Verification:
+        """Runs the original model and each task alone beside the composition, and says what differs."""
+        return verify_composition(self, pixel_values)
 
-    def alone(self, name: str) -> Composition:
-        """A composition of one task and what it extends."""
-        (index,) = self._pick([name])
-        return Composition(self.backbone, [self._list[i] for i in self._lineage.closure([index])], live=self.live)
+    def _bank(self) -> Bank:
+        return build_bank(self.backbone.anatomy, self._list) if self._frozen_bank is None else self._frozen_bank
 
     def _pick(self, names: Sequence[str] | None) -> tuple[int, ...]:
         if names is None:
@@ -170,7 +141,7 @@ class Composition:
             raise CompositionError(f"tasks takes a list of names: [{names!r}].")
         unknown = [name for name in names if name not in self._index]
         if unknown:
-            raise CompositionError(f"no task {unknown[0]!r} here. There are: {', '.join(self.names) or 'none'}.")
+            raise CompositionError(f"no task {unknown[0]!r}; the tasks are: {', '.join(self.names) or 'none'}.")
         return tuple(dict.fromkeys(self._index[name] for name in names))
 
     def _plan(self, wanted: tuple[int, ...]) -> Plan:
@@ -195,45 +166,25 @@ class Composition:
         return f"Composition({self.backbone.name}, tasks=[{', '.join(self.names)}])"
 
 
-def check_backbone(task: Any, backbone: Backbone) -> None:
-    """Raises if the task, or baseline, was made for another backbone."""
-    check_made_for(task.name, task.spec.backbone, backbone)
-
-
-def check_made_for(name: str, made: BackboneRecord, backbone: Backbone) -> None:
-    """Raises if what has this name and record was made for another backbone."""
-    here = backbone.fingerprint
-    if (made.dim, made.depth) != (backbone.dim, backbone.depth):
-        why = f"{made.depth} layers of {made.dim}; this one has {backbone.depth} of {backbone.dim}"
-    elif made.fingerprint.match(here) == "different":
-        why = f"fingerprint {made.fingerprint.short}; this one's is {here.short}: other weights"
-    else:
-        return
-    raise CompositionError(
-        f"{name!r} was made for {made.name} ({made.family}, {why}). Load that backbone, or train the task anew: "
-        f"memoro train DATA --backbone {backbone.name} --task {name}"
-    )
-
-
 def check_together(tasks: Sequence[Task]) -> None:
-    """Raises if tasks cannot stand in one file: doubled names, missing or other parents, circles, two backbones."""
-    trace_lineage(
-        [task.name for task in tasks],
-        [[parent.name for parent in task.extends] for task in tasks],
-        [task.from_layer for task in tasks],
-    )
+    """Raises if tasks cannot be in one bundle: doubled names, missing or other parents, cycles, two backbones."""
     _check_parents(tasks)
     for task in tasks[1:]:
         first, other = tasks[0].spec.backbone, task.spec.backbone
         if first.fingerprint.match(other.fingerprint) == "different":
             raise CompositionError(
-                f"{task.name!r} was made for {other.name} ({other.fingerprint.short}), {tasks[0].name!r} for "
-                f"{first.name} ({first.fingerprint.short}): one pass has one backbone. Retrain one of them."
+                f"{task.name!r} was trained for {other.name} ({other.fingerprint.short}), {tasks[0].name!r} for "
+                f"{first.name} ({first.fingerprint.short}): all tasks need the same backbone. Retrain one of them."
             )
 
 
-def _check_parents(tasks: Sequence[Task]) -> None:
-    """Raises if a parent is not the one that its child was made over."""
+def _check_parents(tasks: Sequence[Task]) -> Lineage:
+    """The lineage of the tasks; raises if it is impossible, or a parent is not the one that its child was made over."""
+    lineage = trace_lineage(
+        [task.name for task in tasks],
+        [[parent.name for parent in task.extends] for task in tasks],
+        [task.from_layer for task in tasks],
+    )
     by_name = {task.name: task for task in tasks}
     hashes: dict[str, str] = {}
     for task in tasks:
@@ -244,14 +195,12 @@ def _check_parents(tasks: Sequence[Task]) -> None:
             wanted = parent.content if isinstance(parent, Parent) else parent.content_hash()
             if hashes.setdefault(here.name, here.content_hash()) != wanted:
                 raise CompositionError(
-                    f"{task.name!r} extends another {parent.name!r} (content {wanted[:12]}) than the one here "
-                    f"({hashes[here.name][:12]}). Attach the one it was trained over, or train {task.name!r} anew."
+                    f"{task.name!r} extends a different version of {parent.name!r} (content {wanted[:12]}; this one "
+                    f"has {hashes[here.name][:12]}). Attach the version it was trained with, or train it again."
                 )
+    return lineage
 
 
 def _snapshot(task: Task) -> Task:
-    head = torch.nn.Linear(task.head.in_features, task.head.out_features, device="meta")
-    for name, parameter in task.head.named_parameters():
-        setattr(head, name, torch.nn.Parameter(parameter.detach().clone()))
-    copy = Task(task.spec, task.class_token.detach().clone(), task.memory.detach().clone(), head, task.parents)
-    return copy.requires_grad_(False)
+    tensors = {name: tensor.detach().clone() for name, tensor in task.state_dict().items()}
+    return Task.from_tensors(task.spec, tensors, task.parents).requires_grad_(False)

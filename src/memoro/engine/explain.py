@@ -1,4 +1,4 @@
-"""Where a task looked: its attention, layer by layer."""
+"""A task's attention, layer by layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Anatomy
-from memoro.engine.streams import Attention, Bank, Plan, run_streams
+from memoro.engine.bank import Bank
+from memoro.engine.plan import Plan
+from memoro.engine.streams import Attention, run_streams
 from memoro.tasks.task import Task
 
 
@@ -32,7 +34,7 @@ class Explanation:
     """(layers, b, h) for each task that it extends: to that one's token and memory together."""
 
     def heatmap(self) -> Tensor:
-        """(b, rows, columns): attention to patches, averaged over heads and layers. For a picture."""
+        """(b, rows, columns): attention to patches, averaged over heads and layers, for a plot."""
         return self.patches.mean(dim=(0, 2))
 
 
@@ -40,48 +42,47 @@ def explain_task(
     anatomy: Anatomy, pixels: Tensor, plan: Plan, bank: Bank, tasks: Sequence[Task], index: int
 ) -> Explanation:
     """The attention of task `index` on these images, from a plan that computes it."""
-    task = tasks[index]
-    row = plan.order.index(index)
-    seen: list[tuple[int, Tensor, Tensor, Tensor | None, list[int]]] = []
+    task, batch, heads = tasks[index], len(pixels), anatomy.heads
+    layers: list[int] = []
+    base: list[Tensor] = []
+    itself: list[Tensor] = []
+    memory: list[Tensor] = []
+    parents: dict[str, list[Tensor]] = {tasks[i].name: [] for i in plan.order if i != index}
 
     def watch(layer: int, attention: Attention) -> None:
-        rows = attention.group.rows.tolist()
-        if row in rows:
-            at = rows.index(row)
-            others = [row] if attention.group.tokens is None else attention.group.tokens[at].tolist()
-            cells = None if attention.cells is None else attention.cells[:, :, at]
-            seen.append((layer, attention.base[:, :, at], attention.tokens[:, :, at], cells, others))
-
-    _, context = anatomy.embed(pixels)
-    run_streams(anatomy, pixels, plan, bank, watch=watch)
-    batch, heads, (rows, columns) = len(pixels), anatomy.heads, context.grid
-    names = {plan.order.index(i): tasks[i].name for i in plan.order if i != index}
-    cell_count = {plan.order.index(i): tasks[i].cells for i in plan.order}
-    own_cells: list[Tensor] = []
-    parents: dict[str, list[Tensor]] = {name: [] for name in names.values()}
-    for _, _, tokens, cells, others in seen:
-        left = tokens.new_zeros(batch, heads, 0) if cells is None else cells
-        attention = dict.fromkeys(names.values(), tokens.new_zeros(batch, heads))
-        for place, other in enumerate(others):
-            part, left = left[..., : cell_count[other]], left[..., cell_count[other] :]
-            if other == row:
-                own_cells.append(part)
-            else:
-                attention[names[other]] = tokens[..., place] + part.sum(dim=-1)
-        for name, share in attention.items():
-            parents[name].append(share)
+        group = attention.group
+        rows = [plan.order[row] for row in group.rows.tolist()]
+        if index not in rows:
+            return
+        at = rows.index(index)
+        seen = [index] if group.tokens is None else [plan.order[row] for row in group.tokens[at].tolist()]
+        tokens = attention.tokens[:, :, at]
+        cells = tokens.new_zeros(batch, heads, 0) if attention.cells is None else attention.cells[:, :, at]
+        own, *others = torch.split(cells, [tasks[i].cells for i in seen], dim=-1)
+        layers.append(layer)
+        base.append(attention.base[:, :, at])
+        itself.append(tokens[..., 0])
+        memory.append(own)
+        found = {
+            tasks[i].name: tokens[..., place] + part.sum(dim=-1)
+            for place, (i, part) in enumerate(zip(seen[1:], others, strict=True), start=1)
+        }
+        for name, weights in parents.items():
+            weights.append(found.get(name, torch.zeros_like(tokens[..., 0])))
 
     def stack(parts: list[Tensor], *tail: int) -> Tensor:
         return torch.stack(parts) if parts else pixels.new_zeros(0, batch, heads, *tail)
 
+    _, context = anatomy.embed(pixels)
+    run_streams(anatomy, pixels, plan, bank, watch=watch)
+    rows, columns = context.grid
+    everything = stack(base, anatomy.prefix + rows * columns)
     return Explanation(
         task=task.name,
-        layers=tuple(layer for layer, *_ in seen),
-        patches=stack(
-            [base[..., anatomy.prefix :].reshape(batch, heads, rows, columns) for _, base, *_ in seen], rows, columns
-        ),
-        prefix=stack([base[..., : anatomy.prefix] for _, base, *_ in seen], anatomy.prefix),
-        itself=stack([tokens[..., 0] for _, _, tokens, *_ in seen]),
-        memory=stack(own_cells, task.cells),
-        parents={name: stack(attention) for name, attention in parents.items()},
+        layers=tuple(layers),
+        patches=everything[..., anatomy.prefix :].reshape(len(layers), batch, heads, rows, columns),
+        prefix=everything[..., : anatomy.prefix],
+        itself=stack(itself),
+        memory=stack(memory, task.cells),
+        parents={name: stack(weights) for name, weights in parents.items()},
     )

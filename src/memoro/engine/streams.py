@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,53 +11,13 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Anatomy, Block, Context
-from memoro.tasks.lineage import Lineage
-from memoro.tasks.task import Task
-
-
-@dataclass(frozen=True)
-class Group:
-    """Tasks that see equally many tokens and cells at a layer: they attend as one dense batch, without padding."""
-
-    rows: Tensor
-    """(g) rows of the task stream."""
-    tokens: Tensor | None
-    """(g, p) rows whose tokens each one sees, itself first; None where it sees no other."""
-    cells: Tensor | None
-    """(g, m) places in the layer's bank that each one sees, its own cells first; None where there are none."""
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    born: Tensor
-    """Tasks (by index) whose stream starts at this layer; they are appended to the rows."""
-    groups: tuple[Group, ...]
-    restore: Tensor | None
-    """Brings the rows of all groups, one after the other, back into stream order; None for a single group."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who attends to whom at each layer, as index tensors. Built once for a set of tasks."""
-
-    layers: tuple[LayerPlan, ...]
-    """One a layer and a last one, for the tasks that are heads on the final class token."""
-    order: tuple[int, ...]
-    """The task (by index) in each row of the finished stream."""
-
-
-@dataclass(frozen=True)
-class Bank:
-    """The tasks' weights as the engine reads them: class tokens (t, dim), memory keys and values for each layer."""
-
-    tokens: Tensor
-    memory: tuple[tuple[Tensor, Tensor] | None, ...]
-    """Keys and values (h, cells, d) of all tasks at each layer. They do not depend on the image."""
+from memoro.engine.bank import Bank
+from memoro.engine.plan import Group, LayerPlan, Plan
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Where one group of tasks looked at one layer: weights that sum to one over the three together."""
+    """Attention of one group of tasks at one layer: the weights of all three together sum to one."""
 
     group: Group
     base: Tensor
@@ -70,81 +29,6 @@ class Attention:
 
 
 Watch = Callable[[int, Attention], None]
-
-
-def build_plan(
-    lineage: Lineage, tasks: Sequence[Task], wanted: Sequence[int], depth: int, device: torch.device
-) -> Plan:
-    """The plan for the wanted tasks and what they extend, over a bank of all `tasks`."""
-    chosen = sorted(lineage.closure(wanted), key=lambda task: lineage.forks[task])
-    forks = {task.from_layer for task in tasks}
-    layers: list[LayerPlan] = []
-    for layer in range(depth + 1):
-        born = torch.tensor([t for t in chosen if lineage.forks[t] == layer], device=device, dtype=torch.long)
-        if layer == depth:
-            layers.append(LayerPlan(born, (), None))
-        elif layer == 0 or layer in forks:
-            groups = _plan_groups(lineage, tasks, chosen, layer, device)
-            restore = torch.cat([group.rows for group in groups]).argsort() if len(groups) > 1 else None
-            layers.append(LayerPlan(born, groups, restore))
-        else:  # nothing starts here: the same tasks see each other as one layer before
-            layers.append(LayerPlan(born, layers[-1].groups, layers[-1].restore))
-    return Plan(tuple(layers), tuple(chosen))
-
-
-def _plan_groups(
-    lineage: Lineage, tasks: Sequence[Task], chosen: Sequence[int], layer: int, device: torch.device
-) -> tuple[Group, ...]:
-    row = {task: position for position, task in enumerate(chosen)}
-    offsets = _bank_offsets(tasks, layer)
-    alike: dict[tuple[int, int], list[tuple[int, list[int], list[int]]]] = defaultdict(list)
-    for task in chosen:
-        if lineage.forks[task] <= layer:
-            seen = lineage.visible(task, layer)
-            cells = [offsets[other] + cell for other in seen for cell in range(tasks[other].cells)]
-            alike[len(seen), len(cells)].append((row[task], [row[other] for other in seen], cells))
-    return tuple(
-        Group(
-            rows=torch.tensor([member[0] for member in members], device=device),
-            tokens=torch.tensor([member[1] for member in members], device=device) if tokens > 1 else None,
-            cells=torch.tensor([member[2] for member in members], device=device) if cells else None,
-        )
-        for (tokens, cells), members in sorted(alike.items())
-    )
-
-
-def build_bank(anatomy: Anatomy, tasks: Sequence[Task]) -> Bank:
-    """The tasks' weights, memory already projected to keys and values. Differentiable with respect to the tasks."""
-    dtype = anatomy.tensors["patch.weight"].dtype
-    if not tasks:
-        return Bank(anatomy.tensors["patch.weight"].new_zeros(0, anatomy.dim), (None,) * anatomy.depth)
-    tokens = torch.stack([task.class_token for task in tasks]).to(dtype)
-    return Bank(tokens, tuple(_layer_bank(block, tasks, layer, dtype) for layer, block in enumerate(anatomy.blocks)))
-
-
-def _in_bank(tasks: Sequence[Task], layer: int) -> list[int]:
-    """The tasks with cells at a layer, in the bank's order: first those whose memory passes the norm."""
-    present = [i for i, task in enumerate(tasks) if task.from_layer <= layer and task.cells]
-    return sorted(present, key=lambda i: tasks[i].spec.memory_norm != "pre")
-
-
-def _bank_offsets(tasks: Sequence[Task], layer: int) -> dict[int, int]:
-    offsets, at = dict.fromkeys(range(len(tasks)), 0), 0
-    for i in _in_bank(tasks, layer):
-        offsets[i] = at
-        at += tasks[i].cells
-    return offsets
-
-
-def _layer_bank(block: Block, tasks: Sequence[Task], layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    present = [tasks[i] for i in _in_bank(tasks, layer)]
-    if not present:
-        return None
-    cells = [task.memory[layer - task.from_layer].to(dtype) for task in present]
-    pre = sum(task.spec.memory_norm == "pre" for task in present)
-    normed = [block.norm1(torch.cat(cells[:pre]))] if pre else []
-    keys, values = block.kv(torch.cat([*normed, *cells[pre:]]).unsqueeze(0))
-    return keys[0], values[0]
 
 
 class BaseLayer(NamedTuple):
@@ -221,9 +105,7 @@ class TaskStream:
                 self._plan.layers[layer],
                 self._bank.memory[layer],
                 self._rows,
-                base.keys,
-                base.values,
-                base.bias,
+                base,
                 watch and (lambda attention: watch(layer, attention)),
             )
 
@@ -258,25 +140,20 @@ def step_stream(
     plan: LayerPlan,
     memory: tuple[Tensor, Tensor] | None,
     stream: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor | None = None,
+    base: BaseLayer,
     watch: Callable[[Attention], None] | None = None,
 ) -> Tensor:
-    """One layer of the task stream (b, t, dim), given the base's keys and values (b, h, n, d).
-
-    `bias` (h, n) is the class token's row of score biases, its first entry the one towards class tokens.
-    """
+    """One layer of the task stream (b, t, dim), given what it reads of the base there and the memory of the bank."""
     q, k, v = block.qkv(block.norm1(stream))
     q = q * block.scaling
-    scores = q @ keys.transpose(-1, -2)
-    if bias is not None:
-        scores = scores + bias.unsqueeze(1)
+    scores = q @ base.keys.transpose(-1, -2)
+    if base.bias is not None:
+        scores = scores + base.bias.unsqueeze(1)
     outs = []
     for group in plan.groups:
         whole = len(plan.groups) == 1
-        own_q, own_k, own_v, base = (t if whole else t.index_select(2, group.rows) for t in (q, k, v, scores))
-        outs.append(_attend(group, own_q, own_k, own_v, base, k, v, memory, values, bias, watch))
+        own_q, own_k, own_v, seen = (t if whole else t.index_select(2, group.rows) for t in (q, k, v, scores))
+        outs.append(_attend(group, own_q, seen, own_k, own_v, k, v, memory, base, watch))
     out = outs[0] if plan.restore is None else torch.cat(outs, dim=2).index_select(2, plan.restore)
     return block.mix(stream, out.transpose(1, 2).flatten(2))
 
@@ -284,33 +161,35 @@ def step_stream(
 def _attend(
     group: Group,
     q: Tensor,
+    base_scores: Tensor,
     own_k: Tensor,
     own_v: Tensor,
-    base: Tensor,
     k: Tensor,
     v: Tensor,
     memory: tuple[Tensor, Tensor] | None,
-    base_v: Tensor,
-    bias: Tensor | None,
+    base: BaseLayer,
     watch: Callable[[Attention], None] | None,
 ) -> Tensor:
-    """Attention of one group of task tokens, (b, h, g, d): to base tokens, task tokens and memory, in one softmax."""
+    """Attention of one group of task tokens, (b, h, g, d): to base tokens, task tokens and memory, in one softmax.
+
+    `q`, `base_scores`, `own_k` and `own_v` are the group's rows; `k` and `v` those of the whole stream.
+    """
     if group.tokens is None:
         tokens = (q * own_k).sum(dim=-1, keepdim=True)
     else:
         tokens = (k[:, :, group.tokens] @ q.unsqueeze(-1)).squeeze(-1)
-    if bias is not None:
-        tokens = tokens + bias[:, :1].unsqueeze(1)
-    parts = [base, tokens]
+    if base.bias is not None:  # a task's token is a class token: the first entry is the bias towards those
+        tokens = tokens + base.bias[:, :1].unsqueeze(1)
+    parts = [base_scores, tokens]
     if group.cells is not None:
         assert memory is not None
         memory_k, memory_v = (side[:, group.cells] for side in memory)  # (h, g, m, d)
         parts.append((q.permute(1, 2, 0, 3) @ memory_k.transpose(-1, -2)).permute(2, 0, 1, 3))
     scores = torch.cat(parts, dim=-1)
     low = scores.dtype in {torch.float16, torch.bfloat16}
-    weights = scores.softmax(dim=-1, dtype=torch.float32 if low else None).to(base_v.dtype)
+    weights = scores.softmax(dim=-1, dtype=torch.float32 if low else None).to(base.values.dtype)
     to_base, to_tokens, *to_cells = torch.split(weights, [part.shape[-1] for part in parts], dim=-1)
-    out: Tensor = to_base @ base_v
+    out: Tensor = to_base @ base.values
     if group.tokens is None:
         out = out + to_tokens * own_v
     else:

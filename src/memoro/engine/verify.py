@@ -1,4 +1,4 @@
-"""Proof that a composition left its backbone alone."""
+"""Check that a composition leaves its backbone's own answer unchanged."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
+from memoro.console import format_count
 from memoro.images import open_image
 
 if TYPE_CHECKING:
     from memoro.engine.composition import Composition
 
 ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""What rounding may make of a task's logits, as a share of the largest of them: products of other shapes add up in
-another order. On a CPU, 21 tasks stayed below a tenth of it in float32 and float64; of half precision it is a guess."""
+"""How far rounding may move a task's logits, relative to the largest of them: products of other shapes sum in another
+order. On a CPU, 21 tasks stayed below a tenth of it in float32 and float64; for half precision it is a guess."""
 
 
 @dataclass(frozen=True)
-class Receipt:
-    """What `verify` measured on one batch of images."""
+class Verification:
+    """What `Composition.verify` measured on one batch of images."""
 
     base_equal: bool
     """Whether the original model and the composition give the same base answer, to the bit."""
@@ -32,7 +33,7 @@ class Receipt:
     tasks: dict[str, float]
     """For each task, the largest difference between its logits alone and in the composition."""
     bounds: dict[str, float]
-    """For each task, the difference that rounding stays below; more is an error."""
+    """For each task, the largest difference that rounding explains; more is an error."""
     images: int
     backbone: str
     fingerprint: str
@@ -41,7 +42,7 @@ class Receipt:
 
     @property
     def tasks_equal(self) -> bool:
-        """Whether all tasks say the same alone and composed, up to rounding."""
+        """Whether all tasks answer the same alone and composed, up to rounding."""
         return all(difference <= self.bounds[name] for name, difference in self.tasks.items())
 
     def to_json(self) -> dict[str, Any]:
@@ -49,30 +50,29 @@ class Receipt:
 
     def __str__(self) -> str:
         base = "equal to the bit" if self.base_equal else f"DIFFERENT, by up to {self.base_difference:.3g}"
-        images = "1 image" if self.images == 1 else f"{self.images} images"
-        lines = [
-            f"backbone  {self.backbone} ({self.fingerprint[:12]}), {self.dtype} on {self.device}, {images}",
-            f"base      {base}",
-            f"tasks     {self._say_tasks()}",
-        ]
-        return "\n".join(lines)
+        where = f"{self.dtype} on {self.device}, {format_count(self.images, 'image')}"
+        return (
+            f"backbone  {self.backbone} ({self.fingerprint[:12]}), {where}\n"
+            f"base      {base}\n"
+            f"tasks     {self._say_tasks()}"
+        )
 
     def _say_tasks(self) -> str:
         if not self.tasks:
             return "none"
         if len(self.tasks) == 1:
-            return f"1 ({next(iter(self.tasks))}): alone here, so there is nothing to compare it with"
+            return f"1 ({next(iter(self.tasks))}): only one task, so there is nothing to compare"
         # One beyond its bound is worse than a larger difference of larger logits.
         name = max(self.tasks, key=lambda task: (not self.tasks[task] <= self.bounds[task], self.tasks[task]))
         found, bound = self.tasks[name], self.bounds[name]
-        verdict = "rounding stays below" if found <= bound else "DIFFERENT: rounding stays below"
+        verdict = "within" if found <= bound else "DIFFERENT: above"
         return (
-            f"{len(self.tasks)}, largest difference of a logit, alone against composed: {found:.2g} ({name}); "
-            f"{verdict} {bound:.2g}"
+            f"{len(self.tasks)}; largest logit difference between a task alone and composed: {found:.2g} ({name}), "
+            f"{verdict} the rounding bound of {bound:.2g}"
         )
 
 
-def make_receipt(model: Composition, pixel_values: Tensor) -> Receipt:
+def verify_composition(model: Composition, pixel_values: Tensor) -> Verification:
     """Runs the original model, the composition, and each task alone (with what it extends) on the same pixels."""
     backbone = model.backbone
     pixels = backbone.check_pixels(pixel_values)
@@ -80,7 +80,7 @@ def make_receipt(model: Composition, pixel_values: Tensor) -> Receipt:
         together = model(pixels, any_size=True)
         original = backbone.original(pixels)
         alone = {name: model.alone(name)(pixels, [name], any_size=True)[name] for name in model.names}
-    return Receipt(
+    return Verification(
         base_equal=torch.equal(together["base"], original),
         base_difference=_difference(together["base"], original),
         tasks={name: _difference(together[name], logits) for name, logits in alone.items()},

@@ -11,12 +11,13 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.console import format_count
 from memoro.data import ImageSet, Loader, Splits, Streams, load_data
-from memoro.engine.composition import check_backbone, compose
+from memoro.engine.composition import compose
 from memoro.errors import DataError, TrainingError
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure
 from memoro.extras import need
-from memoro.regimes.baseline import Baseline, by_name
+from memoro.regimes.baseline import Baseline
+from memoro.tasks.spec import by_name
 from memoro.tasks.task import Task
 
 
@@ -40,7 +41,7 @@ def evaluate(
     models = by_name(tasks)
     composition = compose(backbone, [task for task in tasks if not isinstance(task, Baseline)])
     for task in tasks:
-        check_backbone(task, backbone)
+        task.spec.check_backbone(backbone)
     # A DatasetDict is a dict of splits: one set.
     sources = dict(data) if type(data) is dict else dict.fromkeys(models, data)
     groups: dict[Any, tuple[ImageSet, str, list[str]]] = {}

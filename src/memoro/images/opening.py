@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,12 @@ MAX_PIXELS = 170_000_000
 # The shortest edge that a caller needs, as a number or as a function of the upright (width, height).
 Draft = int | Callable[[tuple[int, int]], int] | None
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jfif"})
+IMAGE_SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
+)
+
+# Raster formats that Pillow decodes itself, whatever the file is called: EPS would be handed to Ghostscript.
+FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "ICO", "QOI", "TGA")
 
 
 def open_image(
@@ -33,22 +37,19 @@ def open_image(
     if source == b"":
         raise ImageError(f"{name}: the file is empty (0 bytes).")
     try:
-        with warnings.catch_warnings():
-            # Pillow warns from a lower limit than ours, and about EXIF blocks that we do not need.
-            warnings.simplefilter("ignore")
-            if isinstance(source, Image.Image):
-                return _upright_rgb(source)
-            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-                width, height = image.size
-                if width * height > MAX_PIXELS:
-                    raise ImageError(
-                        f"{name}: {width}x{height} pixels would decode to over {MAX_PIXELS // 1_000_000} million; "
-                        "scale it down first."
-                    )
-                if draft is not None and image.format == "JPEG":
-                    edge = draft(_upright_size(image)) if callable(draft) else draft
-                    image.draft("RGB", (edge, edge))
-                return _upright_rgb(image)
+        if isinstance(source, Image.Image):
+            return _upright_rgb(source)
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise ImageError(
+                    f"{name}: {width}x{height} pixels would decode to over {MAX_PIXELS // 1_000_000} million; "
+                    "scale it down first."
+                )
+            if draft is not None and image.format == "JPEG":
+                edge = draft(_upright_size(image)) if callable(draft) else draft
+                image.draft("RGB", (edge, edge))
+            return _upright_rgb(image)
     except ImageError:
         raise
     except FileNotFoundError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,6 +30,14 @@ class Preprocessing:
     scale: float = 1 / 255
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    def __post_init__(self) -> None:
+        with np.errstate(all="ignore"):
+            extremes = self.normalise(np.array([[[0] * 3, [255] * 3]], dtype=np.uint8))
+        if not extremes.isfinite().all():
+            raise ValueError(
+                f"preprocessing: scale {self.scale:g}, mean {self.mean} and std {self.std} do not give finite pixels."
+            )
 
     @property
     def size(self) -> tuple[int, int] | None:
@@ -105,19 +113,19 @@ class Preprocessing:
         if not isinstance(record, Mapping) or set(record) != {"resize", "crop", "resample", "scale", "mean", "std"}:
             raise TaskFileError("preprocessing: not a record of resize, crop, resample, scale, mean and std.")
         resize, crop = record["resize"], record["crop"]
-        spec = cls(
-            resize=resize if resize is None or isinstance(resize, int) else _pair(resize, "resize"),
-            crop=None if crop is None else _pair(crop, "crop"),
-            resample=_side(record["resample"], "resample", low=0, high=5),
-            scale=_number(record["scale"], "scale"),
-            mean=_triple(record["mean"], "mean"),
-            std=_triple(record["std"], "std"),
-        )
         if isinstance(resize, int):
             _side(resize, "resize")
-        if any(value == 0 for value in spec.std):
-            raise TaskFileError("preprocessing: std holds a zero.")
-        return spec
+        try:
+            return cls(
+                resize=resize if resize is None or isinstance(resize, int) else _pair(resize, "resize"),
+                crop=None if crop is None else _pair(crop, "crop"),
+                resample=_side(record["resample"], "resample", low=0, high=5),
+                scale=_number(record["scale"], "scale"),
+                mean=_triple(record["mean"], "mean"),
+                std=_triple(record["std"], "std"),
+            )
+        except ValueError as error:
+            raise TaskFileError(str(error)) from None
 
 
 def _centre(image: Image.Image, crop: tuple[int, int]) -> Image.Image:
@@ -134,7 +142,8 @@ def _side(value: object, what: str, low: int = 1, high: int = MAX_SIDE) -> int:
 
 
 def _number(value: object, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # An int may be too big for a float.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise TaskFileError(f"preprocessing: {what} is not a finite number.")
     return float(value)
 

@@ -3,9 +3,9 @@
 from memoro.errors import TrainingError
 from memoro.regimes.adapter import ADAPTER, ADAPTER_MEMORY
 from memoro.regimes.baseline import Baseline, Method
-from memoro.regimes.composing import HEAD, MEMORY
 from memoro.regimes.full import FULL
 from memoro.regimes.lora import LORA
+from memoro.regimes.masked import HEAD, MEMORY
 from memoro.regimes.memory_full import CLASS_FULL, MEMORY_FULL, VPT
 from memoro.regimes.propagated import PROPAGATED, PROPAGATED_ADDITIVE
 from memoro.regimes.regime import Regime, TaskPlan
@@ -24,7 +24,7 @@ REGIMES: dict[str, Regime] = {
 def find_regime(name: str) -> Regime:
     """The regime of this name."""
     if name not in REGIMES:
-        raise TrainingError(f"no regime {name!r}. There are: {', '.join(REGIMES)}.")
+        raise TrainingError(f"unknown regime {name!r}; choose one of {', '.join(REGIMES)}.")
     return REGIMES[name]
 
 

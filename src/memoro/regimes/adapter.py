@@ -12,37 +12,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from memoro.backbones import Backbone, Block
-from memoro.regimes.baseline import Method, Parts, Shapes, Weights
-from memoro.regimes.dense import run_dense
-from memoro.regimes.memory_full import shape_memory, start_memory
-from memoro.regimes.regime import TaskPlan
-from memoro.tasks.task import INIT_STD, Task
+from memoro.backbones import Anatomy, Backbone, Block
+from memoro.regimes.baseline import Method, Shapes
+from memoro.regimes.dense import Weights, run_dense
+from memoro.regimes.memory_full import shape_memory
 
 PLACES = 2  # after attention, after the MLP
 
 
 def _shape_adapters(backbone: Backbone, sizes: Mapping[str, int]) -> Shapes:
+    """They start with small values: near the identity, and yet with gradients to both matrices from the first step."""
     depth, dim, width = backbone.depth, backbone.dim, sizes["width"]
     return {"down": (depth, PLACES, width, dim), "up": (depth, PLACES, dim, width)}
 
 
 def _shape_both(backbone: Backbone, sizes: Mapping[str, int]) -> Shapes:
-    return {**_shape_adapters(backbone, sizes), **shape_memory(backbone, sizes)}
-
-
-def _start_adapters(backbone: Backbone, plan: TaskPlan, start: Task) -> dict[str, nn.Parameter]:
-    """Small values: near the identity, and yet with gradients to both matrices from the first step on."""
-    generator = torch.Generator().manual_seed(plan.seed)
-    dtype = start.head.weight.dtype
-    return {
-        name: nn.Parameter((INIT_STD * torch.randn(shape, generator=generator, dtype=dtype)).to(backbone.device))
-        for name, shape in _shape_adapters(backbone, {"width": plan.width}).items()
-    }
+    return _shape_adapters(backbone, sizes) | shape_memory(backbone, sizes)
 
 
 def _adapt(block: Block, down: Tensor, up: Tensor) -> Block:
@@ -59,34 +47,23 @@ def _adapt(block: Block, down: Tensor, up: Tensor) -> Block:
     )
 
 
-def _adapted(backbone: Backbone, weights: Weights) -> list[Block]:
-    layers = zip(backbone.anatomy.blocks, weights["down"], weights["up"], strict=True)
-    return [_adapt(block, down, up) for block, down, up in layers]
-
-
-def _parts(backbone: Backbone, plan: TaskPlan, start: Task) -> Parts:
-    def encode(weights: Weights, pixels: Tensor) -> Tensor:
-        return run_dense(backbone.anatomy, pixels, blocks=_adapted(backbone, weights))
-
-    return Parts(_start_adapters(backbone, plan, start), encode)
-
-
-def _both_parts(backbone: Backbone, plan: TaskPlan, start: Task) -> Parts:
-    def encode(weights: Weights, pixels: Tensor) -> Tensor:
-        return run_dense(
-            backbone.anatomy,
-            pixels,
-            class_token=weights.get("class_token"),
-            memory=weights["memory"],
-            blocks=_adapted(backbone, weights),
-        )
-
-    return Parts({**_start_adapters(backbone, plan, start), **start_memory(backbone, start)}, encode)
+def _run_adapted(anatomy: Anatomy, weights: Weights, pixels: Tensor) -> Tensor:
+    layers = zip(anatomy.blocks, weights["down"], weights["up"], strict=True)
+    adapted = replace(anatomy, blocks=tuple(_adapt(block, down, up) for block, down, up in layers))
+    return run_dense(adapted, weights, pixels)
 
 
 ADAPTER = Method(
-    "adapter", "bottlenecks after attention and MLP of each layer, and head", ("width",), _shape_adapters, _parts
+    "adapter",
+    "bottlenecks after attention and MLP of each layer, and head",
+    ("width",),
+    _shape_adapters,
+    _run_adapted,
 )
 ADAPTER_MEMORY = Method(
-    "adapter+memory-full", "adapters and what memory-full trains", ("cells", "width"), _shape_both, _both_parts
+    "adapter+memory-full",
+    "adapters and what memory-full trains",
+    ("cells", "width"),
+    _shape_both,
+    _run_adapted,
 )

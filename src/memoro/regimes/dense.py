@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,23 +10,22 @@ from torch.nn import functional as F
 
 from memoro.backbones import Anatomy, Block, Context
 
-Spread = Callable[[Tensor], Tensor]
+Weights = Mapping[str, Tensor]
 
 
-def run_dense(
-    anatomy: Anatomy,
-    pixels: Tensor,
-    *,
-    class_token: Tensor | None = None,
-    memory: Tensor | None = None,
-    blocks: Sequence[Block] | None = None,
-) -> Tensor:
-    """The final-normed token (b, dim) of a pass with another class token (dim), memory (depth, m, dim) or layers."""
-    tokens, context = embed_tokens(anatomy, pixels, class_token)
-    for layer, block in enumerate(blocks or anatomy.blocks):
+def run_dense(anatomy: Anatomy, weights: Weights, pixels: Tensor) -> Tensor:
+    """The final-normed token (b, dim) of a pass with `class_token` (dim) and `memory` (depth, m, dim), where given."""
+    tokens, context = embed_tokens(anatomy, pixels, weights.get("class_token"))
+    memory = weights.get("memory")
+    for layer, block in enumerate(anatomy.blocks):
         cells = None if memory is None else memory[layer]
         tokens = block.mix(tokens, dense_attention(block, context, layer, tokens, memory=cells))
     return read_token(anatomy, tokens)
+
+
+def run_copy(anatomy: Anatomy, weights: Weights, pixels: Tensor) -> Tensor:
+    """The same for a copy of the backbone, which has its weights in its own modules."""
+    return run_dense(anatomy, {}, pixels)
 
 
 def embed_tokens(anatomy: Anatomy, pixels: Tensor, class_token: Tensor | None) -> tuple[Tensor, Context]:
@@ -46,12 +45,12 @@ def dense_attention(
     *,
     memory: Tensor | None = None,
     extra: int = 0,
-    spread: Spread | None = None,
+    pad_bias: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """What tokens (b, n, dim) take from each other and from memory (m, dim), without a mask: (b, n, h * d).
 
-    The last `extra` tokens are none of the backbone's own: they are not rotated, and `spread` gives them score biases,
-    (1, h, n - extra, n - extra) to (1, h, n, n). Memory is not rotated and has a bias of zero.
+    The last `extra` tokens are none of the backbone's own: they are not rotated, and `pad_bias` gives them score
+    biases, (1, h, n - extra, n - extra) to (1, h, n, n). Memory is not rotated and has a bias of zero.
     """
     q, k, v = block.qkv(block.norm1(tokens))
     if context.rotate is not None:
@@ -59,10 +58,10 @@ def dense_attention(
         turned = context.rotate(q[:, :, :own], k[:, :, :own])
         q, k = turned if not extra else (torch.cat([t, o[:, :, own:]], 2) for t, o in zip(turned, (q, k), strict=True))
     bias = None if context.biases is None else context.biases[layer]
-    if bias is not None and spread is not None:
-        bias = spread(bias)
+    if bias is not None and pad_bias is not None:
+        bias = pad_bias(bias)
     if memory is not None and len(memory):
-        # Norm([tokens; memory]) as in the paper, where the norm is of each token by itself.
+        # Norm([tokens; memory]) as in the paper, since the norm is of each token by itself.
         cells = block.kv(block.norm1(memory.to(tokens.dtype).unsqueeze(0)))
         k, v = (torch.cat([t, c.expand(len(t), -1, -1, -1)], dim=2) for t, c in zip((k, v), cells, strict=True))
         bias = None if bias is None else F.pad(bias, (0, len(memory)))

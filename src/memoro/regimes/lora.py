@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memoro.backbones import Backbone, TrainableCopy
 from memoro.errors import BackboneError
 from memoro.extras import need
-from memoro.regimes.baseline import Method, Parts, Shapes, Weights
-from memoro.regimes.dense import run_dense
+from memoro.regimes.baseline import Method, Parts, Shapes
+from memoro.regimes.dense import run_copy
 from memoro.regimes.regime import TaskPlan
-from memoro.tasks.task import Task
 
 TARGETS = ("q", "v")
 
@@ -32,44 +31,39 @@ def _places(backbone: Backbone) -> list[str]:
     return [f"blocks.{layer}.{target}" for layer in range(backbone.depth) for target in TARGETS]
 
 
-def _parts(backbone: Backbone, plan: TaskPlan, start: Task) -> Parts:
+def _copy(backbone: Backbone, plan: TaskPlan, dtype: torch.dtype) -> Parts:
     need("peft", extra="lora")
     from peft import LoraConfig, inject_adapter_in_model
 
-    trainable_copy = backbone.trainable_copy()
-    targets = _find_targets(backbone, trainable_copy)
+    made = backbone.trainable_copy()
+    targets = _find_targets(backbone, made)
     # alpha = rank: the update counts in full, whatever the rank.
     config = LoraConfig(r=plan.rank, lora_alpha=plan.rank, target_modules=list(targets.values()))
     with torch.random.fork_rng(devices=[]):  # PEFT draws from the global generator
         torch.manual_seed(plan.seed)
-        inject_adapter_in_model(config, trainable_copy.module)
+        inject_adapter_in_model(config, made.module)
     parameters: dict[str, nn.Parameter] = {}
     for place, path in targets.items():
-        layer: Any = trainable_copy.module.get_submodule(path)
+        layer: Any = made.module.get_submodule(path)
         for name in ("lora_A", "lora_B"):
-            matrix = getattr(layer, name)["default"].to(start.head.weight.dtype)
-            parameters[f"{place}.{name}"] = matrix.weight
-
-    def encode(weights: Weights, pixels: Tensor) -> Tensor:
-        return run_dense(trainable_copy.anatomy, pixels)
-
-    return Parts(parameters, encode)
+            parameters[f"{place}.{name}"] = getattr(layer, name)["default"].to(dtype).weight
+    return Parts(made.anatomy, parameters)
 
 
-def _find_targets(backbone: Backbone, trainable_copy: TrainableCopy) -> dict[str, str]:
+def _find_targets(backbone: Backbone, made: TrainableCopy) -> dict[str, str]:
     """Where the module of each query and value matrix is, by the anatomy's names."""
     owners = {
         id(parameter): path
-        for path, module in trainable_copy.module.named_modules()
+        for path, module in made.module.named_modules()
         for parameter in module.parameters(recurse=False)
     }
-    weights = {place: trainable_copy.anatomy.tensors[f"{place}.0"] for place in _places(backbone)}
+    weights = {place: made.anatomy.tensors[f"{place}.0"] for place in _places(backbone)}
     if any(id(weight) not in owners for weight in weights.values()):
         raise BackboneError(
-            f"{backbone.name} ({backbone.family}) keeps queries, keys and values in one matrix: LoRA on queries and "
-            "values needs them apart. Load the same weights through transformers."
+            f"{backbone.name} ({backbone.family}) stores queries, keys and values in one matrix, but LoRA needs "
+            "separate ones. Load the same weights with transformers."
         )
     return {place: owners[id(weight)] for place, weight in weights.items()}
 
 
-LORA = Method("lora", "PEFT's LoRA on queries and values of each layer, and head", ("rank",), _shapes, _parts)
+LORA = Method("lora", "PEFT's LoRA on queries and values of each layer, and head", ("rank",), _shapes, run_copy, _copy)

@@ -1,6 +1,6 @@
 """Naive concatenation: the memories of separately trained `memory-full` models together, without masks.
 
-Every class token, patch and memory cell sees every other, so each model meets keys and values that it was never trained
+Every class token, patch and memory cell sees every other, so each model sees keys and values that it was never trained
 with. The paper shows how that fails (section 4.4); it is here to be measured, not to be used.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from memoro.errors import CompositionError
 from memoro.regimes.baseline import Baseline
 from memoro.regimes.dense import dense_attention, embed_tokens
+from memoro.tasks.spec import by_name
 
 
 class NaiveConcatenation:
@@ -21,23 +22,19 @@ class NaiveConcatenation:
 
     def __init__(self, models: Sequence[Baseline]) -> None:
         if not models:
-            raise CompositionError("there is no model to concatenate.")
+            raise CompositionError("pass at least one model to concatenate.")
         for model in models:
             if model.regime != "memory-full":
                 raise CompositionError(
-                    f"{model.name!r} has regime {model.regime!r}: naive concatenation is of 'memory-full' models."
+                    f"{model.name!r} has regime {model.regime!r}: naive concatenation needs 'memory-full' models."
                 )
             if model.backbone is not models[0].backbone:
                 raise CompositionError(
                     f"{model.name!r} was built or loaded with another backbone object than {models[0].name!r}: load "
                     "all models with the same one."
                 )
-        names = [model.name for model in models]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CompositionError(f"two models are called {twice!r}: rename one.")
         self.backbone = models[0].backbone
-        self.models = {model.name: model for model in models}
+        self.models = by_name(models)
 
     def __call__(self, pixel_values: Tensor) -> dict[str, Tensor]:
         """Each model's logits, by name, for a batch of normalised images."""
@@ -60,7 +57,7 @@ class NaiveConcatenation:
                 tokens,
                 memory=memory[layer],
                 extra=extra,
-                spread=lambda bias: bias[:, :, places][..., places],  # each class token has the class token's biases
+                pad_bias=lambda bias: bias[:, :, places][..., places],  # each class token has the class token's biases
             )
             tokens = block.mix(tokens, seen)
         answers: dict[str, Tensor] = {}

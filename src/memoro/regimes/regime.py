@@ -15,7 +15,7 @@ from memoro.tasks.task import Task
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """What a user asks for before there is a task."""
+    """What a user asks for before there is a task. A regime reads those of the sizes that it has."""
 
     name: str
     labels: Sequence[str]
@@ -32,13 +32,18 @@ class TaskPlan:
 
 @dataclass(frozen=True)
 class Regime:
-    """The contract of a regime. One file each; a new one is registered in `REGIMES`."""
+    """The contract of a regime. A new one is registered in `REGIMES`."""
 
     name: str
     summary: str
     build: Callable[[Backbone, TaskPlan], Any]
     """The untrained Task, or Baseline where the regime does not compose."""
     trains: Callable[[Any], dict[str, nn.Parameter]]
-    """The parameters that learn, by name. Nothing else may move."""
+    """The parameters that are trained, by name. All others stay as they are."""
     composes: bool = True
-    """Whether base tokens stay as they are, so that what it trains can stand beside other tasks."""
+    """Whether base tokens stay as they are, so that what it trains composes with other tasks."""
+
+
+def all_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters by name, without empty ones."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.numel()}

@@ -30,16 +30,16 @@ class Lineage:
 
 
 def trace_lineage(names: Sequence[str], parents: Sequence[Sequence[str]], forks: Sequence[int]) -> Lineage:
-    """The lineage of named tasks; raises where a name is doubled, a parent is missing or tasks go round in a circle."""
+    """The lineage of named tasks; raises if a name is doubled, a parent is missing or tasks form a cycle."""
     index: dict[str, int] = {}
     for position, name in enumerate(names):
         if name in index:
-            raise CompositionError(f"two tasks are called {name!r}: rename one, a name stands for one answer.")
+            raise CompositionError(f"two tasks are named {name!r}; names must be unique, so rename one.")
         index[name] = position
     for name, wanted in zip(names, parents, strict=True):
         for parent in wanted:
             if parent not in index:
-                raise CompositionError(f"{name!r} extends {parent!r}, which is not here: attach {parent!r} too.")
+                raise CompositionError(f"{name!r} extends {parent!r}, which is missing: attach {parent!r} too.")
 
     direct = [[index[parent] for parent in wanted] for wanted in parents]
     children: list[list[int]] = [[] for _ in names]
@@ -61,13 +61,13 @@ def trace_lineage(names: Sequence[str], parents: Sequence[Sequence[str]], forks:
                 ready.append(child)
     if len(ancestors) < len(names):
         raise CompositionError(
-            f"tasks extend each other in a circle: {_circle(names, direct, ancestors)}. "
-            "Make one of them without the other."
+            f"tasks extend each other in a cycle: {_cycle(names, direct, ancestors)}. "
+            "Create one of them without extends."
         )
     return Lineage(tuple(ancestors[task] for task in range(len(names))), tuple(forks))
 
 
-def _circle(names: Sequence[str], direct: Sequence[Sequence[int]], done: Container[int]) -> str:
+def _cycle(names: Sequence[str], direct: Sequence[Sequence[int]], done: Container[int]) -> str:
     path = [next(task for task in range(len(names)) if task not in done)]
     while path.count(path[-1]) < 2:
         path.append(next(parent for parent in direct[path[-1]] if parent not in done))

@@ -1,21 +1,26 @@
-"""What memoro's files have in common: safetensors with one JSON record, of which nothing is believed."""
+"""What memoro's files have in common: safetensors with one JSON record. Nothing in a file is trusted."""
 
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from memoro.backbones import Fingerprint
 from memoro.errors import MemoroError, TaskFileError
-from memoro.tasks.task import BackboneRecord
+from memoro.files import write_whole
+from memoro.heads import HeadKind
+from memoro.images import Preprocessing
+from memoro.tasks.spec import BackboneRecord, ModelSpec, check_labels, check_name
 
 FORMAT = 1
 KEY = "memoro"
@@ -23,51 +28,73 @@ MAX_HEADER = 64 << 20
 MAX_DIM = 16_384
 MAX_DEPTH = 512
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CONTENTS = {
+    "tasks": "tasks: read it with load_task() or load_tasks()",
+    "baseline": "a baseline, which cannot be composed with tasks: read it with load_baseline()",
+}
+"""What a file's record may hold (docs/format.md), for a reader that expects the other."""
 
 
 # ------------------------------------------------------------------------------------------------------- writing
 
 
-def write_record(record: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata of a file: the record as JSON that has the same bytes each time."""
+def write_file(path: str | Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Writes a file whose bytes depend on its content only; returns its path. A crash leaves the old file as it was."""
     whole = {"format": FORMAT, **record}
     try:
         text = json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TaskFileError(f"training facts and metrics must be plain JSON with finite numbers: {error}.") from None
-    return {KEY: text}
+    write_whole(Path(path), save(dict(tensors), metadata={KEY: text}))
+    return Path(path)
 
 
-def write_backbone(backbone: BackboneRecord) -> dict[str, Any]:
+def write_spec(spec: ModelSpec, content: str) -> dict[str, Any]:
+    """The record of what all specs have, and the hash of the content."""
     return {
-        "name": backbone.name,
-        "family": backbone.family,
-        "dim": backbone.dim,
-        "depth": backbone.depth,
-        "fingerprint": asdict(backbone.fingerprint),
+        "name": spec.name,
+        "labels": spec.labels,
+        "kind": spec.kind,
+        "backbone": asdict(spec.backbone),
+        "preprocessing": None if spec.preprocessing is None else spec.preprocessing.to_json(),
+        "training": dict(spec.training),
+        "metrics": dict(spec.metrics),
+        "content": content,
     }
 
 
-def write_tensor(tensor: Tensor, what: str) -> Tensor:
-    """The tensor as a file holds it, if all its values are finite."""
-    if not torch.isfinite(tensor).all():
-        raise TaskFileError(f"{what} holds NaN or infinity; it is not saved.")
-    return tensor.detach().cpu().contiguous().clone()  # clone: parts of one storage would be refused
+def write_tensors(name: str, tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """The tensors as a file holds them, if all their values are finite."""
+    for part, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise TaskFileError(f"{name!r}: {part} contains NaN or infinity; it was not saved.")
+    # clone: safetensors refuses tensors that share a storage
+    return {f"{prefix}{part}": tensor.detach().cpu().contiguous().clone() for part, tensor in tensors.items()}
 
 
 # ------------------------------------------------------------------------------------------------------- reading
 
 
 @contextmanager
-def reading(path: Path, most: int) -> Iterator[None]:
-    """All that can go wrong with a file of at most `most` bytes is a TaskFileError that names it."""
+def open_file(path: str | Path, content: str, most: int) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """An open file of at most `most` bytes, and its record, which holds no other content than the given one.
+
+    All that can go wrong until it is closed is a TaskFileError that names the file.
+    """
+    path = Path(path)
     _check_header(path, most)
     try:
-        yield
+        with safe_open(path, framework="pt") as file:
+            record = _read_record(file)
+            for other, held in CONTENTS.items():
+                if other != content and other in record:
+                    raise TaskFileError(f"contains {held}.")
+            yield file, record
     except (SafetensorError, OSError, ValueError, RecursionError, OverflowError, MemoryError) as error:
+        brief = (str(error).splitlines() or [""])[0][:160] or type(error).__name__
         raise TaskFileError(
-            f"{path} is no task file that can be read ({_brief(error)}). It may be cut off or from another program: "
-            "fetch it again, or import it with `memoro import`."
+            f"cannot read {path} as a task file ({brief}). It may be truncated or written by another program: download "
+            "it again, or convert it with `memoro import`."
         ) from None
     except MemoroError as error:
         raise TaskFileError(f"{path}: {error}") from None
@@ -75,19 +102,22 @@ def reading(path: Path, most: int) -> Iterator[None]:
 
 def _check_header(path: Path, most: int) -> None:
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a FIFO would block
+            what = "a directory" if stat.S_ISDIR(found.st_mode) else "not a regular file"
+            raise TaskFileError(f"cannot read {path}: it is {what}.")
         with path.open("rb") as file:
             first = int.from_bytes(file.read(8), "little")
     except OSError as error:
         raise TaskFileError(f"cannot read {path} ({error.strerror}).") from None
+    size = found.st_size
     if size > most:
-        raise TaskFileError(f"{path} has {size >> 20} MiB; task files may have at most {most >> 20}.")
+        raise TaskFileError(f"{path} is {size >> 20} MiB; task files must not exceed {most >> 20} MiB.")
     if size < 8 or first > min(size - 8, MAX_HEADER):
-        raise TaskFileError(f"{path} is no safetensors file, or it is cut off: fetch it again.")
+        raise TaskFileError(f"{path} is not a safetensors file, or it is truncated: download it again.")
 
 
-def read_record(file: Any) -> Mapping[str, Any]:
-    """The record of an open file, if this memoro can read its format."""
+def _read_record(file: Any) -> Mapping[str, Any]:
     text = (file.metadata() or {}).get(KEY)
     if text is None:
         raise TaskFileError(
@@ -96,42 +126,68 @@ def read_record(file: Any) -> Mapping[str, Any]:
         )
     record = json.loads(text, parse_constant=_no_constant)
     if not isinstance(record, Mapping):
-        raise TaskFileError("its record is not a JSON object.")
+        raise TaskFileError("the record is not a JSON object.")
     version = record.get("format")
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise TaskFileError(f"its format {version!r} is not a version number.")
+        raise TaskFileError(f"the format {version!r} is not a version number.")
     if version > FORMAT:
-        raise TaskFileError(f"has format {version}, this memoro reads up to {FORMAT}: pip install --upgrade memoro.")
+        raise TaskFileError(
+            f"the file has format {version}; this version of memoro reads formats up to {FORMAT}. Upgrade it: pip "
+            "install --upgrade memoro."
+        )
     return record
 
 
-def read_backbone(item: Mapping[str, Any]) -> BackboneRecord:
+def _no_constant(name: str) -> float:
+    raise TaskFileError(f"the record contains {name}, which is not valid JSON.")
+
+
+def read_spec(item: Mapping[str, Any]) -> dict[str, Any]:
+    """What `write_spec` wrote of a spec, checked: the fields of a ModelSpec."""
+    name, preprocessing = check_name(item.get("name")), item.get("preprocessing")
     backbone = read_object(item, "backbone")
     fingerprint = read_object(backbone, "fingerprint")
-    return BackboneRecord(
-        name=read_text(backbone, "name"),
-        family=read_text(backbone, "family"),
-        dim=read_whole(backbone, "dim", 1, MAX_DIM),
-        depth=read_whole(backbone, "depth", 1, MAX_DEPTH),
-        fingerprint=Fingerprint(
-            digest=read_text(fingerprint, "digest"),
-            sketch=tuple(_number(value) for value in read_list(fingerprint, "sketch", 0, MAX_DEPTH + 2)),
-            dtype=read_text(fingerprint, "dtype"),
+    return {
+        "name": name,
+        "labels": check_labels(item.get("labels"), name),
+        "kind": read_choice(item, "kind", get_args(HeadKind)),
+        "backbone": BackboneRecord(
+            name=read_text(backbone, "name"),
+            family=read_text(backbone, "family"),
+            dim=read_whole(backbone, "dim", 1, MAX_DIM),
+            depth=read_whole(backbone, "depth", 1, MAX_DEPTH),
+            fingerprint=Fingerprint(
+                digest=read_text(fingerprint, "digest"),
+                sketch=tuple(_number(value) for value in read_list(fingerprint, "sketch", 0, MAX_DEPTH + 2)),
+                dtype=read_text(fingerprint, "dtype"),
+            ),
         ),
-    )
+        "preprocessing": None if preprocessing is None else Preprocessing.from_json(preprocessing),
+        "training": dict(read_object(item, "training")),
+        "metrics": dict(read_object(item, "metrics")),
+    }
 
 
-def read_tensor(file: Any, key: str, shape: Sequence[int], what: str) -> Tensor:
-    """A tensor of an open file, if it has this shape, a float dtype and finite values."""
-    part = file.get_slice(key)  # raises where it is missing, loads nothing yet
-    if part.get_shape() != list(shape):
-        raise TaskFileError(f"{what} has shape {part.get_shape()} instead of {list(shape)}.")
-    if part.get_dtype() not in DTYPES:
-        raise TaskFileError(f"{what} is {part.get_dtype()}; weights are {', '.join(DTYPES)}.")
-    tensor: Tensor = file.get_tensor(key)
-    if not torch.isfinite(tensor).all():
-        raise TaskFileError(f"{what} holds NaN or infinity.")
-    return tensor
+def read_tensors(file: Any, name: str, shapes: Mapping[str, Sequence[int]], prefix: str = "") -> dict[str, Tensor]:
+    """Tensors of an open file, if they have these shapes, a float dtype and finite values."""
+    tensors: dict[str, Tensor] = {}
+    for part, shape in shapes.items():
+        key, what = f"{prefix}{part}", f"{name!r}: {part}"
+        stored = file.get_slice(key)  # raises where it is missing, loads nothing yet
+        if stored.get_shape() != list(shape):
+            raise TaskFileError(f"{what} has shape {stored.get_shape()} instead of {list(shape)}.")
+        if stored.get_dtype() not in DTYPES:
+            raise TaskFileError(f"{what} is {stored.get_dtype()}; weights are {', '.join(DTYPES)}.")
+        tensors[part] = file.get_tensor(key)
+        if not torch.isfinite(tensors[part]).all():
+            raise TaskFileError(f"{what} contains NaN or infinity.")
+    return tensors
+
+
+def check_content(item: Mapping[str, Any], name: str, content: str) -> None:
+    """Raises if the content's hash is not the one in the record."""
+    if read_text(item, "content") != content:
+        raise TaskFileError(f"{name!r}: the weights or the record were changed after saving: download the file again.")
 
 
 def read_text(record: Mapping[str, Any], name: str) -> str:
@@ -140,9 +196,8 @@ def read_text(record: Mapping[str, Any], name: str) -> str:
 
 
 def read_whole(record: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    value: int = _field(
-        record, name, lambda v: isinstance(v, int) and low <= v <= high, f"a whole number from {low} to {high}"
-    )
+    what = f"a whole number from {low} to {high}"
+    value: int = _field(record, name, lambda v: isinstance(v, int) and low <= v <= high, what)
     return value
 
 
@@ -156,28 +211,19 @@ def read_object(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def read_list(record: Mapping[str, Any], name: str, low: int, high: int) -> list[Any]:
-    value: list[Any] = _field(
-        record, name, lambda v: isinstance(v, list) and low <= len(v) <= high, f"a list of {low} to {high} entries"
-    )
+    what = f"a list of {low} to {high} entries"
+    value: list[Any] = _field(record, name, lambda v: isinstance(v, list) and low <= len(v) <= high, what)
     return value
 
 
 def _field(record: Mapping[str, Any], name: str, right: Callable[[Any], bool], what: str) -> Any:
     value = record.get(name)
     if isinstance(value, bool) or not right(value):
-        raise TaskFileError(f"{name} in its record is not {what}.")
+        raise TaskFileError(f"{name} in the record must be {what}.")
     return value
-
-
-def _no_constant(name: str) -> float:
-    raise TaskFileError(f"its record holds {name}, which is no JSON number.")
 
 
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e6:
-        raise TaskFileError("the sketch in its record is not a list of numbers.")
+        raise TaskFileError("the sketch in the record must be a list of numbers.")
     return float(value)
-
-
-def _brief(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Tasks out of checkpoints of the paper's public re-implementation."""
+"""Tasks from checkpoints of the paper's public re-implementation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
-from memoro.tasks.task import BackboneRecord, Task, TaskSpec
+from memoro.tasks.spec import BackboneRecord, check_name
+from memoro.tasks.task import Task, TaskSpec
 
 _MEMORY = re.compile(r"(?:.*\.)?layer\.(\d+)\.attention\.attention\.memory_tokens\.(\d+)$")
 _TOKEN = re.compile(r"(?:.*\.)?embeddings\.cls_tokens\.(\d+)$")
@@ -24,8 +25,8 @@ MAX_FILE = 8 << 30
 def import_tasks(backbone: Backbone, path: str | Path, *, names: list[str] | None = None) -> list[Task]:
     """The tasks in a state dict of the public reproduction, parents before children.
 
-    Its memory stands after the LayerNorm, so the tasks get `memory_norm="post"`. Its class token 0 and classifier 0
-    are the backbone's own and are left out. Which tasks extend which is read from the mask that it stores.
+    Its memory bypasses the LayerNorm, so the tasks get `memory_norm="post"`. Its class token 0 and classifier 0
+    are the backbone's own and are left out. The stored mask says which tasks extend which.
     """
     state = _read_state(Path(path))
     tokens = {int(m[1]): tensor for key, tensor in state.items() if (m := _TOKEN.fullmatch(key))}
@@ -35,45 +36,43 @@ def import_tasks(backbone: Backbone, path: str | Path, *, names: list[str] | Non
     count = len(tokens) - 1
     if count < 1 or mask is None:
         raise TaskFileError(
-            f"{path} is no checkpoint of the public reproduction: it needs cls_tokens, memory_tokens, classifiers and "
-            "an attention_mask. memoro's own files are read with load_task()."
+            f"{path} is not a checkpoint of the public reproduction: it needs cls_tokens, memory_tokens, classifiers "
+            "and an attention_mask. To read memoro's own files, use load_task()."
         )
     if names is not None and len(names) != count:
-        raise TaskFileError(f"{path} holds {count} tasks, but {len(names)} names were given.")
+        raise TaskFileError(f"{path} contains {count} tasks, but {len(names)} names were given.")
     cells = [memory[task, 0].shape[-2] if (task, 0) in memory else 0 for task in range(count)]
     parents = _read_mask(mask, cells, path)
     tasks: list[Task] = []
     for number in range(count):
-        head = nn.Linear(1, 1, device="meta")
         try:
-            layers = [
-                memory[number, layer].reshape(-1, backbone.dim) for layer in range(backbone.depth) if cells[number]
-            ]
-            head.weight = nn.Parameter(heads[number + 1, "weight"].clone())
-            head.bias = nn.Parameter(heads[number + 1, "bias"].clone())
-            token = tokens[number + 1].reshape(backbone.dim).clone()
-            stack = torch.stack(layers) if layers else token.new_zeros(backbone.depth, 0, backbone.dim)
-            head.out_features, head.in_features = head.weight.shape
-        except (KeyError, RuntimeError, ValueError):
+            weight = heads[number + 1, "weight"]
+            spec = TaskSpec(
+                name=check_name(names[number] if names else f"{Path(path).stem}-{number + 1}"),
+                labels=tuple(f"class {i}" for i in range(len(weight))),
+                kind="softmax",
+                backbone=BackboneRecord.of(backbone),
+                training={"imported_from": Path(path).name},
+                from_layer=0,
+                cells=cells[number],
+                memory_norm="post",
+            )
+            layers = [memory[number, layer] for layer in range(backbone.depth) if cells[number]]
+            found = {
+                "class_token": tokens[number + 1],
+                "memory": torch.stack(layers) if layers else weight.new_zeros(0),
+                "head.weight": weight,
+                "head.bias": heads[number + 1, "bias"],
+            }
+            tensors = {name: found[name].reshape(shape).clone() for name, shape in spec.shapes.items()}
+        except (KeyError, RuntimeError, ValueError, TypeError):
             raise TaskFileError(
                 f"{path}: task {number} does not fit {backbone.name} ({backbone.depth} layers of {backbone.dim}). "
                 "Load the backbone that it was trained on."
             ) from None
-        if head.in_features != backbone.dim or not all(
-            t.isfinite().all() for t in (token, stack, head.weight, head.bias)
-        ):
-            raise TaskFileError(f"{path}: task {number} holds a head of another width, NaN or infinity.")
-        spec = TaskSpec(
-            name=names[number] if names else f"{Path(path).stem}-{number + 1}",
-            labels=tuple(f"class {i}" for i in range(head.out_features)),
-            kind="softmax",
-            from_layer=0,
-            cells=cells[number],
-            memory_norm="post",
-            backbone=BackboneRecord.of(backbone),
-            training={"imported_from": Path(path).name},
-        )
-        tasks.append(Task(spec, token, stack, head, [tasks[parent] for parent in parents[number]]))
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
+            raise TaskFileError(f"{path}: task {number} contains NaN or infinity.")
+        tasks.append(Task.from_tensors(spec, tensors, [tasks[parent] for parent in parents[number]]))
     return tasks
 
 
@@ -86,15 +85,15 @@ def _read_state(path: Path) -> Mapping[str, Tensor]:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the unpickler raises nearly every type on foreign input
         reason = (str(error).splitlines() or [""])[0][:160]
-        raise TaskFileError(f"{path} is no state dict that can be read safely ({reason}).") from None
+        raise TaskFileError(f"{path} cannot be read safely as a state dict ({reason}).") from None
     state = state.get("state_dict", state) if isinstance(state, Mapping) else state
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise TaskFileError(f"{path} is no state dict: save model.state_dict(), not the model.")
+        raise TaskFileError(f"{path} is not a state dict: save model.state_dict(), not the model.")
     return state
 
 
 def _read_mask(mask: Tensor, cells: list[int], path: str | Path) -> list[list[int]]:
-    """For each task the earlier ones that its class token may attend to; direct parents and older ones alike."""
+    """For each task the earlier ones that its class token may attend to, direct parents and others alike."""
     mask = mask.reshape(mask.shape[-2:])
     count = len(cells)
     rows, columns = mask.shape

@@ -7,33 +7,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-from safetensors import safe_open
-from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 
 from memoro.errors import TaskFileError
-from memoro.files import write_whole
-from memoro.heads import HeadKind
-from memoro.images import Preprocessing
 from memoro.tasks.record import (
-    read_backbone,
+    check_content,
+    open_file,
     read_choice,
     read_list,
-    read_object,
-    read_record,
-    read_tensor,
+    read_spec,
+    read_tensors,
     read_text,
     read_whole,
-    reading,
-    write_backbone,
-    write_record,
-    write_tensor,
+    write_file,
+    write_spec,
+    write_tensors,
 )
-from memoro.tasks.task import MAX_CELLS, MemoryNorm, Parent, Task, TaskSpec, check_labels, check_name, say_apart
+from memoro.tasks.spec import MAX_CELLS, by_name, check_name
+from memoro.tasks.task import MemoryNorm, Parent, Task, TaskSpec
 
 MAX_FILE = 2 << 30
 MAX_TASKS = 10_000
-TENSORS = ("class_token", "head.bias", "head.weight", "memory")
 
 
 def save_task(task: Task, path: str | Path) -> Path:
@@ -42,24 +36,17 @@ def save_task(task: Task, path: str | Path) -> Path:
 
 
 def save_tasks(tasks: Sequence[Task], path: str | Path) -> Path:
-    """Writes tasks, with parents among them or not, to one file: the paper's concatenated model as an artefact."""
+    """Writes tasks, with or without their parents, to one file: the paper's concatenated model as an artefact."""
     if not tasks:
         raise TaskFileError("there is no task to save.")
     for task in tasks:
         if not isinstance(task, Task):
-            raise TaskFileError(f"{task!r} is no task; what regimes that do not compose trained has save_baseline().")
-    names = [task.name for task in tasks]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise TaskFileError(f"two tasks are called {twice!r}: rename one, a file holds each name once.")
+            raise TaskFileError(f"{task!r} is not a task; save a baseline with save_baseline().")
+    by_name(tasks)
     tensors: dict[str, Tensor] = {}
-    records = []
     for number, task in enumerate(tasks):
-        for name, tensor in task.state_dict().items():
-            tensors[f"{number}.{name}"] = write_tensor(tensor, f"{task.name!r}: {name}")
-        records.append(_write_record(task))
-    write_whole(Path(path), save(tensors, metadata=write_record({"tasks": records})))
-    return Path(path)
+        tensors |= write_tensors(task.name, task.state_dict(), f"{number}.")
+    return write_file(path, {"tasks": [_write_task(task) for task in tasks]}, tensors)
 
 
 def load_task(path: str | Path) -> Task:
@@ -67,94 +54,55 @@ def load_task(path: str | Path) -> Task:
     tasks = load_tasks(path)
     if len(tasks) != 1:
         held = ", ".join(task.name for task in tasks)
-        raise TaskFileError(f"{path} holds {len(tasks)} tasks ({held}): read it with load_tasks().")
+        raise TaskFileError(f"{path} contains {len(tasks)} tasks ({held}): read it with load_tasks().")
     return tasks[0]
 
 
 def load_tasks(path: str | Path) -> list[Task]:
-    """All tasks of a file, checked to the last value. At most the size of the file is allocated, twice."""
-    path = Path(path)
-    with reading(path, MAX_FILE), safe_open(path, framework="pt") as file:
-        record = read_record(file)
-        if "baseline" in record:
-            held = read_object(record, "baseline")
-            why = say_apart(read_text(held, "name"), read_text(held, "regime"))
-            raise TaskFileError(f"{why} Read this file with load_baseline().")
-        specs = [_read_record(item) for item in read_list(record, "tasks", 1, MAX_TASKS)]
-        tasks = [_read_task(file, number, *spec) for number, spec in enumerate(specs)]
-        extra = set(file.keys()) - {f"{number}.{name}" for number in range(len(specs)) for name in TENSORS}
+    """All tasks of a file, every value checked. At most twice the size of the file is allocated."""
+    with open_file(path, "tasks", MAX_FILE) as (file, record):
+        items = read_list(record, "tasks", 1, MAX_TASKS)
+        specs = [_read_spec(item) for item in items]
+        known = {f"{number}.{part}" for number, spec in enumerate(specs) for part in spec.shapes}
+        extra = set(file.keys()) - known
         if extra:
-            raise TaskFileError(f"holds tensors that belong to no task ({min(extra)!r}).")
-    names = [task.name for task in tasks]
-    if len(set(names)) < len(names):
-        raise TaskFileError(f"{path}: holds two tasks of one name.")
+            raise TaskFileError(f"the file contains tensors that belong to none of its tasks ({min(extra)!r}).")
+        tasks = []
+        for number, (item, spec) in enumerate(zip(items, specs, strict=True)):
+            tensors = read_tensors(file, spec.name, spec.shapes, f"{number}.")
+            tasks.append(Task.from_tensors(spec, tensors, _read_parents(item)))
+            check_content(item, spec.name, tasks[-1].content_hash())
+        if len({spec.name for spec in specs}) < len(specs):
+            raise TaskFileError("the file contains two tasks of one name.")
     return tasks
 
 
-# ------------------------------------------------------------------------------------------------------- writing
-
-
-def _write_record(task: Task) -> dict[str, Any]:
-    spec = task.spec
+def _write_task(task: Task) -> dict[str, Any]:
     return {
-        "name": spec.name,
-        "labels": spec.labels,
-        "kind": spec.kind,
-        "from_layer": spec.from_layer,
-        "cells": spec.cells,
-        "memory_norm": spec.memory_norm,
-        "backbone": write_backbone(spec.backbone),
+        **write_spec(task.spec, task.content_hash()),
+        "from_layer": task.from_layer,
+        "cells": task.cells,
+        "memory_norm": task.spec.memory_norm,
         "parents": [asdict(parent) for parent in task.parents],
-        "preprocessing": None if spec.preprocessing is None else spec.preprocessing.to_json(),
-        "training": dict(spec.training),
-        "metrics": dict(spec.metrics),
-        "content": task.content_hash(),
     }
 
 
-# ------------------------------------------------------------------------------------------------------- reading
-
-
-def _read_record(item: object) -> tuple[TaskSpec, tuple[Parent, ...], str]:
+def _read_spec(item: object) -> TaskSpec:
     if not isinstance(item, Mapping):
         raise TaskFileError("a task's record is not a JSON object.")
-    name = check_name(item.get("name"))
-    backbone = read_backbone(item)
-    preprocessing = item.get("preprocessing")
-    spec = TaskSpec(
-        name=name,
-        labels=check_labels(item.get("labels"), name),
-        kind=read_choice(item, "kind", get_args(HeadKind)),
-        from_layer=read_whole(item, "from_layer", 0, backbone.depth),
+    common = read_spec(item)
+    return TaskSpec(
+        **common,
+        from_layer=read_whole(item, "from_layer", 0, common["backbone"].depth),
         cells=read_whole(item, "cells", 0, MAX_CELLS),
         memory_norm=read_choice(item, "memory_norm", get_args(MemoryNorm)),
-        backbone=backbone,
-        preprocessing=None if preprocessing is None else Preprocessing.from_json(preprocessing),
-        training=dict(read_object(item, "training")),
-        metrics=dict(read_object(item, "metrics")),
     )
+
+
+def _read_parents(item: Mapping[str, Any]) -> list[Parent]:
     parents = []
     for parent in read_list(item, "parents", 0, MAX_TASKS):
         if not isinstance(parent, Mapping):
             raise TaskFileError("a parent's record is not a JSON object.")
         parents.append(Parent(check_name(parent.get("name")), read_text(parent, "content")))
-    return spec, tuple(parents), read_text(item, "content")
-
-
-def _read_task(file: Any, number: int, spec: TaskSpec, parents: tuple[Parent, ...], content: str) -> Task:
-    dim, classes = spec.backbone.dim, len(spec.labels)
-    shapes = {
-        "class_token": [dim],
-        "head.bias": [classes],
-        "head.weight": [classes, dim],
-        "memory": [spec.backbone.depth - spec.from_layer, spec.cells, dim],
-    }
-    tensors: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        tensors[name] = read_tensor(file, f"{number}.{name}", shape, f"{spec.name!r}: {name}")
-    head = nn.Linear(dim, classes, device="meta")
-    head.weight, head.bias = nn.Parameter(tensors["head.weight"]), nn.Parameter(tensors["head.bias"])
-    task = Task(spec, tensors["class_token"], tensors["memory"], head, parents)
-    if task.content_hash() != content:
-        raise TaskFileError(f"{spec.name!r}: its weights or record were changed after it was saved: fetch it again.")
-    return task
+    return parents

@@ -84,15 +84,12 @@ class CachedLoader:
         self.store = FeatureStore(cache.folder, RecordFormat(*shape, cache.dtype), about)
         self.buffers: Buffers = {} if buffers is None else buffers
         self._digests = [bytes.fromhex(self.images.key(sample)) for sample in range(len(self.images))]
+        self.views = range(loader.views or 1)
         self.keys = [[self._key(sample, view) for sample in range(len(self.images))] for view in self.views]
         """Of every image, a list for each view."""
 
     def __len__(self) -> int:
         return len(self.loader)
-
-    @property
-    def views(self) -> range:
-        return range(self.loader.views or 1)
 
     def _key(self, sample: int, view: int) -> bytes:
         """What a record depends on beside backbone and preprocessing: the image's content and its view."""

@@ -1,10 +1,16 @@
-"""Checkpoints: all that a training needs to continue as if nothing had happened. No pickle, one file, written whole."""
+"""Checkpoints: all that a training needs to continue as if nothing had happened.
+
+No pickle, one file, written whole, with a checksum over all of it.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +30,7 @@ from memoro.tasks.task import Task
 from memoro.training.cached import Cache
 from memoro.training.group import Progress, RunGroup, RunSpec
 
-KEY = "memoro-checkpoint"
+KEY, CHECKSUM = "memoro-checkpoint", "crc32"
 
 
 def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, Any], seconds: float) -> None:
@@ -50,35 +56,74 @@ def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, 
             }
         )
     progress = [asdict(group.progress) for group in groups]
-    record = {"progress": progress, "seconds": seconds, "runs": records, "identity": identity}
-    data = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    write_whole(path, save(data, metadata={KEY: json.dumps(record)}))
+    finished = all(group.finished for group in groups)
+    record = {"progress": progress, "finished": finished, "seconds": seconds, "runs": records, "identity": identity}
+    text, data = json.dumps(record), {name: one.detach().cpu().contiguous().clone() for name, one in tensors.items()}
+    write_whole(path, save(data, metadata={KEY: text, CHECKSUM: checksum(text, data)}))
+
+
+def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """CRC-32 of a record and of its tensors with their names, dtypes and shapes."""
+    found = zlib.crc32(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"
 
 
 def read_identity(path: Path) -> dict[str, Any]:
     """The identity of the training that wrote a checkpoint."""
-    return dict(_open(path)[0]["identity"])
+    with _damage(path):
+        return dict(_read(path)[0]["identity"])
 
 
-def _open(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def set_aside(path: Path) -> Path | None:
+    """Renames the checkpoint of an interrupted training; its new name, None where there was nothing to keep."""
     try:
-        with safe_open(path, framework="pt") as file:
-            record = json.loads((file.metadata() or {})[KEY])
-            dict(record["identity"])
-            return record, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        record, _ = _read(path)
+        if record["finished"] or not any(progress["step"] for progress in record["progress"]):
+            return None
+    except Exception:  # damaged, or of another version: not ours to throw away
+        pass
+    numbers = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(1))
+    return path.rename(next(name for name in numbers if not name.exists()))
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Turns whatever goes wrong with a damaged checkpoint into a TrainingError."""
+    try:
+        yield
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise TrainingError(f"{path} is not a checkpoint or damaged ({error}): start again without --resume.") from None
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if checksum(metadata[KEY], tensors) != metadata[CHECKSUM]:
+        raise ValueError("its checksum does not match")
+    return dict(json.loads(metadata[KEY])), tensors
 
 
 def load_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, Any]) -> float:
     """Restores all runs from a checkpoint; returns the seconds of training so far."""
-    record, tensors = _open(path)
-    changed, details = compare_identities(record["identity"], json.loads(json.dumps(identity)))
+    with _damage(path):
+        record, tensors = _read(path)
+        _check_identity(path, record["identity"], json.loads(json.dumps(identity)))
+        return _restore(record, tensors, groups)
+
+
+def _check_identity(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
+    changed, details = compare_identities(saved, here)
     if changed:
         raise TrainingError(
             f"cannot resume: {', '.join(changed)} differ from those of the checkpoint in {path.parent}"
             f"{f' ({details})' if details else ''}. Use the same settings and data, or start again without --resume."
         )
+
+
+def _restore(record: dict[str, Any], tensors: Mapping[str, Tensor], groups: Sequence[RunGroup]) -> float:
     runs = [run for group in groups for run in group.runs]
     for number, (run, state_of) in enumerate(zip(runs, record["runs"], strict=True)):
         state: dict[int, dict[str, Any]] = {}
@@ -164,11 +209,8 @@ def _spec_facts(task: Task | Baseline) -> dict[str, Any]:
 
 def run_identity(backbone: Backbone, specs: Sequence[RunSpec], cache: Cache | None) -> dict[str, Any]:
     """All that must be the same for a resume to be the same training."""
-    digests: dict[int, str | None] = {}
-    for spec in specs:
-        for images in (spec.splits.train, spec.splits.val):
-            if id(images) not in digests:
-                digests[id(images)] = _data_digest(images)
+    sets = {id(images): images for spec in specs for images in (spec.splits.train, spec.splits.val)}
+    digests = {key: _data_digest(images) for key, images in sets.items()}
     return {
         "recipe": [spec.recipe.to_json() for spec in specs],
         "task": [{**_spec_facts(spec.task), "regime": spec.regime.name} for spec in specs],

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memoro.errors import BackboneError
 from memoro.extras import need
 
 TIMEOUT = timedelta(days=1)
@@ -79,8 +80,14 @@ def find_processes(device: torch.device) -> Processes:
     return Processes(state.process_index, state.num_processes, max(state.local_process_index, 0), str(state.device))
 
 
-def own_device() -> torch.device:
-    """This process's GPU if there is one, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+def own_device(name: str | None = None) -> torch.device:
+    """The device of this name; without one, this process's GPU (CUDA or MPS) if there is one, else the CPU."""
+    if name is None and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if name is None:
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise BackboneError(f"device {name!r} cannot be used ({reason}): choose cpu, cuda or mps.") from None

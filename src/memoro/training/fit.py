@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,14 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.console import plain_console
 from memoro.data import ImageSet, Splits, Streams, load_data
 from memoro.data.augment import output_size
-from memoro.engine.composition import check_backbone
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
 from memoro.evaluation.metrics import measure
 from memoro.extras import need
+from memoro.images import Preprocessing
 from memoro.regimes import Baseline, Regime, find_regime
 from memoro.tasks.task import Task
 from memoro.training.cached import Cache
@@ -65,6 +65,9 @@ def fit(
 ) -> FitResult:
     """Trains `task` in place on `data` (anything that load_data takes, or Splits) and measures it.
 
+    It starts from the task's weights (their seed is an argument of new_task) and prepares images as in its earlier
+    training, if there was one and no `image_size` is given.
+
     This is one run with one learning rate; `memoro.train` tries several in one pass. Fields of the recipe and of the
     options can be given by name: `fit(backbone, task, "photos", epochs=5, lr=0.03, folder="runs/photos")`. A Baseline
     is trained in passes of its own.
@@ -86,13 +89,17 @@ def fit_tasks(
     Each result is the same as if the task were trained alone. Tasks over the same images (`load_columns`) share every
     image's base pass. A task that extends another one of the list is trained after it.
     """
+    if "seed" in changes:
+        raise TrainingError(
+            "seed is for initial weights, which these tasks already have: pass it to new_task, or use data_seed for "
+            "the order of the images."
+        )
     recipe, options = merge_options(recipe, options, changes)
     specs = []
     for task, data in tasks:
         splits = data if isinstance(data, (Splits, Streams)) else _load(data, task, recipe, options)
-        specs.append(
-            RunSpec(task, recipe, _regime_of(task, regime, backbone), splits, preprocessing_of(backbone, options))
-        )
+        preprocessing = preprocessing_of(backbone, options, task.spec.preprocessing)
+        specs.append(RunSpec(task, recipe, _regime_of(task, regime, backbone), splits, preprocessing))
     stages = _stages(specs)
     done: dict[int, FitResult] = {}
     for number, stage in enumerate(stages, start=1):
@@ -103,8 +110,11 @@ def fit_tasks(
     return [done[id(task)] for task, _ in tasks]
 
 
-def preprocessing_of(backbone: Backbone, options: TrainOptions) -> Any:
-    return backbone.preprocessing if options.image_size is None else backbone.preprocessing.at(options.image_size)
+def preprocessing_of(backbone: Backbone, options: TrainOptions, own: Preprocessing | None = None) -> Preprocessing:
+    """The backbone's preprocessing at the wanted size; without one, the task's `own` if it was trained before."""
+    if options.image_size is not None:
+        return backbone.preprocessing.at(options.image_size)
+    return own or backbone.preprocessing
 
 
 def _regime_of(task: Task | Baseline, name: str | None, backbone: Backbone) -> Regime:
@@ -150,18 +160,28 @@ def train_runs(
 
     Fields of the options can be given by name. `image_size` is not read: each spec has its preprocessing.
     """
-    from memoro.training.runfolder import ProgressBar, RunFolder, draw_run
+    from memoro.training.runfolder import lock_folder
 
     need("accelerate", "torchmetrics", "matplotlib")
     _check_specs(backbone, specs)
     processes = find_processes(backbone.device)
     options = replace(options or TrainOptions(), **changes)
-    options = replace(options, quiet=options.quiet or not processes.main)
+    if not processes.main:
+        options = replace(options, quiet=True, log=None)
+    with lock_folder(Path(options.folder)) if options.folder is not None and processes.main else nullcontext():
+        return _train(backbone, specs, options, processes)
+
+
+def _train(
+    backbone: Backbone, specs: Sequence[RunSpec], options: TrainOptions, processes: Processes
+) -> list[FitResult]:
+    from memoro.training.runfolder import ProgressBar, RunFolder, draw_run
+
     trainer = build_trainer(backbone, specs, options, processes)
     if options.folder is not None and processes.main:
         trainer.callbacks.append(RunFolder(Path(options.folder), trainer, tensorboard=options.tensorboard))
     tasks = [spec.task for spec in specs]
-    with ProgressBar(tasks[0].name, trainer.total_steps, options.quiet) as shown:
+    with ProgressBar(tasks[0].name, sum(group.total_steps for group in trainer.groups), options.quiet) as shown:
         trainer.callbacks.append(shown)
         seconds = trainer.train()
     if all(run.diverged for run in trainer.runs):
@@ -178,9 +198,14 @@ def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
     for task in tasks:
         if sum(task is other for other in tasks) > 1:
             raise TrainingError(f"{task.name!r} was passed twice: create one task per dataset.")
+    if backbone.dtype == torch.float16:
+        raise TrainingError(
+            f"{backbone.name} is in float16, in which small gradients vanish: load it with dtype='float32' (--dtype "
+            "float32) or 'bfloat16'."
+        )
     backbone.check_unchanged()
     for task in [*tasks, *ancestors(tasks)]:
-        check_backbone(task, backbone)
+        task.spec.check_backbone(backbone)
     for spec in specs:
         check_labels(spec.task, spec.splits)
         backbone.check_pixels(torch.empty(1, 3, *output_size(spec.preprocessing)))
@@ -195,8 +220,7 @@ def build_trainer(backbone: Backbone, specs: Sequence[RunSpec], options: TrainOp
     except CacheError as error:
         if cache is None or cache.required:
             raise
-        if not options.quiet:
-            plain_console(stderr=True, soft_wrap=True).print(f"note: training without the cache: {error}")
+        options.note(f"training without the cache: {error}")
         trainer = Trainer(backbone, specs, options, processes=processes)
     return trainer
 
@@ -256,6 +280,7 @@ def evaluate_runs(trainer: Trainer, seconds: float) -> list[FitResult]:
 def _describe(spec: RunSpec, run: Run, metrics: dict[str, Any], seconds: float) -> None:
     """Records in the task how it was trained."""
     images = spec.train
+    seed = run.task.spec.training.get("seed")  # known where a sweep made the task
     run.task.describe(
         preprocessing=spec.preprocessing,
         training={
@@ -268,7 +293,7 @@ def _describe(spec: RunSpec, run: Run, metrics: dict[str, Any], seconds: float) 
             "epochs": len(run.history),
             "steps": run.history[-1]["step"],
             "best_epoch": run.best_epoch,
-            "seed": run.recipe.seed,
+            **({} if seed is None else {"seed": seed}),
             "trained_parameters": sum(parameter.numel() for parameter in run.trained.values()),
             "seconds": round(seconds, 1),
         },

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from memoro.evaluation.metrics import measure, score
 from memoro.heads import loss_sum
 from memoro.regimes import Baseline
 from memoro.training.cached import Cache, estimate, fill_caches
-from memoro.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
+from memoro.training.checkpoint import load_checkpoint, run_identity, save_checkpoint, set_aside
 from memoro.training.distributed import ALONE, Processes
 from memoro.training.group import Loaders, RunGroup, RunSpec, build_groups
 from memoro.training.recipe import TrainOptions
@@ -64,15 +65,17 @@ class Trainer:
     ) -> None:
         self.backbone, self.specs, self.options = backbone, specs, options or TrainOptions()
         self.cache, self.processes, self.callbacks = cache, processes, list(callbacks)
+        for spec in specs:
+            spec.task.to(backbone.device)
         self.loaders = Loaders(backbone, specs, cache, self.options.workers, processes)
         self.groups, self.runs = build_groups(specs, self.loaders, halving=self.options.halving)
         self.checkpoint = None if self.options.folder is None else Path(self.options.folder) / CHECKPOINT
-        self.identity = {**run_identity(backbone, specs, cache), "halving": self.options.halving}
         self._started = 0.0  # on the monotonic clock, as if there had been no interruption
 
-    @property
-    def total_steps(self) -> int:
-        return sum(group.total_steps for group in self.groups)
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """All that must be the same for a resume, and in all processes."""
+        return {**run_identity(self.backbone, self.specs, self.cache), "halving": self.options.halving}
 
     def autocast(self) -> torch.autocast:
         # Not Accelerate's own: that is one setting for the whole life of a process.
@@ -108,8 +111,8 @@ class Trainer:
             seconds = load_checkpoint(self.checkpoint, self.groups, self.identity)
         self.processes.broadcast([parameter for run in self.runs for parameter in run.trained.values()])
         self._started = time.monotonic() - seconds
-        if not any(group.progress.step for group in self.groups):
-            self.save()  # replaces what another training may have left in the folder
+        if not found:
+            self._start_afresh()
         for callback in self.callbacks:
             callback.on_train_begin(self.groups)
         with _deferred_interrupts() as interrupted:
@@ -139,6 +142,17 @@ class Trainer:
         if self.checkpoint is None or not self.processes.main or all(run.diverged for run in self.runs):
             return
         save_checkpoint(self.checkpoint, self.groups, self.identity, time.monotonic() - self._started)
+
+    def _start_afresh(self) -> None:
+        """Replaces the checkpoint that another training left in the folder, and keeps it if that was interrupted."""
+        if self.checkpoint is not None and self.processes.main and self.checkpoint.is_file():
+            kept = set_aside(self.checkpoint)
+            if kept is not None:
+                self.options.note(
+                    f"{self.checkpoint} is from an interrupted training and was renamed to {kept.name}. To continue "
+                    "that training, rename it back and use --resume."
+                )
+        self.save()
 
     def _check_agreement(self, found: bool) -> None:
         """Raises where the processes do not train the same: they would wait for each other for ever."""
@@ -228,7 +242,7 @@ class Trainer:
     def end_epoch(self, group: RunGroup) -> None:
         """Validates, keeps each run's best weights, stops runs out of patience, and starts the next epoch."""
         progress, entries = group.progress, []
-        results = self._validate(group)
+        runs, results = [run for group in self.groups for run in group.runs], self._validate(group)
         for run in group.active:
             found = results.get(id(run))
             if found is not None and not math.isfinite(found["loss"]):
@@ -239,7 +253,7 @@ class Trainer:
                 continue
             loss, correct, images = progress.sums.get(str(group.runs.index(run)), [0.0, 0.0, 0.0])
             entry: dict[str, Any] = {
-                "run": self.position(run),
+                "run": runs.index(run),
                 "epoch": progress.epoch + 1,
                 "step": progress.step,
                 "train_loss": loss / max(images, 1),
@@ -263,10 +277,6 @@ class Trainer:
         group.next_epoch()
         for callback in self.callbacks:
             callback.on_epoch_end(group, entries)
-
-    def position(self, run: Run) -> int:
-        """The run's number, counted over all groups."""
-        return [one for group in self.groups for one in group.runs].index(run)
 
     def _validate(self, group: RunGroup) -> dict[int, dict[str, Any]]:
         """The validation metrics of each active run, by its id."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from memoro.console import plain_console
 from memoro.data import Augment
 from memoro.errors import TrainingError
 from memoro.training.cached import Cache
@@ -58,7 +59,7 @@ class Recipe:
     """Batches per optimiser step: less memory for the same result."""
     precision: Precision = "no"
     seed: int = 0
-    """Seed of the task's initial weights."""
+    """Seed of the initial weights of tasks that `train` and sweeps make; a task given to `fit` has its own."""
     data_seed: int = 0
     """Seed of the order of the images, their augmentation and the validation split."""
     val_fraction: float = 0.15
@@ -130,7 +131,14 @@ class TrainOptions:
     """Processes that decode images; None: one per core."""
     tensorboard: bool = False
     quiet: bool = False
-    """Show no progress bars."""
+    """Show no progress bars, and print no notes."""
+    log: Callable[[str], None] | None = None
+    """Called with notes; None: they are printed to stderr."""
+
+    def note(self, text: str) -> None:
+        """Reports something that the user should know."""
+        if self.log is not None or not self.quiet:
+            (self.log or plain_console(stderr=True, soft_wrap=True).print)(f"note: {text}")
 
     @property
     def wanted_cache(self) -> Cache | None:

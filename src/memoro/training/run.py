@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Backbone
-from memoro.engine.streams import BasePass, Features, TaskStream, build_bank, build_plan
+from memoro.engine.bank import build_bank
+from memoro.engine.plan import build_plan
+from memoro.engine.streams import BasePass, Features, TaskStream
 from memoro.errors import TrainingError
 from memoro.evaluation.logits import Batches
 from memoro.regimes import Baseline
@@ -85,7 +87,7 @@ class SharedForward:
             [task.from_layer for task in [*tasks, *older]],
         )
         # Copies, so that ancestors get no gradient and keep their own flags.
-        self.tasks = [*tasks, *(deepcopy(task).requires_grad_(False) for task in older)]
+        self.tasks = [*tasks, *(deepcopy(task).requires_grad_(False).to(backbone.device) for task in older)]
         self.plan = build_plan(lineage, self.tasks, range(len(tasks)), backbone.depth, backbone.device)
         self.rows = [self.plan.order.index(number) for number in range(len(tasks))]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import warnings
+import os
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -132,6 +133,63 @@ class RunFolder:
 
 
 @contextmanager
+def lock_folder(path: Path) -> Iterator[None]:
+    """Keeps other trainings out of a run folder. The lock belongs to this process and ends with it, however it ends."""
+    lock = path.absolute() / ".lock"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = lock.open("ab")
+        while (free := lock not in _HELD and _try_lock(file.fileno())) and not _is_current(file.fileno(), lock):
+            file.close()  # its owner has removed it meanwhile
+            file = lock.open("ab")
+    except OSError as error:
+        raise TrainingError(f"cannot write to {path} ({error.strerror}): choose another run folder.") from None
+    if not free:
+        file.close()
+        raise TrainingError(f"another training is running in {path}: wait for it, or choose another run folder.")
+    _HELD.add(lock)
+    try:
+        yield
+    finally:
+        _HELD.discard(lock)
+        with suppress(OSError):
+            lock.unlink()
+        file.close()
+
+
+_HELD: set[Path] = set()
+"""The locks of this process: the system's keep out other processes only."""
+
+
+def _try_lock(handle: int) -> bool:
+    """Whether the file is locked now. These locks are not inherited by forked workers, which may outlive a kill."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        try:
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+    import fcntl
+
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
+
+
+def _is_current(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
@@ -170,7 +228,7 @@ def draw_curve(path: Path, title: str, history: list[dict[str, Any]]) -> Path:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    figure.suptitle(title, parse_math=False)
+    figure.suptitle(_drawable(title), parse_math=False)
     return _save(figure, path)
 
 
@@ -190,7 +248,7 @@ def draw_sweep(path: Path, title: str, rows: Sequence[SweepRow], figure_name: st
         lowest, highest = [min(row.val) for row in line], [max(row.val) for row in line]
         axes.fill_between(rates, lowest, highest, alpha=0.15, color=drawn.get_color())
     axes.set(xscale="log", xlabel="learning rate", ylabel=f"validation {figure_name.replace('_', ' ')}")
-    axes.set_title(title, parse_math=False)
+    axes.set_title(_drawable(title), parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return _save(figure, path)
@@ -208,7 +266,7 @@ def draw_confusion(path: Path, title: str, matrix: Tensor, labels: list[str]) ->
     image = axes.imshow(fractions, cmap="Blues", vmin=0, vmax=1)
     if count <= 60:
         size = 9 if count <= 25 else 6
-        names = [label if len(label) <= 18 else f"{label[:17]}…" for label in labels]
+        names = [_drawable(label, most=18) for label in labels]
         axes.set_xticks(range(count), names, fontsize=size, parse_math=False)
         axes.set_yticks(range(count), names, fontsize=size, parse_math=False)
         for name in axes.get_xticklabels():
@@ -219,13 +277,20 @@ def draw_confusion(path: Path, title: str, matrix: Tensor, labels: list[str]) ->
             value = str(int(matrix[row, column]))
             axes.text(column, row, value, ha="center", va="center", fontsize=8, color=shade)
     axes.set(xlabel="predicted", ylabel="true")
-    axes.set_title(title, parse_math=False)
+    axes.set_title(_drawable(title), parse_math=False)
     figure.colorbar(image, ax=axes, shrink=0.8, label="fraction of the true class")
     return _save(figure, path)
 
 
 def _save(figure: Any, path: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks are drawn as boxes
-        figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120)
     return path
+
+
+def _drawable(text: str, most: int = 200) -> str:
+    """The text with boxes for characters that the font lacks: matplotlib would warn of each."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    font = get_font(findfont(FontProperties()))
+    shown = text if len(text) <= most else f"{text[: most - 1]}…"
+    return "".join(character if font.get_char_index(ord(character)) else "□" for character in shown)

@@ -16,7 +16,7 @@ from memoro.console import make_table
 from memoro.data import ImageSet, Splits, Streams
 from memoro.data.splits import Index, fold_numbers
 from memoro.errors import TrainingError
-from memoro.evaluation.metrics import MAIN_FIGURE, measure
+from memoro.evaluation.metrics import MAIN_FIGURE, measure, score
 from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
 from memoro.training.fit import FitResult, train_runs
@@ -85,6 +85,7 @@ class SweepSpec:
             cells, layer, rate, seed = setting
             for part in parts:
                 task = self.regime.build(backbone, replace(self.plan, cells=cells, from_layer=layer, seed=seed))
+                task.describe(training={"seed": seed})
                 recipe = replace(self.recipe, lr=rate, seed=seed)
                 found.append((setting, RunSpec(task, recipe, self.regime, self.splits, self.preprocessing, part)))
         return found
@@ -104,8 +105,9 @@ class SweepRow:
     diverged: int
 
     @property
-    def rank(self) -> tuple[float, float]:
-        return (mean(self.val), -self.val_loss) if self.val else (float("-inf"), float("-inf"))
+    def rank(self) -> tuple[bool, float, float]:
+        """Higher is better. A setting that diverged with some seed is not to be trusted: it comes after all others."""
+        return self.diverged == 0, mean(self.val) if self.val else float("-inf"), -self.val_loss
 
 
 @dataclass(frozen=True)
@@ -138,52 +140,57 @@ def run_sweeps(
         for setting, _ in pairs:
             gathered.setdefault(setting, []).append(next(results))
         chosen.append(_choose(sweep, gathered, options.halving))
+        for row in chosen[-1].rows:
+            if row.val and row.diverged:
+                which = f"{row.cells} cells, from layer {row.from_layer}, lr {row.lr:g}"
+                seeds = f"{row.diverged} of {row.diverged + len(row.val)} seeds"
+                options.note(f"{sweep.plan.name}: {which} diverged with {seeds} and is ranked last.")
     if not any(result.best.metrics for result in chosen):
         names = ", ".join(sweep.splits.name for sweep in sweeps)
         raise TrainingError(f"{names}: all settings diverged: choose smaller learning rates.")
     return chosen
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """One setting, scored."""
-
-    result: FitResult
-    score: float
-    loss: float
+Score = tuple[float, float]
+"""(validation score, -validation loss)"""
 
 
 def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving: bool) -> SweepResult:
     figure = MAIN_FIGURE[sweep.splits.kind]
-    scored: dict[tuple[int, int, float], list[_Candidate | None]] = {}
+    scored: dict[tuple[int, int, float], list[tuple[Score, FitResult] | None]] = {}
     for (cells, layer, rate, _), results in gathered.items():
-        candidate = _score_folds(results, sweep.splits, figure) if sweep.folds else _score(results[0], figure)
-        scored.setdefault((cells, layer, rate), []).append(candidate)
-    rows = [_row(key, candidates, figure) for key, candidates in scored.items()]
+        found = _score_folds(results, sweep.splits, figure) if sweep.folds else _score(results[0], figure)
+        scored.setdefault((cells, layer, rate), []).append(found)
+    rows = []
+    for key, seeds in scored.items():
+        finished = [one for one in seeds if one is not None]
+        test = [result.metrics.get(figure) for _, result in finished if result.metrics["split"] == "test"]
+        loss = -mean(score[1] for score, _ in finished) if finished else float("inf")
+        val = tuple(score[0] for score, _ in finished)
+        rows.append(SweepRow(*key, val, loss, tuple(x for x in test if x is not None), len(seeds) - len(finished)))
     best = max(rows, key=lambda row: row.rank)
     candidates = scored[best.cells, best.from_layer, best.lr]
     if halving:  # the seeds of a combination stopped at different times: their mean says nothing
-        candidates = [one for some in scored.values() for one in some]
-    finished = [one for one in candidates if one is not None]
+        candidates = [one for seeds in scored.values() if best.diverged or None not in seeds for one in seeds]
     everything = [result for results in gathered.values() for result in results]
+    finished = [one for one in candidates if one is not None]
     if finished:
-        chosen = max(finished, key=lambda one: (one.score, -one.loss)).result
+        _, chosen = max(finished, key=lambda one: one[0])
     else:
         chosen = next(result for result in everything if not result.metrics)
     return SweepResult(chosen.task, chosen, rows, everything)
 
 
-def _score(result: FitResult, figure: str) -> _Candidate | None:
-    """By the validation score of the epoch whose weights were kept; None for a run that diverged."""
+def _score(result: FitResult, figure: str) -> tuple[Score, FitResult] | None:
+    """By the epoch whose weights were kept; None for a run that diverged."""
     if not result.metrics or not result.history:
         return None
     nothing = float("-inf")
     scores = [(entry.get(f"val_{figure}", nothing), -entry.get("val_loss", -nothing)) for entry in result.history]
-    score, loss = max(scores)
-    return _Candidate(result, score, -loss)
+    return max(scores), result
 
 
-def _score_folds(results: Sequence[FitResult], splits: Splits | Streams, figure: str) -> _Candidate | None:
+def _score_folds(results: Sequence[FitResult], splits: Splits | Streams, figure: str) -> tuple[Score, FitResult] | None:
     """By the answers to all images, each from the run that did not see it; the last run gives the task."""
     *folds, whole = results
     if not all(result.metrics for result in results):
@@ -191,26 +198,10 @@ def _score_folds(results: Sequence[FitResult], splits: Splits | Streams, figure:
     logits = torch.cat([fold.logits for fold in folds if fold.logits is not None])
     targets = torch.cat([fold.targets for fold in folds if fold.targets is not None])
     found = measure(splits.kind, splits.labels, logits, targets)
-    value = found.get(figure)
     if splits.test is None:
         whole = replace(whole, metrics={"split": f"{len(folds)} folds", **found}, logits=logits, targets=targets)
         whole.task.describe(metrics={name: value for name, value in whole.metrics.items() if value is not None})
-    return _Candidate(whole, float("-inf") if value is None else value, found["loss"])
-
-
-def _row(key: tuple[int, int, float], seeds: Sequence[_Candidate | None], figure: str) -> SweepRow:
-    finished = [one for one in seeds if one is not None]
-    return SweepRow(
-        *key,
-        val=tuple(one.score for one in finished),
-        val_loss=mean(one.loss for one in finished) if finished else float("inf"),
-        test=tuple(
-            one.result.metrics[figure]
-            for one in finished
-            if one.result.metrics["split"] == "test" and one.result.metrics.get(figure) is not None
-        ),
-        diverged=len(seeds) - len(finished),
-    )
+    return score(splits.kind, found), whole
 
 
 def sweep_table(name: str, rows: Sequence[SweepRow]) -> Table:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import glob
+import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -12,15 +14,16 @@ from rich.table import Table
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY
-from memoro.console import format_bytes, format_count, make_table, plain_console
+from memoro.console import format_bytes, format_count, make_table
 from memoro.data import ImageSet, Splits, Streams, load_columns, load_data, load_stream
 from memoro.data.splits import fold_numbers, hold_out
 from memoro.engine.composition import check_together
-from memoro.errors import DataError, TrainingError
+from memoro.errors import DataError, TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, format_worst
 from memoro.regimes import METHODS, Baseline, TaskPlan, find_regime
 from memoro.regimes.baselinefile import save_baseline
-from memoro.tasks.task import Task, check_name
+from memoro.tasks.spec import check_name
+from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks, save_task
 from memoro.training.distributed import find_processes, own_device
 from memoro.training.fit import FitResult, preprocessing_of
@@ -87,6 +90,8 @@ def train(
     data: Any,
     *,
     backbone: Any = TINY,
+    device: str | None = None,
+    dtype: str | None = None,
     task: str | None = None,
     regime: str = "memory",
     cells: int | Sequence[int] = 5,
@@ -100,7 +105,6 @@ def train(
     width: int = 5,
     rank: int = 8,
     out: str | Path | None = None,
-    log: Callable[[str], None] | None = None,
     recipe: Recipe | None = None,
     options: TrainOptions | None = None,
     **changes: Any,
@@ -109,27 +113,26 @@ def train(
 
     `data` is anything that load_data takes, or a dict from task names to such: then all are trained in one pass, and a
     dict of results is returned. A list of label columns does the same for the columns of one table. `backbone` is a
-    Backbone, or anything that load_backbone takes.
+    Backbone, or anything that load_backbone takes; then `device` (None: a GPU if there is one) and `dtype` are used.
 
     Several values of `cells`, `from_layer` or `lr`, or several `seeds`, are tried in one pass, and the best by
     validation is kept; without `lr`, a few learning rates are tried. Small sets are compared by cross-validation
     (`folds`; 0: on a validation split).
 
     Fields of the recipe and of the options can be given by name: `epochs=5`, `image_size=112`, `folder="runs/{task}"`.
-    The task file is written to `out`, a file or folder, if that is given. `log` is called with notes; without it they
-    are printed to stderr unless `quiet`.
+    The task file is written to `out`, a file or folder, if that is given.
     """
     recipe, options = merge_options(recipe, options, changes)
     way, target = find_regime(regime), None if out is None else Path(out)
     columns = [label_column] if isinstance(label_column, str) else label_column
     sources = _name_sources(data, task, columns, streaming)
-    if target is not None and len(sources) > 1 and (target.is_file() or target.suffix == SUFFIX):
-        raise TrainingError(f"--out {target} is a file, but several tasks need a folder, such as --out tasks/.")
+    if target is not None:
+        _check_target(target, several=len(sources) > 1)
     if not isinstance(backbone, Backbone):
-        backbone = load_backbone(backbone, device=own_device())
+        backbone = load_backbone(backbone, device=own_device(device), dtype=dtype)
     main = find_processes(backbone.device).main
-    log = log or plain_console(stderr=True, soft_wrap=True, quiet=options.quiet).print
-    note: Callable[[str], None] = (lambda text: log(f"note: {text}")) if main else (lambda text: None)
+    if not main:
+        options = replace(options, quiet=True, log=None)
 
     rates = LEARNING_RATES[recipe.optimizer][1:2] if streaming else LEARNING_RATES[recipe.optimizer]
     grid = Grid(_several(cells), _several(from_layer), rates if lr is None else _several(lr), seeds, recipe.seed)
@@ -140,6 +143,8 @@ def train(
         grid, folds = replace(grid, cells=grid.cells if uses_cells else grid.cells[:1]), folds or 0
     plan = TaskPlan("", (), extends=_link_parents(extends), width=width, rank=rank)
     sets = _load(sources, columns, streaming, recipe, options)
+    files = {} if target is None else {name: _file_of(name, target, several=len(sets) > 1) for name in sets}
+    leftovers = [part for file in files.values() for part in file.parent.glob(f".{glob.escape(file.name[:40])}.*.part")]
     compared = _choose_folds(list(sets.values()), grid, folds, recipe, options)
     preprocessing = preprocessing_of(backbone, options)
     sweeps = [
@@ -153,22 +158,43 @@ def train(
     if not asked and not all(sweep.folds or sweep.splits.val is not None for sweep in sweeps):
         grid = replace(grid, rates=(grid.rates[len(grid.rates) // 2],))
         sweeps = [replace(sweep, grid=grid, folds=0) for sweep in sweeps]
-        note(f"no validation images to choose a learning rate with: using {grid.rates[0]:g}.")
+        options.note(f"no validation images to choose a learning rate with: using {grid.rates[0]:g}.")
     if options.folder is not None:
         options = replace(options, folder=str(options.folder).replace("{task}", "+".join(sets)))
     for text in _notes(sweeps, folds, options):
-        note(text)
+        options.note(text)
     results = {}
     for sweep, found in zip(sweeps, run_sweeps(backbone, sweeps, options), strict=True):
         rows = found.rows if len(grid.settings()) > 1 else ()
         result = TrainResult(**vars(found.best), rows=rows, skipped=getattr(sweep.splits, "skipped", ()))
         if result.metrics and rows and result.metrics["split"] != "test":
-            note(f"{sweep.plan.name} has no test images: it was selected by its metrics, so they are optimistic.")
+            text = "has no test images: it was selected by its metrics, so they are optimistic."
+            options.note(f"{sweep.plan.name} {text}")
         if result.metrics:
-            result = _write_outputs(result, target, several=len(sweeps) > 1, write=main)
+            result = _write_outputs(result, files.get(sweep.plan.name), several=len(sweeps) > 1, write=main)
         results[sweep.plan.name] = result
+    for part in leftovers if main else ():  # of a write that was killed before this training began
+        part.unlink(missing_ok=True)
     several = type(data) is dict or isinstance(label_column, list)
     return results if several else next(iter(results.values()))
+
+
+def _check_target(out: Path, *, several: bool) -> None:
+    """Raises before the training where its result could not be written."""
+    if several and (out.is_file() or out.suffix == SUFFIX):
+        raise TrainingError(f"--out {out} is a file, but several tasks need a folder, such as --out tasks/.")
+    folder = out if several or out.is_dir() else out.absolute().parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise TrainingError(f"--out {out} cannot be written ({error.strerror}): choose another place.") from None
+
+
+def _file_of(name: str, out: Path, *, several: bool) -> Path:
+    return out / (name + SUFFIX) if several or out.is_dir() else out
 
 
 def _several(values: Any) -> tuple[Any, ...]:
@@ -285,18 +311,20 @@ def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions
     return notes
 
 
-def _write_outputs(result: TrainResult, out: Path | None, *, several: bool, write: bool) -> TrainResult:
+def _write_outputs(result: TrainResult, file: Path | None, *, several: bool, write: bool) -> TrainResult:
     """Writes the task's file and plots; returns the result with their paths."""
     from memoro.training.runfolder import draw_run, draw_sweep
 
-    task, file, plot = result.task, out, None
-    if out is not None and (several or out.is_dir()):
-        file = out / (task.name + SUFFIX)
+    task, plot = result.task, None
     suffix = f"-{task.name}" if several else ""
     if result.rows and result.folder is not None:
         plot = result.folder / f"sweep{suffix}.png"
     if write and file is not None:
-        save_baseline(task, file) if isinstance(task, Baseline) else save_task(task, file)
+        try:
+            save_baseline(task, file) if isinstance(task, Baseline) else save_task(task, file)
+        except TaskFileError as error:
+            rest = "" if result.folder is None else f" The training is saved in {result.folder}: --resume writes it."
+            raise TaskFileError(f"{error}{rest}") from None
     if write and result.folder is not None and (result.rows or several):  # a single run's plots are there already
         draw_run(result.folder, suffix, result)
     if write and plot is not None:

@@ -1,0 +1,82 @@
+"""Who attends to whom at each layer, as index tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memoro.engine.bank import bank_offsets
+from memoro.tasks.lineage import Lineage
+from memoro.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tasks that see equally many tokens and cells at a layer: they attend as one dense batch, without padding."""
+
+    rows: Tensor
+    """(g) rows of the task stream."""
+    tokens: Tensor | None
+    """(g, p) rows whose tokens each one sees, itself first; None where it sees no other."""
+    cells: Tensor | None
+    """(g, m) places in the layer's bank that each one sees, its own cells first; None where there are none."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    born: Tensor
+    """Tasks (by index) whose stream starts at this layer; they are appended to the rows."""
+    groups: tuple[Group, ...]
+    restore: Tensor | None
+    """Brings the rows of all groups, one after the other, back into stream order; None for a single group."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan for a set of tasks, built once."""
+
+    layers: tuple[LayerPlan, ...]
+    """One per layer and a last one, for the tasks that are heads on the final class token."""
+    order: tuple[int, ...]
+    """The task (by index) in each row of the finished stream."""
+
+
+def build_plan(
+    lineage: Lineage, tasks: Sequence[Task], wanted: Sequence[int], depth: int, device: torch.device
+) -> Plan:
+    """The plan for the wanted tasks and what they extend, over a bank of all `tasks`."""
+    chosen = sorted(lineage.closure(wanted), key=lambda task: lineage.forks[task])
+    layers: list[LayerPlan] = []
+    for layer in range(depth + 1):
+        born = torch.tensor([t for t in chosen if lineage.forks[t] == layer], device=device, dtype=torch.long)
+        if layer == depth:
+            layers.append(LayerPlan(born, (), None))
+        elif layer == 0 or layer in lineage.forks:
+            groups = _plan_groups(lineage, tasks, chosen, layer, device)
+            restore = torch.cat([group.rows for group in groups]).argsort() if len(groups) > 1 else None
+            layers.append(LayerPlan(born, groups, restore))
+        else:  # no stream starts here: every task sees what it saw one layer before
+            layers.append(LayerPlan(born, layers[-1].groups, layers[-1].restore))
+    return Plan(tuple(layers), tuple(chosen))
+
+
+def _plan_groups(
+    lineage: Lineage, tasks: Sequence[Task], chosen: Sequence[int], layer: int, device: torch.device
+) -> tuple[Group, ...]:
+    row = {task: position for position, task in enumerate(chosen)}
+    offsets = bank_offsets(tasks, layer)
+    alike: dict[tuple[int, int], list[tuple[int, list[int], list[int]]]] = defaultdict(list)
+    for task in chosen:
+        if lineage.forks[task] <= layer:
+            seen = lineage.visible(task, layer)
+            cells = [offsets[other] + cell for other in seen for cell in range(tasks[other].cells)]
+            alike[len(seen), len(cells)].append((row[task], [row[other] for other in seen], cells))
+    groups = []
+    for (tokens, cells_seen), members in sorted(alike.items()):
+        rows, seen_rows, places = (torch.tensor(part, device=device) for part in zip(*members, strict=True))
+        groups.append(Group(rows, seen_rows if tokens > 1 else None, places if cells_seen else None))
+    return tuple(groups)

@@ -1,0 +1,160 @@
+"""What every model of one task has, whatever regime trained it: a spec, a head, a content hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from memoro.backbones import Backbone, Fingerprint
+from memoro.errors import CompositionError, TaskError
+from memoro.heads import HeadKind
+from memoro.images import Preprocessing
+
+RESERVED = frozenset({"base"})
+MAX_NAME = 120
+MAX_CELLS = 4096
+INIT_STD = 0.02  # PAPER: memory starts as N(0, 0.02); with zeros the cells of a layer would stay identical
+
+
+@dataclass(frozen=True)
+class BackboneRecord:
+    """Which backbone a model belongs to."""
+
+    name: str
+    family: str
+    dim: int
+    depth: int
+    fingerprint: Fingerprint
+
+    @classmethod
+    def of(cls, backbone: Backbone) -> BackboneRecord:
+        return cls(backbone.name, backbone.family, backbone.dim, backbone.depth, backbone.fingerprint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """What a model of one task is, without its weights."""
+
+    name: str
+    labels: tuple[str, ...]
+    kind: HeadKind
+    backbone: BackboneRecord
+    preprocessing: Preprocessing | None = None
+    """How its training images were prepared; None before training: then the backbone's own."""
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """Facts about its training (JSON values)."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    def hash_content(self, tensors: Mapping[str, Tensor], **own: Any) -> str:
+        """SHA-256 of all that decides the answers: these facts, `own` (those of the kind of model) and the weights.
+
+        Training facts and metrics are left out: a note added later does not make it another model.
+        """
+        record = {
+            "name": self.name,
+            "labels": self.labels,
+            "kind": self.kind,
+            "preprocessing": None if self.preprocessing is None else self.preprocessing.to_json(),
+            "backbone": self.backbone.fingerprint.digest,
+            **own,
+        }
+        whole = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
+        for name, tensor in sorted(tensors.items()):
+            data = tensor.detach().cpu().contiguous()
+            whole.update(f"{name} {tuple(data.shape)} {data.dtype}\n".encode())
+            whole.update(data.reshape(-1).view(torch.uint8).numpy().data)
+        return whole.hexdigest()
+
+    def check_backbone(self, backbone: Backbone) -> None:
+        """Raises if the model was made for another backbone."""
+        made, here = self.backbone, backbone.fingerprint
+        if (made.dim, made.depth) != (backbone.dim, backbone.depth):
+            why = f"{made.depth} layers of {made.dim}; this one has {backbone.depth} of {backbone.dim}"
+        elif made.fingerprint.match(here) == "different":
+            why = f"fingerprint {made.fingerprint.short}; this one has other weights, {here.short}"
+        else:
+            return
+        raise CompositionError(
+            f"{self.name!r} was trained for {made.name} ({made.family}, {why}). Load that backbone, or train the task "
+            f"again on this one: memoro train DATA --backbone {backbone.name} --task {self.name}"
+        )
+
+
+Spec = TypeVar("Spec", bound=ModelSpec)
+
+
+class TaskModule(nn.Module, Generic[Spec]):
+    """A module with a spec and a head."""
+
+    head: nn.Linear
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def labels(self) -> list[str]:
+        return list(self.spec.labels)
+
+    @property
+    def kind(self) -> HeadKind:
+        return self.spec.kind
+
+    def describe(self, **changes: Any) -> None:
+        """Replaces fields of the spec that say how the model came about: preprocessing, training, metrics."""
+        self.spec = replace(self.spec, **changes)
+
+
+AnyModule = TypeVar("AnyModule", bound=TaskModule[Any])
+
+
+def by_name(models: Iterable[AnyModule]) -> dict[str, AnyModule]:
+    """Models that answer side by side, each under its own name."""
+    named: dict[str, AnyModule] = {}
+    for model in models:
+        if model.name in named:
+            raise CompositionError(f"two tasks are named {model.name!r}; names must be unique, so rename one.")
+        named[model.name] = model
+    return named
+
+
+def check_name(name: object) -> str:
+    """The name, if it can be used in a dictionary, a table and a file name alike."""
+    if not isinstance(name, str) or not name.strip():
+        raise TaskError(f"a task's name must be a non-empty string, not {name!r}.")
+    if name in RESERVED:
+        raise TaskError(f"the name {name!r} is reserved for the backbone's own output; choose another.")
+    if name != name.strip() or len(name) > MAX_NAME:
+        raise TaskError(f"name {name[:40]!r}: remove spaces at its ends; at most {MAX_NAME} characters are allowed.")
+    if "/" in name or "\\" in name or name.startswith("."):
+        raise TaskError(f"name {name!r} looks like a path: leave out slashes and leading dots.")
+    if any(unicodedata.category(character).startswith("C") for character in name):
+        raise TaskError(f"name {name!r} contains control characters: leave them out.")
+    return name
+
+
+def check_labels(labels: object, name: str) -> tuple[str, ...]:
+    """The labels as a tuple, if they are text and no two are the same."""
+    if isinstance(labels, str) or not isinstance(labels, Sequence):
+        raise TaskError(f"{name!r}: labels must be a list of strings, not {type(labels).__name__}.")
+    if not labels:
+        raise TaskError(f"{name!r}: labels must not be empty.")
+    seen: set[str] = set()
+    for label in labels:
+        if not isinstance(label, str) or not label:
+            raise TaskError(f"{name!r}: labels must be non-empty strings, not {label!r}.")
+        if label in seen:
+            raise TaskError(f"{name!r}: labels must be unique: {label!r} appears twice.")
+        seen.add(label)
+    return tuple(labels)
