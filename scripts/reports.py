@@ -20,9 +20,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def load_splits(source: str) -> Splits:
+def load_splits(source: str, labels: Sequence[str] | None = None) -> Splits:
     """A set whose training images are not split further."""
-    splits = memoro.load_data(source, val_fraction=0, quiet=True)
+    splits = memoro.load_data(source, val_fraction=0, labels=labels, quiet=True)
     assert splits.train is not None, f"{source} has no training images"
     assert splits.test is not None, f"{source} has no test split"
     return splits
