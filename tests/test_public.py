@@ -106,7 +106,7 @@ def test_every_package_has_a_level() -> None:
     assert there - OUTSIDE == set(LEVEL)
 
 
-@pytest.mark.parametrize("package", LEVEL)
+@pytest.mark.parametrize("package", sorted(LEVEL))
 def test_dependencies_point_one_way(package: str) -> None:
     files = [SOURCE / f"{package}.py"] if (SOURCE / f"{package}.py").is_file() else (SOURCE / package).rglob("*.py")
     for path in files:
