@@ -18,8 +18,9 @@ SOURCE = Path(memoro.__file__).parent
 PUBLIC = [
     "Backbone", "BackboneError", "Baseline", "Cache", "CacheError", "Composition", "CompositionError", "DataError",
     "ImageError", "MemoroError", "NaiveConcatenation", "Preprocessing", "Recipe", "Task", "TaskError", "TaskFileError",
-    "TrainingError", "compose", "evaluate", "fit", "fit_tasks", "import_tasks", "load_backbone", "load_baseline",
-    "load_columns", "load_data", "load_task", "load_tasks", "new_task", "save_baseline", "save_task", "save_tasks",
+    "TrainOptions", "TrainingError", "compose", "evaluate", "fit", "fit_tasks", "import_tasks", "load_backbone",
+    "load_baseline", "load_columns", "load_data", "load_task", "load_tasks", "new_task", "save_baseline",
+    "save_task", "save_tasks", "train",
 ]  # fmt: skip
 
 
