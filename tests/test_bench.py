@@ -25,8 +25,8 @@ from memoro.bench.time_to_accuracy import (
     epoch_count,
 )
 from memoro.bench.train import bench_loader, bench_train, draw_growth, tick_count
+from memoro.evaluation.logits import CachedBatch
 from memoro.regimes import METHODS
-from memoro.training.cached import CachedBatch
 from memoro.training.loop import Trainer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,20 +16,18 @@ from memoro.engine.streams import Features
 from memoro.errors import TrainingError
 
 
-class FeatureBatch(Protocol):
-    """A batch whose base pass is read back instead of computed; the other fields are those of `Batch`."""
+@dataclass(frozen=True)
+class CachedBatch:
+    """A batch whose features are read from disk; the rest is as in `Batch`."""
 
-    @property
-    def read(self) -> Callable[[], Features]: ...
-    @property
-    def targets(self) -> Tensor: ...
-    @property
-    def index(self) -> Tensor: ...
-    @property
-    def total(self) -> int: ...
+    read: Callable[[], Features]
+    """Its features, valid until another batch of the same loader is read: they share memory."""
+    targets: Tensor
+    index: Tensor
+    total: int
 
 
-AnyBatch = Batch | FeatureBatch
+AnyBatch = Batch | CachedBatch
 
 
 class Batches(Protocol):
@@ -40,12 +39,6 @@ class Batches(Protocol):
     def __len__(self) -> int: ...
 
     def epoch(self, number: int, start: int = 0) -> Iterator[AnyBatch]: ...
-
-
-class Gather(Protocol):
-    """The processes that evaluate together."""
-
-    def all_gather(self, value: Any) -> list[Any]: ...
 
 
 def inputs_of(batch: AnyBatch, backbone: Backbone) -> Tensor | Features:
@@ -60,12 +53,12 @@ def collect_logits(
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     tick: Callable[[int], None] = lambda images: None,
-    processes: Gather | None = None,
+    all_gather: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> tuple[list[Tensor], Tensor]:
     """The logits that `answer` gives for each of its tasks over all images of a loader, and the targets, on the CPU.
 
-    With several processes, each one's loader yields its part of the images; all of them return the whole, in the
-    order of the images.
+    With several processes, each one's loader yields its part of the images. `all_gather` collects the parts, and all
+    processes return the whole, in the order of the images.
     """
     parts: list[tuple[list[Tensor], Tensor, Tensor]] = []
     with torch.no_grad():
@@ -76,8 +69,7 @@ def collect_logits(
                 out = answer(inputs_of(batch, backbone))
             parts.append(([logits.float().cpu() for logits in out], batch.targets, batch.index))
             tick(len(batch.targets))
-    if processes is not None:
-        parts = [part for own in processes.all_gather(parts) for part in own]
+    parts = [part for own in all_gather(parts) for part in own]
     if not parts:
         raise TrainingError(f"{loader.images.name}: there are no images to evaluate on.")
     answers, targets, index = zip(*parts, strict=True)

@@ -22,6 +22,7 @@ from memoro.engine import featurestore
 from memoro.engine.featurestore import FeatureStore, RecordFormat, StoreDtype, default_folder
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
+from memoro.evaluation.logits import CachedBatch
 
 GIGABYTE = 10**9
 
@@ -43,17 +44,6 @@ class Cache:
     def __post_init__(self) -> None:
         if self.dtype not in get_args(StoreDtype):
             raise CacheError(f"features cannot be kept as {self.dtype!r}: choose {', '.join(get_args(StoreDtype))}.")
-
-
-@dataclass(frozen=True)
-class CachedBatch:
-    """A batch whose features are read from disk; the rest is as in `Batch`."""
-
-    read: Callable[[], Features]
-    """Its features, valid until another batch of the same loader is read: they share memory."""
-    targets: Tensor
-    index: Tensor
-    total: int
 
 
 class CachedLoader:

@@ -258,7 +258,7 @@ def evaluate_runs(trainer: Trainer, seconds: float) -> list[FitResult]:
     answers: dict[int, tuple[Tensor, Tensor]] = {}
     for loader, pairs in by_loader.values():
         forward = build_forward(trainer.backbone, [run.task for _, run in pairs])
-        logits, targets = collect_logits(forward, trainer.backbone, loader, processes=trainer.processes)
+        logits, targets = collect_logits(forward, trainer.backbone, loader, all_gather=trainer.processes.all_gather)
         for (spec, run), out in zip(pairs, logits, strict=True):
             _, images = spec.final  # its own targets: other labels may share the loader
             answers[id(run)] = out, images.targets if isinstance(images, ImageSet) else targets

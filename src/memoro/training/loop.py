@@ -281,7 +281,7 @@ class Trainer:
         for loader, runs in group.val_sets:
             forward = build_forward(self.backbone, [run.task for run in runs])
             logits, targets = collect_logits(
-                forward, self.backbone, loader, autocast=self.autocast, processes=self.processes
+                forward, self.backbone, loader, autocast=self.autocast, all_gather=self.processes.all_gather
             )
             for run, out in zip(runs, logits, strict=True):
                 own = targets if run.val_targets is None else run.val_targets
