@@ -275,6 +275,7 @@ def train_runs(
         task.spec.check_backbone(backbone)
     for spec in specs:
         check_labels(spec.task, spec.splits)
+        spec.task.prepare_training(backbone)
         backbone.check_pixels(torch.empty(1, 3, *output_size(spec.preprocessing)))
     processes = find_processes(backbone.device)
     quiet = quiet or not processes.main
