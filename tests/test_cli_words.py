@@ -150,7 +150,7 @@ def test_verify_says_what_its_number_is(
 ) -> None:
     memoro.save_task(random_task(backbone, "rooms", seed=1), tmp_path / "rooms.safetensors")
     alone = shell("verify", "-b", "vit", "-t", pets).out
-    assert "tasks     1 (pets): alone here, so there is nothing to compare it with" in alone
+    assert "tasks     1 (pets): only one task, so there is nothing to compare" in alone
     both = ("verify", "-b", "vit", "-t", pets, "-t", "rooms.safetensors")
     said = shell(*both).out
     assert "tasks     2; largest logit difference between a task alone and composed: " in said
@@ -364,5 +364,5 @@ def test_offline_the_hub_is_quiet_and_the_way_out_is_named(monkeypatch: pytest.M
     way_out = r"\(no network\)\..*`hf download owner/name --local-dir FOLDER`, then -b FOLDER\.$"
     with pytest.raises(BackboneError, match=way_out):
         memoro.load_backbone("owner/name")
-    with pytest.raises(BackboneError, match=r"pass its folder\.$"):
+    with pytest.raises(BackboneError, match=r"pass the folder\.$"):
         memoro.load_backbone("./owner")

@@ -201,7 +201,7 @@ def test_every_regime_from_the_shell(shell: Any, tmp_path: Path) -> None:
     assert record["parameters"] == records["adapter"]["training"]["trained_parameters"]
     assert "cannot be composed" in shell("inspect", "lora.safetensors").stdout
     for command in (("compose", "full.safetensors", "-o", "x"), ("verify", "-b", "vit", "-t", "full.safetensors")):
-        assert "needs a pass of its own and cannot be composed" in str(shell(*command, code=1))
+        assert "needs a separate pass and cannot be composed" in str(shell(*command, code=1))
     assert "its features cannot be cached" in str(shell("train", "set", "--regime", "full", *COMMON, "--cache", code=1))
 
 

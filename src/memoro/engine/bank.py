@@ -21,12 +21,15 @@ class Bank:
 
 
 def build_bank(anatomy: Anatomy, tasks: Sequence[Task]) -> Bank:
-    """The tasks' weights, memory already projected to keys and values. Differentiable with respect to the tasks."""
+    """The tasks' weights on the backbone's device and in its dtype, memory already projected to keys and values.
+
+    Differentiable with respect to the tasks.
+    """
     weight = anatomy.tensors["patch.weight"]
     if not tasks:
         return Bank(weight.new_zeros(0, anatomy.dim), (None,) * anatomy.depth)
-    tokens = torch.stack([task.class_token for task in tasks]).to(weight.dtype)
-    memory = (_layer_memory(block, tasks, layer, weight.dtype) for layer, block in enumerate(anatomy.blocks))
+    tokens = torch.stack([task.class_token.to(weight) for task in tasks])
+    memory = (_layer_memory(block, tasks, layer, weight) for layer, block in enumerate(anatomy.blocks))
     return Bank(tokens, tuple(memory))
 
 
@@ -45,11 +48,11 @@ def _in_bank(tasks: Sequence[Task], layer: int) -> list[int]:
     return sorted(present, key=lambda i: tasks[i].spec.memory_norm != "pre")
 
 
-def _layer_memory(block: Block, tasks: Sequence[Task], layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+def _layer_memory(block: Block, tasks: Sequence[Task], layer: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
     present = [tasks[i] for i in _in_bank(tasks, layer)]
     if not present:
         return None
-    cells = [task.memory[layer - task.from_layer].to(dtype) for task in present]
+    cells = [task.memory[layer - task.from_layer].to(like) for task in present]
     pre = sum(task.spec.memory_norm == "pre" for task in present)
     normed = [block.norm1(torch.cat(cells[:pre]))] if pre else []
     keys, values = block.kv(torch.cat([*normed, *cells[pre:]]).unsqueeze(0))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memoro.backbones import Backbone
 from memoro.engine.answers import Picture, predict_images
@@ -18,20 +19,26 @@ from memoro.engine.verify import Verification, verify_composition
 from memoro.errors import CompositionError
 from memoro.images import Preprocessing
 from memoro.tasks.lineage import Lineage, trace_lineage
-from memoro.tasks.task import Parent, Task
+from memoro.tasks.task import Task, content_hashes
 
 
 def compose(backbone: Backbone, tasks: Iterable[Task] = (), *, live: bool = False) -> Composition:
     """The tasks on the backbone, checked: right backbone, unique names, all parents present, no cycle.
 
-    The composition keeps a snapshot of the tasks: later changes to them do not show in it. With `live=True` it reads
-    the tasks' own parameters at every call and gradients flow to them: that is for training.
+    The composition keeps a snapshot of the tasks, on the backbone's device: later changes to them do not show in it.
+    With `live=True` it reads the tasks' own parameters at every call and gradients flow to them: that is for training.
     """
     return Composition(backbone, tuple(tasks), live=live)
 
 
-class Composition:
-    """Immutable: attach and detach give a new one, so threads can share it."""
+class Composition(nn.Module):
+    """Immutable: attach, detach and `to` give a new one, so threads can share it. It is always in eval mode.
+
+    As a module it has the backbone's frozen weights as `base` and the tasks by their numbers, since a task's name may
+    contain dots.
+    """
+
+    base: nn.Module
 
     def __init__(self, backbone: Backbone, tasks: Sequence[Task], *, live: bool = False) -> None:
         for task in tasks:
@@ -40,12 +47,16 @@ class Composition:
                     getattr(task, "not_composable", f"{task!r} is not a task; use load_task() or new_task().")
                 )
             task.spec.check_backbone(backbone)
+        super().__init__()
+        super().train(False)
         self.backbone = backbone
         self.live = live
-        self._lineage = _check_parents(tasks)
-        self.tasks: dict[str, Task] = {task.name: task if live else _snapshot(task) for task in tasks}
-        self._list = tuple(self.tasks.values())
-        self._index = {name: position for position, name in enumerate(self.tasks)}
+        self._lineage, hashes = _check_parents(tasks)
+        self._list = tuple(task if live else _snapshot(task, hashes, backbone.device) for task in tasks)
+        self._index = {task.name: position for position, task in enumerate(self._list)}
+        self.base = backbone.module
+        for number, task in enumerate(self._list):
+            self.add_module(str(number), task)
         # Memory does not depend on the image: its keys and values are computed here, once.
         self._frozen_bank: Bank | None = None
         if not live:
@@ -54,8 +65,13 @@ class Composition:
         self._plans: dict[tuple[int, ...], Plan] = {}
 
     @property
+    def tasks(self) -> Mapping[str, Task]:
+        """The tasks by name, to read."""
+        return MappingProxyType({task.name: task for task in self._list})
+
+    @property
     def names(self) -> list[str]:
-        return list(self.tasks)
+        return list(self._index)
 
     def attach(self, task: Task) -> Composition:
         """A new composition with one more task."""
@@ -74,7 +90,7 @@ class Composition:
         members = self._lineage.closure(self._pick([name]))
         return Composition(self.backbone, [self._list[i] for i in members], live=self.live)
 
-    def __call__(
+    def forward(
         self, pixel_values: Tensor, tasks: Sequence[str] | None = None, *, any_size: bool = False
     ) -> dict[str, Tensor]:
         """`{"base": the backbone's own answer, "pets": logits, …}` for a batch of normalised images.
@@ -93,8 +109,11 @@ class Composition:
         for i in wanted:
             assert stream is not None
             head = self._list[i].head
-            answers[self._list[i].name] = head(stream[:, row[i]].to(head.weight.dtype))
+            answers[self._list[i].name] = head(stream[:, row[i]].to(head.weight))
         return answers
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def predict(
         self, images: Picture | Iterable[Picture], tasks: Sequence[str] | None = None, *, batch_size: int = 32
@@ -130,6 +149,23 @@ class Composition:
     def verify(self, pixel_values: Tensor) -> Verification:
         """Runs the original model and each task alone beside the composition, and says what differs."""
         return verify_composition(self, pixel_values)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Composition:
+        # What to(), cuda(), half() and the like call. Tasks keep their dtype: they are computed in the backbone's.
+        return Composition(self.backbone.convert(fn), self._list, live=self.live)
+
+    def train(self, mode: bool = True) -> Composition:
+        """Nothing changes: dropout would change the backbone's own answer."""
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Composition:
+        return self._refuse() if requires_grad else self
+
+    def load_state_dict(self, *args: Any, **options: Any) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise CompositionError("a composition cannot be changed: train tasks with fit(), then compose them again.")
 
     def _bank(self) -> Bank:
         return build_bank(self.backbone.anatomy, self._list) if self._frozen_bank is None else self._frozen_bank
@@ -178,29 +214,33 @@ def check_together(tasks: Sequence[Task]) -> None:
             )
 
 
-def _check_parents(tasks: Sequence[Task]) -> Lineage:
-    """The lineage of the tasks; raises if it is impossible, or a parent is not the one that its child was made over."""
+def _check_parents(tasks: Sequence[Task]) -> tuple[Lineage, dict[int, str]]:
+    """The lineage of the tasks, and the content hashes of parents.
+
+    Raises if the lineage is impossible, or a parent is not the version that its child was trained with.
+    """
     lineage = trace_lineage(
         [task.name for task in tasks],
         [[parent.name for parent in task.extends] for task in tasks],
         [task.from_layer for task in tasks],
     )
     by_name = {task.name: task for task in tasks}
-    hashes: dict[str, str] = {}
+    parents = [parent for task in tasks for parent in task.extends]
+    hashes = content_hashes(
+        [*(by_name[parent.name] for parent in parents), *(p for p in parents if isinstance(p, Task))]
+    )
     for task in tasks:
-        for parent in task.extends:
-            here = by_name[parent.name]
-            if here is parent:
-                continue
-            wanted = parent.content if isinstance(parent, Parent) else parent.content_hash()
-            if hashes.setdefault(here.name, here.content_hash()) != wanted:
+        for parent in task.parents_among(hashes):
+            here = hashes[id(by_name[parent.name])]
+            if here != parent.content:
                 raise CompositionError(
-                    f"{task.name!r} extends a different version of {parent.name!r} (content {wanted[:12]}; this one "
-                    f"has {hashes[here.name][:12]}). Attach the version it was trained with, or train it again."
+                    f"{task.name!r} extends a different version of {parent.name!r} (content {parent.content[:12]}; "
+                    f"this one has {here[:12]}): {parent.name!r} was trained or changed since. Attach the version that "
+                    f"{task.name!r} was trained with, or train {task.name!r} again."
                 )
-    return lineage
+    return lineage, hashes
 
 
-def _snapshot(task: Task) -> Task:
-    tensors = {name: tensor.detach().clone() for name, tensor in task.state_dict().items()}
-    return Task.from_tensors(task.spec, tensors, task.parents).requires_grad_(False)
+def _snapshot(task: Task, hashes: Mapping[int, str], device: torch.device) -> Task:
+    tensors = {name: tensor.detach().to(device, copy=True) for name, tensor in task.state_dict().items()}
+    return Task.from_tensors(task.spec, tensors, task.parents_among(hashes)).requires_grad_(False).eval()

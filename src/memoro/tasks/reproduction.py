@@ -23,7 +23,7 @@ MAX_FILE = 8 << 30
 
 
 def import_tasks(backbone: Backbone, path: str | Path, *, names: list[str] | None = None) -> list[Task]:
-    """The tasks in a state dict of the public reproduction, parents before children.
+    """The tasks in a state dict of the public reproduction, parents before children, on the backbone's device.
 
     Its memory bypasses the LayerNorm, so the tasks get `memory_norm="post"`. Its class token 0 and classifier 0
     are the backbone's own and are left out. The stored mask says which tasks extend which.
@@ -64,7 +64,7 @@ def import_tasks(backbone: Backbone, path: str | Path, *, names: list[str] | Non
                 "head.weight": weight,
                 "head.bias": heads[number + 1, "bias"],
             }
-            tensors = {name: found[name].reshape(shape).clone() for name, shape in spec.shapes.items()}
+            tensors = {name: found[name].reshape(shape) for name, shape in spec.shapes.items()}
         except (KeyError, RuntimeError, ValueError, TypeError):
             raise TaskFileError(
                 f"{path}: task {number} does not fit {backbone.name} ({backbone.depth} layers of {backbone.dim}). "
@@ -72,6 +72,7 @@ def import_tasks(backbone: Backbone, path: str | Path, *, names: list[str] | Non
             ) from None
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise TaskFileError(f"{path}: task {number} contains NaN or infinity.")
+        tensors = {name: tensor.to(backbone.device, copy=True) for name, tensor in tensors.items()}
         tasks.append(Task.from_tensors(spec, tensors, [tasks[parent] for parent in parents[number]]))
     return tasks
 

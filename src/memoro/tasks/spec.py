@@ -111,6 +111,9 @@ class TaskModule(nn.Module, Generic[Spec]):
     def kind(self) -> HeadKind:
         return self.spec.kind
 
+    def prepare_training(self, backbone: Backbone) -> None:
+        """Called when a training starts."""
+
     def describe(self, **changes: Any) -> None:
         """Replaces fields of the spec that say how the model came about: preprocessing, training, metrics."""
         self.spec = replace(self.spec, **changes)

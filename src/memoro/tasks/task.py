@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
@@ -63,6 +63,7 @@ class Task(TaskModule[TaskSpec]):
         self.head = head
         # A tuple, so that torch does not take the parents' parameters for this task's own.
         self.extends = tuple(extends)
+        self._trained_with = {parent.name: parent.content for parent in extends if isinstance(parent, Parent)}
 
     @classmethod
     def from_tensors(cls, spec: TaskSpec, tensors: Mapping[str, Tensor], extends: Sequence[Task | Parent]) -> Task:
@@ -81,23 +82,52 @@ class Task(TaskModule[TaskSpec]):
 
     @property
     def parents(self) -> tuple[Parent, ...]:
-        """Name and content hash of each task that this one extends, as of now."""
+        """Name and content hash of each task that this one extends: as it was trained with, else as of now."""
+        return self.parents_among(content_hashes([parent for parent in self.extends if isinstance(parent, Task)]))
+
+    def parents_among(self, hashes: Mapping[int, str]) -> tuple[Parent, ...]:
+        """The same, where the hashes of the parents are known (see `content_hashes`)."""
         return tuple(
-            parent if isinstance(parent, Parent) else Parent(parent.name, parent.content_hash())
-            for parent in self.extends
+            Parent(parent.name, self._trained_with.get(parent.name) or hashes[id(parent)]) for parent in self.extends
         )
 
     def content_hash(self) -> str:
         """SHA-256 of all that decides this task's answers: weights, shape of the stream, labels, parents."""
-        return self.spec.hash_content(
-            self.state_dict(),
-            from_layer=self.from_layer,
-            memory_norm=self.spec.memory_norm,
-            parents=[asdict(parent) for parent in self.parents],
-        )
+        return content_hashes([self])[id(self)]
+
+    def prepare_training(self, backbone: Backbone) -> None:
+        """Called when a training starts: moves the task to the backbone's device and records what it extends.
+
+        From then on it belongs to these versions of its parents: `parents` does not follow their later training.
+        """
+        self.to(backbone.device)
+        parents = [parent for parent in self.extends if isinstance(parent, Task)]
+        hashes = content_hashes(parents)
+        self._trained_with |= {parent.name: hashes[id(parent)] for parent in parents}
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, {len(self.labels)} labels, {self.cells} cells, from layer {self.from_layer}"
+
+
+def content_hashes(tasks: Iterable[Task]) -> dict[int, str]:
+    """The content hashes of the tasks and of those that they depend on, by `id`; each is computed once."""
+    hashes: dict[int, str] = {}
+    waiting = list(tasks)
+    while waiting:  # no recursion: chains may be long
+        task = waiting[-1]
+        unknown = [p for p in task.extends if isinstance(p, Task) and p.name not in task._trained_with]
+        if missing := [parent for parent in unknown if id(parent) not in hashes]:
+            waiting += missing
+            continue
+        waiting.pop()
+        if id(task) not in hashes:
+            hashes[id(task)] = task.spec.hash_content(
+                task.state_dict(),
+                from_layer=task.from_layer,
+                memory_norm=task.spec.memory_norm,
+                parents=[asdict(parent) for parent in task.parents_among(hashes)],
+            )
+    return hashes
 
 
 def new_task(

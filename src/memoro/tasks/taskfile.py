@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 from memoro.errors import TaskFileError
@@ -24,7 +25,7 @@ from memoro.tasks.record import (
     write_tensors,
 )
 from memoro.tasks.spec import MAX_CELLS, by_name, check_name
-from memoro.tasks.task import MemoryNorm, Parent, Task, TaskSpec
+from memoro.tasks.task import MemoryNorm, Parent, Task, TaskSpec, content_hashes
 
 MAX_FILE = 2 << 30
 MAX_TASKS = 10_000
@@ -46,19 +47,20 @@ def save_tasks(tasks: Sequence[Task], path: str | Path) -> Path:
     tensors: dict[str, Tensor] = {}
     for number, task in enumerate(tasks):
         tensors |= write_tensors(task.name, task.state_dict(), f"{number}.")
-    return write_file(path, {"tasks": [_write_task(task) for task in tasks]}, tensors)
+    hashes = content_hashes(tasks)
+    return write_file(path, {"tasks": [_write_task(task, hashes) for task in tasks]}, tensors)
 
 
-def load_task(path: str | Path) -> Task:
-    """The one task of a file."""
-    tasks = load_tasks(path)
+def load_task(path: str | Path, *, device: torch.device | str | None = None) -> Task:
+    """The one task of a file, on the CPU unless another device is given."""
+    tasks = load_tasks(path, device=device)
     if len(tasks) != 1:
         held = ", ".join(task.name for task in tasks)
         raise TaskFileError(f"{path} contains {len(tasks)} tasks ({held}): read it with load_tasks().")
     return tasks[0]
 
 
-def load_tasks(path: str | Path) -> list[Task]:
+def load_tasks(path: str | Path, *, device: torch.device | str | None = None) -> list[Task]:
     """All tasks of a file, every value checked. At most twice the size of the file is allocated."""
     with open_file(path, "tasks", MAX_FILE) as (file, record):
         items = read_list(record, "tasks", 1, MAX_TASKS)
@@ -74,16 +76,16 @@ def load_tasks(path: str | Path) -> list[Task]:
             check_content(item, spec.name, tasks[-1].content_hash())
         if len({spec.name for spec in specs}) < len(specs):
             raise TaskFileError("the file contains two tasks of one name.")
-    return tasks
+    return [task.to(device) for task in tasks]
 
 
-def _write_task(task: Task) -> dict[str, Any]:
+def _write_task(task: Task, hashes: Mapping[int, str]) -> dict[str, Any]:
     return {
-        **write_spec(task.spec, task.content_hash()),
+        **write_spec(task.spec, hashes[id(task)]),
         "from_layer": task.from_layer,
         "cells": task.cells,
         "memory_norm": task.spec.memory_norm,
-        "parents": [asdict(parent) for parent in task.parents],
+        "parents": [asdict(parent) for parent in task.parents_among(hashes)],
     }
 
 

@@ -208,6 +208,7 @@ def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
         task.spec.check_backbone(backbone)
     for spec in specs:
         check_labels(spec.task, spec.splits)
+        spec.task.prepare_training(backbone)
         backbone.check_pixels(torch.empty(1, 3, *output_size(spec.preprocessing)))
 
 

@@ -1,0 +1,157 @@
+"""Devices and dtypes: tasks follow the backbone, and nothing that a user holds is moved. `meta` stands for a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_task
+from families import FAMILIES, Case
+from reproduction_checkpoint import save_checkpoint
+from torch import nn
+
+import memoro
+from memoro.backbones import Backbone
+
+families = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+
+
+def devices(module: nn.Module) -> set[str]:
+    return {tensor.device.type for tensor in module.state_dict().values()}
+
+
+def pair(backbone: Backbone) -> list[memoro.Task]:
+    parent = random_task(backbone, "a.parent", cells=2)
+    return [parent, random_task(backbone, "child", seed=1, cells=1, from_layer=2, extends=[parent])]
+
+
+@families
+def test_tasks_follow_the_backbone(case: Case, tmp_path: Path, pixels: torch.Tensor) -> None:
+    model = case.model()
+    backbone = memoro.load_backbone(model)
+    loaded = memoro.load_tasks(memoro.save_tasks(pair(backbone), tmp_path / "two.safetensors"))
+    there = backbone.to("meta")
+    composed = memoro.compose(there, loaded)
+    assert {name: out.device.type for name, out in composed(pixels).items()} == dict.fromkeys(
+        ["base", "a.parent", "child"], "meta"
+    )
+    assert devices(composed) == {"meta"}
+    assert [devices(task) for task in loaded] == [{"cpu"}] * 2
+    assert devices(model) == {"cpu"}
+
+
+def test_loading_onto_a_device(backbone: Backbone, tmp_path: Path) -> None:
+    path = memoro.save_tasks(pair(backbone)[:1], tmp_path / "one.safetensors")
+    assert devices(memoro.load_task(path)) == {"cpu"}
+    assert devices(memoro.load_task(path, device="meta")) == {"meta"}
+    assert [devices(task) for task in memoro.load_tasks(path, device=torch.device("meta"))] == [{"meta"}]
+    assert memoro.load_backbone(backbone, device="meta").device.type == "meta"
+    assert memoro.load_backbone(backbone) is backbone
+
+
+def test_imported_tasks_are_where_the_backbone_is(backbone: Backbone, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "model.pt", backbone, tasks=2)
+    backbone.fingerprint  # noqa: B018  (taken of the weights; `meta` has none)
+    assert [devices(task) for task in memoro.import_tasks(backbone, path)] == [{"cpu"}] * 2
+    assert [devices(task) for task in memoro.import_tasks(backbone.to("meta"), path)] == [{"meta"}] * 2
+
+
+@families
+def test_a_moved_backbone_is_a_new_one(case: Case, pixels: torch.Tensor) -> None:
+    model = case.model()
+    backbone = memoro.load_backbone(model)
+    composed = memoro.compose(backbone, pair(backbone))
+    with torch.no_grad():
+        before, original = composed(pixels), backbone.original(pixels)
+        half = backbone.to(dtype=torch.bfloat16)
+        moved = backbone.to("meta")
+        assert (half.dtype, backbone.dtype) == (torch.bfloat16, torch.float32)
+        assert (moved.device.type, backbone.device.type) == ("meta", "cpu")
+        assert half.original(pixels).dtype == torch.bfloat16
+        assert torch.equal(memoro.compose(half)(pixels)["base"], half.original(pixels))
+        after = composed(pixels)
+        assert torch.equal(original, backbone.original(pixels))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert devices(model) == {"cpu"}
+    assert moved.fingerprint == backbone.fingerprint
+    assert half.fingerprint.match(backbone.fingerprint) == "same up to rounding"
+
+
+@families
+def test_a_moved_composition_is_a_new_one(case: Case, pixels: torch.Tensor) -> None:
+    model = case.model()
+    backbone = memoro.load_backbone(model)
+    tasks = pair(backbone)
+    composed = memoro.compose(backbone, tasks)
+    with torch.no_grad():
+        before = composed(pixels)
+        half, moved = composed.to(torch.bfloat16), composed.to("meta")
+        wanted = memoro.compose(memoro.load_backbone(model, dtype="bfloat16"), tasks)(pixels)
+        assert all(torch.equal(out, wanted[name]) for name, out in half(pixels).items())
+        assert half.attach(random_task(half.backbone, "third", extends=[tasks[0]])).names == [*composed.names, "third"]
+        assert torch.equal(
+            composed.double()(pixels.double())["base"], composed.backbone.to(dtype=torch.float64).original(pixels)
+        )
+        after = composed(pixels)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert not torch.equal(half(pixels)["child"], before["child"])
+    assert (devices(moved), devices(composed), devices(model)) == ({"meta"}, {"cpu"}, {"cpu"})
+    assert [devices(task) for task in tasks] == [{"cpu"}] * 2
+
+
+# ------------------------------------------------------------------------------------------------ as an nn.Module
+
+
+@families
+def test_a_composition_is_a_module(case: Case, pixels: torch.Tensor) -> None:
+    backbone = memoro.load_backbone(case.model())
+    tasks = pair(backbone)
+    model = memoro.compose(backbone, tasks)
+    assert isinstance(model, nn.Module)
+    state = model.state_dict()
+    for number, task in enumerate(tasks):
+        for name, tensor in task.state_dict().items():
+            assert torch.equal(state[f"{number}.{name}"], tensor)
+    owned = {tensor.data_ptr() for name, tensor in state.items() if name.startswith("base.")}
+    assert all(tensor.untyped_storage().data_ptr() in owned for tensor in backbone.anatomy.tensors.values())
+    assert state.keys() == {name for name, _ in [*model.named_parameters(), *model.named_buffers()]} & state.keys()
+    assert not any(parameter.requires_grad for name, parameter in model.named_parameters() if name[0].isdigit())
+
+
+@families
+def test_a_composition_can_be_exported(case: Case, pixels: torch.Tensor) -> None:
+    backbone = memoro.load_backbone(case.model())
+    model = memoro.compose(backbone, pair(backbone))
+    with torch.no_grad():
+        program = torch.export.export(model, (pixels,))
+        other = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(9))
+        expected, found = model(other), program.module()(other)
+    assert list(found) == ["base", "a.parent", "child"]
+    for name, out in expected.items():
+        assert torch.allclose(found[name], out, atol=1e-5)  # the same operations, perhaps in another kernel
+
+
+def test_a_composition_cannot_be_changed(vit: Any, pixels: torch.Tensor) -> None:
+    backbone = memoro.load_backbone(vit)
+    task = pair(backbone)[0]
+    model = memoro.compose(backbone, [task])
+    with torch.no_grad():
+        before = model(pixels)
+        for change in (
+            lambda: model.tasks.update(x=task),  # type: ignore[attr-defined]
+            lambda: model.tasks.__setitem__("x", task),  # type: ignore[attr-defined]
+            lambda: setattr(model, "tasks", {}),
+            lambda: model.load_state_dict(model.state_dict()),
+            lambda: model.requires_grad_(),
+        ):
+            with pytest.raises((AttributeError, TypeError, memoro.CompositionError)):
+                change()
+        assert model.train() is model
+        assert not any(module.training for module in model.modules())
+        after = model(pixels)
+    assert list(model.tasks) == model.names == ["a.parent"]
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert torch.equal(after["base"], vit(pixels).logits)
