@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 import memoro
 from memoro.backbones.families import FAMILY_SPECS
-from memoro.backbones.huggingface import _layers, find_trunk
+from memoro.backbones.huggingface import find_trunk
 
 everywhere = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -24,7 +25,7 @@ def last_tokens(case: Case, model: Any, pixels: Tensor) -> Tensor:
     """What leaves the last layer of the original model, by its own forward."""
     model, seen = copy.deepcopy(model).eval(), []
     trunk = find_trunk(model)
-    layers = _layers(trunk, FAMILY_SPECS[trunk.config.model_type])
+    layers = attrgetter(FAMILY_SPECS[trunk.config.model_type].layers)(trunk)
     layers[-1].register_forward_hook(lambda _, __, out: seen.append(out[0] if isinstance(out, tuple) else out))
     extra = {}
     if case.name == "mae":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,7 +125,7 @@ def _read_record(file: Any) -> Mapping[str, Any]:
             "a safetensors file, but not one of memoro's (it has no 'memoro' record). A backbone is loaded with "
             "load_backbone(), a checkpoint of the public reproduction with import_tasks()."
         )
-    record = json.loads(text, parse_constant=_no_constant)
+    record = json.loads(text, parse_constant=_finite, parse_float=_finite)
     if not isinstance(record, Mapping):
         raise TaskFileError("the record is not a JSON object.")
     version = record.get("format")
@@ -138,8 +139,10 @@ def _read_record(file: Any) -> Mapping[str, Any]:
     return record
 
 
-def _no_constant(name: str) -> float:
-    raise TaskFileError(f"the record contains {name}, which is not valid JSON.")
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise TaskFileError(f"the record contains {number[:20]}, which is not a finite number.")
+    return value
 
 
 def read_spec(item: Mapping[str, Any]) -> dict[str, Any]:
