@@ -325,7 +325,7 @@ def test_bad_options_are_refused_before_anything_is_read(shell: Shell, tmp_path:
 def test_a_table_of_one_class_is_told_of_rows(tmp_path: Path) -> None:
     save_images(tmp_path, "1.png", "2.png")
     (tmp_path / "one.csv").write_text("path,label\n1.png,a\n2.png,a\n")
-    with pytest.raises(DataError, match="add images of another class, in their own folder or rows"):
+    with pytest.raises(DataError, match="add images of another class, in a folder or rows of their own"):
         load_data(tmp_path / "one.csv")
 
 

@@ -240,7 +240,7 @@ def test_extends(root: Path, tmp_path: Path) -> None:
     task.head.bias.data.add_(1.0)
     other = memoro.save_task(task, tmp_path / "colour.safetensors")
     wrong = run(root, *common, "--task", "x", "--extends", child, "--extends", other, code=1).stderr
-    assert "'child' extends another 'colour'" in wrong
+    assert "'child' extends a different version of 'colour'" in wrong
 
 
 BAD: list[tuple[list[object], str]] = [
@@ -254,8 +254,8 @@ BAD: list[tuple[list[object], str]] = [
     (["set", *TRAIN, "--epochs", "0"], "epochs 0"),
     (["set", *TRAIN, "--optimizer", "lion"], "choose one of sgd, adamw"),
     (["set", *TRAIN, "--crop", "round"], "none of inception, pad, none"),
-    (["set", *TRAIN, "--cells", "-1"], "cells -1"),
-    (["set", *TRAIN, "--from-layer", "6"], "from_layer 6"),
+    (["set", *TRAIN, "--cells", "-1"], "cells must be between 0 and 4096, not -1"),
+    (["set", *TRAIN, "--from-layer", "6"], "from_layer must be between 0 and 5, not 6"),
     (["set", *TRAIN, "--extends", "vit/model.safetensors"], "not one of memoro's"),
     (["set", *TRAIN, "--folder", "vit/config.json", "--epochs", "1"], "cannot write"),
     (["set", *TRAIN, "--backbone", "/nowhere/at/all"], "nowhere"),

@@ -137,7 +137,7 @@ def test_a_file_that_could_not_be_written_is_written_by_a_resume(
         raise TaskFileError("cannot write t.safetensors (No space left on device).")
 
     with monkeypatch.context() as patch:
-        patch.setattr("memoro.tasks.taskfile.write_whole", full)
+        patch.setattr("memoro.tasks.record.write_whole", full)
         told = shell(*command, code=1)
     assert "The training is saved in runs/many: --resume writes it" in told
     assert not Path("t.safetensors").exists()
