@@ -62,8 +62,6 @@ class Trainer:
     ) -> None:
         self.backbone, self.specs, self.options = backbone, specs, options or TrainOptions()
         self.cache, self.processes, self.callbacks = cache, processes, list(callbacks)
-        for spec in specs:
-            spec.task.to(backbone.device)
         self.loaders = Loaders(backbone, specs, cache, self.options.workers, processes)
         self.groups, self.runs = build_groups(specs, self.loaders, halving=self.options.halving)
         self.checkpoint = self.options.checkpoint
