@@ -71,10 +71,10 @@ class Adapted(nn.Linear):
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "swin": (
         lambda: SwinTransformer(img_size=32, patch_size=4, embed_dim=8, depths=(1, 1), num_heads=(2, 2), window_size=4),
-        "SwinTransformer is no Vision Transformer that memoro can read. Supported: ViT",
+        "SwinTransformer: it is not a supported Vision Transformer. Supported: ViT",
     ),
-    "resnet": (lambda: ResNet(BasicBlock, [1, 1, 1, 1], channels=(8, 8, 8, 8)), "ResNet is no Vision Transformer"),
-    "eva": (lambda: timm.create_model("eva02_tiny_patch14_224", depth=1), "Eva is no Vision Transformer"),
+    "resnet": (lambda: ResNet(BasicBlock, [1, 1, 1, 1], channels=(8, 8, 8, 8)), "ResNet: it is not a supported Vision"),
+    "eva": (lambda: timm.create_model("eva02_tiny_patch14_224", depth=1), "Eva: it is not a supported Vision"),
     "hybrid": (
         lambda: timm.create_model("vit_tiny_r_s16_p8_224", **SLIM),
         "embeds images with a HybridEmbed; memoro supports models with: PatchEmbed",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 
 from memoro.errors import CompositionError
 
@@ -42,33 +44,14 @@ def trace_lineage(names: Sequence[str], parents: Sequence[Sequence[str]], forks:
                 raise CompositionError(f"{name!r} extends {parent!r}, which is missing: attach {parent!r} too.")
 
     direct = [[index[parent] for parent in wanted] for wanted in parents]
-    children: list[list[int]] = [[] for _ in names]
-    missing = [len(set(older)) for older in direct]
-    for task, older in enumerate(direct):
-        for ancestor in set(older):
-            children[ancestor].append(task)
-    ready = [task for task, count in enumerate(missing) if not count]
     ancestors: dict[int, tuple[int, ...]] = {}
-    while ready:
-        task = ready.pop()
-        found = dict.fromkeys(direct[task])
-        for ancestor in direct[task]:
-            found.update(dict.fromkeys(ancestors[ancestor]))
-        ancestors[task] = tuple(found)
-        for child in children[task]:
-            missing[child] -= 1
-            if not missing[child]:
-                ready.append(child)
-    if len(ancestors) < len(names):
+    try:
+        for task in TopologicalSorter(dict(enumerate(direct))).static_order():
+            older = (ancestors[parent] for parent in direct[task])
+            ancestors[task] = tuple(dict.fromkeys([*direct[task], *chain.from_iterable(older)]))
+    except CycleError as error:
+        cycle = " -> ".join(repr(names[task]) for task in reversed(error.args[1]))
         raise CompositionError(
-            f"tasks extend each other in a cycle: {_cycle(names, direct, ancestors)}. "
-            "Create one of them without extends."
-        )
+            f"tasks extend each other in a cycle: {cycle}. Create one of them without extends."
+        ) from None
     return Lineage(tuple(ancestors[task] for task in range(len(names))), tuple(forks))
-
-
-def _cycle(names: Sequence[str], direct: Sequence[Sequence[int]], done: Container[int]) -> str:
-    path = [next(task for task in range(len(names)) if task not in done)]
-    while path.count(path[-1]) < 2:
-        path.append(next(parent for parent in direct[path[-1]] if parent not in done))
-    return " -> ".join(repr(names[task]) for task in path[path.index(path[-1]) :])
