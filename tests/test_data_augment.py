@@ -62,7 +62,7 @@ def test_pad_shifts_by_whole_pixels_over_black() -> None:
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(0, 2**31))
 def test_inception_box_lies_inside_and_keeps_its_promises(width: int, height: int, sample: int) -> None:
     augment = Augment()
-    left, top, right, bottom = augment._box((width, height), uniform(23, 0, Purpose.AUGMENT, sample=sample).tolist())
+    left, top, right, bottom = augment.box((width, height), uniform(23, 0, Purpose.AUGMENT, sample=sample).tolist())
     assert 0 <= left < right <= width
     assert 0 <= top < bottom <= height
     area, ratio = (right - left) * (bottom - top) / (width * height), (right - left) / (bottom - top)
@@ -75,7 +75,7 @@ def test_inception_box_lies_inside_and_keeps_its_promises(width: int, height: in
 def test_inception_crops_vary_over_the_whole_range() -> None:
     areas = []
     for sample in range(500):
-        left, top, right, bottom = Augment()._box((100, 100), uniform(23, 0, Purpose.AUGMENT, sample=sample).tolist())
+        left, top, right, bottom = Augment().box((100, 100), uniform(23, 0, Purpose.AUGMENT, sample=sample).tolist())
         areas.append((right - left) * (bottom - top) / 10_000)
     assert min(areas) < 0.12
     assert max(areas) > 0.9
@@ -90,7 +90,7 @@ def test_smaller_decode_shows_the_same_part(crop: tuple[int, int]) -> None:
         address: Any = (spec, 0, 0, sample)
         small = open_image(data, draft=lambda size, address=address: Augment().edge(size, *address))
         assert small.size < photo.size
-        left, top, right, bottom = Augment()._box(small.size, uniform(23, 0, Purpose.AUGMENT, sample=sample).tolist())
+        left, top, right, bottom = Augment().box(small.size, uniform(23, 0, Purpose.AUGMENT, sample=sample).tolist())
         assert right - left >= 2 * crop[1] - 1
         assert bottom - top >= 2 * crop[0] - 1
         views = [np.asarray(Augment().apply(image, *address), dtype=int) for image in (small, open_image(data))]

@@ -86,7 +86,7 @@ class Augment:
         height, width = output_size(preprocessing)
         draws = uniform(2 * _TRIES + 3, seed, Purpose.AUGMENT, epoch, sample).tolist()
         if self.crop == "inception":
-            box = self._box(image.size, draws)
+            box = self.box(image.size, draws)
             image = image.resize((width, height), Image.Resampling(preprocessing.resample), box=box)
         else:
             image = preprocessing.fit(image)
@@ -103,10 +103,10 @@ class Augment:
             return preprocessing.draft or min(size)
         height, width = output_size(preprocessing)
         draws = uniform(2 * _TRIES + 3, seed, Purpose.AUGMENT, epoch, sample).tolist()
-        left, top, right, bottom = self._box(size, draws)
+        left, top, right, bottom = self.box(size, draws)
         return math.ceil(min(size) * max(2 * width / (right - left), 2 * height / (bottom - top)))
 
-    def _box(self, size: tuple[int, int], draws: list[float]) -> tuple[float, float, float, float]:
+    def box(self, size: tuple[int, int], draws: list[float]) -> tuple[float, float, float, float]:
         """(left, top, right, bottom) of the crop, not in whole pixels: a smaller decode has the same one."""
         width, height = size
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
