@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.tasks.lineage import Lineage
+from memoro.tasks.mask import Lineage
 from memoro.tasks.task import Task
 
 

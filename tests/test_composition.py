@@ -15,7 +15,7 @@ from PIL import Image
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import BackboneError, CompositionError, TaskError
-from memoro.tasks.lineage import trace_lineage
+from memoro.tasks.mask import trace_lineage
 
 
 def picture(seed: int, size: tuple[int, int] = (33, 25)) -> Image.Image:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.tasks.lineage import trace_lineage
+from memoro.tasks.mask import trace_lineage
 from memoro.tasks.task import Task
 
 # Two formulations of the same arithmetic in float64.

@@ -10,7 +10,7 @@ from oracle import run_oracle
 from timm_cases import CASES, Case, make_tasks
 
 import memoro
-from memoro.tasks.lineage import trace_lineage
+from memoro.tasks.mask import trace_lineage
 from memoro.tasks.task import Task
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

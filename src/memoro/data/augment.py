@@ -53,7 +53,10 @@ _TRIES = 10
 
 @dataclass(frozen=True)
 class Augment:
-    """How training images vary. Workers, processes and a resumed run all see the same view of a sample."""
+    """How views of training images are drawn; `Recipe.views` says how many there are.
+
+    Workers, processes and a resumed run all see the same view of a sample.
+    """
 
     crop: Crop = "inception"
     """`inception`: a part of the image, stretched to the input size (the paper's); `pad`: the whole image, shifted

@@ -18,7 +18,7 @@ from memoro.engine.streams import run_streams
 from memoro.engine.verify import Verification, verify_composition
 from memoro.errors import CompositionError
 from memoro.images import Preprocessing
-from memoro.tasks.lineage import Lineage, trace_lineage
+from memoro.tasks.mask import Lineage, trace_lineage
 from memoro.tasks.task import Task, content_hashes
 
 

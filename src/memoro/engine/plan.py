@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memoro.engine.bank import bank_offsets
-from memoro.tasks.lineage import Lineage
+from memoro.tasks.mask import Lineage
 from memoro.tasks.task import Task
 
 

@@ -5,7 +5,7 @@ from memoro.regimes.adapter import ADAPTER, ADAPTER_MEMORY
 from memoro.regimes.baseline import Baseline, Method
 from memoro.regimes.full import FULL
 from memoro.regimes.lora import LORA
-from memoro.regimes.masked import HEAD, MEMORY
+from memoro.regimes.memory import HEAD, MEMORY
 from memoro.regimes.memory_full import CLASS_FULL, MEMORY_FULL, VPT
 from memoro.regimes.propagated import PROPAGATED, PROPAGATED_ADDITIVE
 from memoro.regimes.regime import Regime, TaskPlan

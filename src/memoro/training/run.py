@@ -17,7 +17,7 @@ from memoro.engine.streams import BasePass, Features, TaskStream
 from memoro.errors import TrainingError
 from memoro.evaluation.logits import Batches
 from memoro.regimes import Baseline
-from memoro.tasks.lineage import trace_lineage
+from memoro.tasks.mask import trace_lineage
 from memoro.tasks.task import Task
 from memoro.training.recipe import Recipe
 
