@@ -26,6 +26,7 @@ from memoro.errors import BackboneError, MemoroError, TaskFileError, TrainingErr
 from memoro.tasks.task import new_task
 from memoro.training import Trainer, fit
 from memoro.training.distributed import own_device
+from memoro.training.runfolder import lock_folder
 from memoro.training.sweep import Grid, SweepRow
 
 __all__ = ["double", "no_pictures", "often", "root", "squares"]  # fixtures
@@ -95,6 +96,23 @@ def test_a_run_folder_takes_one_training_at_a_time(backbone: Backbone, squares: 
     steps = [json.loads(line)["step"] for line in lines.read_text().splitlines() if "steps" in json.loads(line)]
     assert steps == list(range(1, len(steps) + 1))
     assert not list((tmp_path / "run").glob(".*"))
+
+
+def test_a_refused_training_does_not_free_the_lock(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+
+    def refused(folder: Path) -> None:
+        with pytest.raises(TrainingError, match="another training is running"), lock_folder(folder):
+            pass
+
+    with lock_folder(tmp_path / "run"):
+        for folder in (tmp_path / "run", tmp_path / "link"):
+            refused(folder)  # in this process
+            other = in_fork(refused, folder)
+            other.join(60)
+            assert other.exitcode == 0
+    with lock_folder(tmp_path / "link"):
+        pass
 
 
 # ------------------------------------------------------------------------------------------------------- outputs

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock, Timeout
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch import Tensor
 
@@ -136,58 +135,23 @@ class RunFolder:
 @contextmanager
 def lock_folder(path: Path) -> Iterator[None]:
     """Keeps other trainings out of a run folder. The lock belongs to this process and ends with it, however it ends."""
-    lock = path.absolute() / ".lock"
+    file = path.absolute() / ".lock"
+    lock = FileLock(file, timeout=0)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        file = lock.open("ab")
-        while (free := lock not in _HELD and _try_lock(file.fileno())) and not _is_current(file.fileno(), lock):
-            file.close()  # its owner has removed it meanwhile
-            file = lock.open("ab")
+        lock.acquire()
+    except Timeout:
+        raise TrainingError(
+            f"another training is running in {path}: wait for it, or choose another run folder."
+        ) from None
     except OSError as error:
         raise TrainingError(f"cannot write to {path} ({error.strerror}): choose another run folder.") from None
-    if not free:
-        file.close()
-        raise TrainingError(f"another training is running in {path}: wait for it, or choose another run folder.")
-    _HELD.add(lock)
     try:
         yield
     finally:
-        _HELD.discard(lock)
-        with suppress(OSError):
-            lock.unlink()
-        file.close()
-
-
-_HELD: set[Path] = set()
-"""The locks of this process: the system's keep out other processes only."""
-
-
-def _try_lock(handle: int) -> bool:
-    """Whether the file is locked now. These locks are not inherited by forked workers, which may outlive a kill."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        try:
-            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-        except OSError:
-            return False
-        return True
-    import fcntl
-
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        pass  # a file system without locks
-    return True
-
-
-def _is_current(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
+        with suppress(OSError):  # on Windows it cannot be removed while it is held
+            file.unlink()
+        lock.release()
 
 
 @contextmanager
