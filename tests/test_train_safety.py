@@ -56,12 +56,16 @@ def test_an_interrupted_checkpoint_is_kept_aside(
         process = in_fork(train)
         process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    interrupted = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
+    files = [tmp_path / "run" / name for name in ("metrics.jsonl", "checkpoint.safetensors")]
+    aside = [file.with_stem(f"{file.stem}-1") for file in files]
+    interrupted = [file.read_bytes() for file in files]
     train(lr=0.2)
-    assert (tmp_path / "run" / "checkpoint-1.safetensors").read_bytes() == interrupted
-    assert "was renamed to checkpoint-1.safetensors. To continue that training, rename it back" in notes[-1]
-    (tmp_path / "run" / "checkpoint-1.safetensors").replace(tmp_path / "run" / "checkpoint.safetensors")
+    assert [file.read_bytes() for file in aside] == interrupted
+    assert "renamed to metrics-1.jsonl and checkpoint-1.safetensors: to continue it, rename them back" in notes[-1]
+    for file, kept in zip(files, aside, strict=True):
+        kept.replace(file)
     assert train(resume=True) == calm
+    assert files[0].read_bytes().startswith(interrupted[0])
 
 
 def test_a_run_folder_takes_one_training_at_a_time(backbone: Backbone, squares: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from memoro.regimes import Baseline
 from memoro.tasks.task import Task
 from memoro.training.cached import Cache
 from memoro.training.group import Progress, RunGroup, RunSpec
+from memoro.training.recipe import METRICS
 
 KEY, CHECKSUM = "memoro-checkpoint", "crc32"
 
@@ -77,16 +78,20 @@ def read_identity(path: Path) -> dict[str, Any]:
         return dict(_read(path)[0]["identity"])
 
 
-def set_aside(path: Path) -> Path | None:
-    """Renames the checkpoint of an interrupted training; its new name, None where there was nothing to keep."""
+def set_aside(path: Path) -> list[Path]:
+    """Renames the checkpoint and the metrics of an interrupted training; their new names, none if it had finished."""
     try:
         record, _ = _read(path)
         if record["finished"] or not any(progress["step"] for progress in record["progress"]):
-            return None
+            return []
     except Exception:  # damaged, or of another version: not ours to throw away
         pass
-    numbers = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(1))
-    return path.rename(next(name for name in numbers if not name.exists()))
+    files = [file for file in (path.with_name(METRICS), path) if file.exists()]  # a kill in between loses neither
+    for number in itertools.count(1):
+        names = [file.with_name(f"{file.stem}-{number}{file.suffix}") for file in files]
+        if not any(name.exists() for name in names):
+            break
+    return [file.rename(name) for file, name in zip(files, names, strict=True)]
 
 
 @contextmanager

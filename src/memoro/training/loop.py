@@ -139,13 +139,13 @@ class Trainer:
         save_checkpoint(self.checkpoint, self.groups, self.identity, time.monotonic() - self._started)
 
     def _start_afresh(self) -> None:
-        """Replaces the checkpoint that another training left in the folder, and keeps it if that was interrupted."""
+        """Replaces what another training left in the folder; if that was interrupted, it is kept under another name."""
         if self.checkpoint is not None and self.processes.main and self.checkpoint.is_file():
             kept = set_aside(self.checkpoint)
-            if kept is not None:
+            if kept:
                 self.options.note(
-                    f"{self.checkpoint} is from an interrupted training and was renamed to {kept.name}. To continue "
-                    "that training, rename it back and use --resume."
+                    f"{self.checkpoint.parent} holds an interrupted training. Its files were renamed to "
+                    f"{' and '.join(file.name for file in kept)}: to continue it, rename them back and use --resume."
                 )
         self.save()
 

@@ -22,7 +22,7 @@ Precision = Literal["no", "bf16"]  # fp16 would need loss scaling; bf16 does not
 MINIMUM = {"epochs": 1, "steps": 1, "batch_size": 1, "accumulate": 1, "warmup": 0, "patience": 0, "views": 1}
 """The fields that are whole numbers, and the smallest value of each."""
 OPTIONAL = ("steps", "views")
-CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
 
 
 @dataclass(frozen=True)

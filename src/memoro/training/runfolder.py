@@ -20,7 +20,7 @@ from memoro.files import write_whole
 from memoro.training.fit import FitResult
 from memoro.training.group import RunGroup
 from memoro.training.loop import Trainer
-from memoro.training.recipe import CHECKPOINT
+from memoro.training.recipe import CHECKPOINT, METRICS
 
 if TYPE_CHECKING:
     from memoro.training.sweep import SweepRow
@@ -81,7 +81,7 @@ class RunFolder:
     """Writes `metrics.jsonl` and `config.json` during a training; TensorBoard events on request."""
 
     def __init__(self, path: Path, trainer: Trainer, *, tensorboard: bool = False) -> None:
-        self.path, self.metrics = path, path / "metrics.jsonl"
+        self.path, self.metrics = path, path / METRICS
         names = list(dict.fromkeys(spec.splits.name for spec in trainer.specs))
         facts = {"backbone": trainer.backbone.name, "fingerprint": trainer.backbone.fingerprint.digest}
         self._config = {**trainer.identity, **facts, "set": names[0] if len(names) == 1 else names}
@@ -97,7 +97,7 @@ class RunFolder:
         """Drops lines from after the checkpoint: a killed run wrote them, and they are computed again."""
         kept, progress = [], {group.name: group.progress for group in groups}
         with _disk_errors(self.path):
-            for name in (CHECKPOINT, self.metrics.name):
+            for name in (CHECKPOINT, METRICS):
                 for rest in self.path.glob(f".{name}.*.part"):  # left by a kill while the file was written
                     rest.unlink()
             for line in self.metrics.read_bytes().splitlines() if self.metrics.is_file() else []:
