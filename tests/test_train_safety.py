@@ -68,6 +68,16 @@ def test_an_interrupted_checkpoint_is_kept_aside(
     assert files[0].read_bytes().startswith(interrupted[0])
 
 
+def test_damaged_lines_of_metrics_are_dropped(backbone: Backbone, squares: Path, tmp_path: Path) -> None:
+    lines, options = tmp_path / "metrics.jsonl", {**SHORT, **QUICK, "folder": tmp_path}
+    fit(backbone, new_task(backbone, "t", LABELS, cells=1, seed=1), squares, **options)
+    written = lines.read_bytes()
+    damaged = b'3\n[1]\nnull\n{}\n{"step": "x"}\n{"train_loss": 1}\n{"group": [], "step": 1}\n\xff\n'
+    lines.write_bytes(damaged + written + b'{"st')
+    fit(backbone, new_task(backbone, "t", LABELS, cells=1, seed=1), squares, resume=True, **options)
+    assert lines.read_bytes() == written
+
+
 def test_a_run_folder_takes_one_training_at_a_time(backbone: Backbone, squares: Path, tmp_path: Path) -> None:
     def train(**changes: Any) -> None:
         options = {**SHORT, **QUICK, "folder": tmp_path / "run", **changes}

@@ -103,12 +103,11 @@ class RunFolder:
             for line in self.metrics.read_bytes().splitlines() if self.metrics.is_file() else []:
                 try:
                     entry = json.loads(line)
-                except ValueError:
-                    continue  # the line that the kill cut off
-                at = progress.get(entry.get("group", groups[0].name))
-                if at is None:
-                    continue  # of another training in the same folder
-                if entry["epoch"] <= at.epoch if "train_loss" in entry else entry["step"] <= at.step:
+                    at = progress[entry.get("group", groups[0].name)]
+                    done = entry["epoch"] <= at.epoch if "train_loss" in entry else entry["step"] <= at.step
+                except (ValueError, LookupError, TypeError, AttributeError):
+                    continue  # cut off by the kill, damaged, or of another training in the same folder
+                if done:
                     kept.append(line + b"\n")
         write_whole(self.metrics, b"".join(kept))
         text = json.dumps(self._config, indent=2, ensure_ascii=False) + "\n"
