@@ -118,18 +118,21 @@ def test_vit_b_with_ten_classes_fits_a_quarter_megabyte(tmp_path: Path) -> None:
     assert memoro.save_task(task, tmp_path / "ten.safetensors").stat().st_size <= 250_000
 
 
-def test_a_failed_save_leaves_the_old_file(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()])
+def test_a_failed_save_leaves_the_old_file(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     path = memoro.save_task(task, tmp_path / "t.safetensors")
     before = path.read_bytes()
     with torch.no_grad():
         task.memory.add_(1)
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def fail(*_: object) -> None:
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(TaskFileError, match="No space left"):
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises((TaskFileError, KeyboardInterrupt, MemoryError), match=r"^$|No space left"):
             memoro.save_task(task, path)
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["t.safetensors"]

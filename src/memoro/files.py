@@ -21,6 +21,7 @@ def write_whole(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
+        raise TaskFileError(f"cannot write {path} ({error.strerror}); any existing file is unchanged.") from None
+    finally:
         with suppress(OSError):  # where its folder is not a folder
             temporary.unlink(missing_ok=True)
-        raise TaskFileError(f"cannot write {path} ({error.strerror}); an existing file was not changed.") from None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import bar, format_bytes
-from memoro.errors import CacheError, TrainingError
+from memoro.errors import CacheError, TaskFileError, TrainingError
 from memoro.evaluation.logits import AnyBatch, collect_logits, inputs_of
 from memoro.evaluation.metrics import measure, score
 from memoro.heads import loss_sum
@@ -136,7 +136,10 @@ class Trainer:
         """Writes a checkpoint, unless every run has diverged: then the last good one is kept."""
         if self.checkpoint is None or not self.processes.main or all(run.diverged for run in self.runs):
             return
-        save_checkpoint(self.checkpoint, self.groups, self.identity, time.monotonic() - self._started)
+        try:
+            save_checkpoint(self.checkpoint, self.groups, self.identity, time.monotonic() - self._started)
+        except TaskFileError as error:
+            raise TrainingError(f"{error} Fix the problem, then run the same command with --resume.") from None
 
     def _start_afresh(self) -> None:
         """Replaces what another training left in the folder; if that was interrupted, it is kept under another name."""
