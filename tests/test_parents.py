@@ -52,6 +52,21 @@ def test_a_parent_that_was_trained_after_its_child(backbone: Backbone, squares: 
     memoro.compose(backbone, [pets, breeds])
 
 
+def test_a_grandchild_of_a_parent_that_was_trained_since(backbone: Backbone, squares: Path) -> None:
+    pets = memoro.new_task(backbone, "pets", LABELS, cells=1, seed=1)
+    breeds = memoro.new_task(backbone, "breeds", LABELS, cells=1, seed=2, extends=[pets])
+    kittens = memoro.new_task(backbone, "kittens", LABELS, cells=1, seed=3, extends=[breeds])
+    for task in (pets, breeds, pets):
+        memoro.fit(backbone, task, squares, lr=0.05, **OPTIONS)
+    before = kittens.content_hash()
+    with pytest.raises(CompositionError, match=r"'breeds' extends a different version of 'pets' .* train 'breeds' again"):
+        memoro.fit(backbone, kittens, squares, lr=0.05, **OPTIONS)
+    assert kittens.content_hash() == before
+    for task in (breeds, kittens):
+        memoro.fit(backbone, task, squares, lr=0.05, **OPTIONS)
+    memoro.compose(backbone, [pets, breeds, kittens])
+
+
 def test_a_child_that_nobody_trained_follows_its_parent(backbone: Backbone) -> None:
     pets = random_task(backbone, "pets")
     breeds = memoro.new_task(backbone, "breeds", LABELS, extends=[pets])

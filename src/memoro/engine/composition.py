@@ -230,15 +230,20 @@ def _check_parents(tasks: Sequence[Task]) -> tuple[Lineage, dict[int, str]]:
         [*(by_name[parent.name] for parent in parents), *(p for p in parents if isinstance(p, Task))]
     )
     for task in tasks:
-        for parent in task.parents_among(hashes):
-            here = hashes[id(by_name[parent.name])]
-            if here != parent.content:
-                raise CompositionError(
-                    f"{task.name!r} extends a different version of {parent.name!r} (content {parent.content[:12]}; "
-                    f"this one has {here[:12]}): {parent.name!r} was trained or changed since. Attach the version that "
-                    f"{task.name!r} was trained with, or train {task.name!r} again."
-                )
+        check_versions(task, [by_name[parent.name] for parent in task.extends], hashes)
     return lineage, hashes
+
+
+def check_versions(task: Task, parents: Sequence[Task], hashes: Mapping[int, str]) -> None:
+    """Raises if one of its parents is not the version that the task was trained with."""
+    for parent, recorded in zip(parents, task.parents_among(hashes), strict=True):
+        here = hashes[id(parent)]
+        if here != recorded.content:
+            raise CompositionError(
+                f"{task.name!r} extends a different version of {parent.name!r} (content {recorded.content[:12]}; "
+                f"this one has {here[:12]}): {parent.name!r} was trained or changed since. Attach the version that "
+                f"{task.name!r} was trained with, or train {task.name!r} again."
+            )
 
 
 def _snapshot(task: Task, hashes: Mapping[int, str], device: torch.device) -> Task:

@@ -14,6 +14,7 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.data import ImageSet, Splits, Streams, load_data
 from memoro.data.augment import output_size
+from memoro.engine.composition import check_versions
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
@@ -21,7 +22,7 @@ from memoro.evaluation.metrics import measure
 from memoro.extras import need
 from memoro.images import Preprocessing
 from memoro.regimes import Baseline, Regime, find_regime
-from memoro.tasks.task import Task
+from memoro.tasks.task import Task, content_hashes
 from memoro.training.cached import Cache
 from memoro.training.checkpoint import read_identity
 from memoro.training.distributed import Processes, find_processes
@@ -204,8 +205,12 @@ def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
             "float32) or 'bfloat16'."
         )
     backbone.check_unchanged()
-    for task in [*tasks, *ancestors(tasks)]:
+    older = ancestors(tasks)
+    for task in [*tasks, *older]:
         task.spec.check_backbone(backbone)
+    hashes = content_hashes(older)
+    for task in older:
+        check_versions(task, [parent for parent in task.extends if isinstance(parent, Task)], hashes)
     for spec in specs:
         check_labels(spec.task, spec.splits)
         spec.task.prepare_training(backbone)
