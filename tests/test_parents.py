@@ -13,7 +13,7 @@ from test_train_recipe import save_squares
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.errors import CompositionError
+from memoro.errors import CompositionError, TrainingError
 
 LABELS = ["blue", "green", "red"]
 OPTIONS: dict[str, Any] = {"epochs": 1, "batch_size": 7, "image_size": 20, "workers": 0, "quiet": True}
@@ -74,6 +74,18 @@ def test_a_child_that_nobody_trained_follows_its_parent(backbone: Backbone) -> N
         pets.memory.add_(1)
     assert breeds.parents[0].content == pets.content_hash()
     memoro.compose(backbone, [pets, breeds])
+
+
+def test_a_refused_training_records_nothing(backbone: Backbone, squares: Path) -> None:
+    pets = random_task(backbone, "pets")
+    breeds = memoro.new_task(backbone, "breeds", LABELS, extends=[pets])
+    toys = memoro.new_task(backbone, "toys", LABELS[::-1])
+    splits = memoro.load_data(squares, labels=LABELS, workers=0, quiet=True)
+    with pytest.raises(TrainingError, match="other labels than 'toys'"):
+        memoro.fit_tasks(backbone, [(breeds, splits), (toys, splits)], lr=0.05, **OPTIONS)
+    with torch.no_grad():
+        pets.memory.add_(1)
+    assert breeds.parents[0].content == pets.content_hash()
 
 
 def test_a_loaded_task_is_trained_where_the_backbone_is(

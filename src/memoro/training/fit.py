@@ -165,6 +165,8 @@ def train_runs(
 
     need("accelerate", "torchmetrics", "matplotlib")
     _check_specs(backbone, specs)
+    for spec in specs:
+        spec.task.prepare_training(backbone)
     processes = find_processes(backbone.device)
     options = replace(options or TrainOptions(), **changes)
     if not processes.main:
@@ -213,7 +215,6 @@ def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
         check_versions(task, [parent for parent in task.extends if isinstance(parent, Task)], hashes)
     for spec in specs:
         check_labels(spec.task, spec.splits)
-        spec.task.prepare_training(backbone)
         backbone.check_pixels(torch.empty(1, 3, *output_size(spec.preprocessing)))
 
 
