@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import random_task
 from families import CASES
 from run_groups import root
 from test_train_fit import FRESH
@@ -100,6 +101,17 @@ def test_a_child_is_built_on_tasks_and_on_files(backbone: Backbone, root: Path, 
     assert children[0].content_hash() == children[1].content_hash()
     alone = memoro.train(root / "few", task="child", **options).task
     assert alone.content_hash() != children[0].content_hash()
+
+
+def test_files_are_linked_and_given_tasks_are_left_alone(backbone: Backbone, root: Path, tmp_path: Path) -> None:
+    pets = random_task(backbone, "pets")
+    breeds, toys = (random_task(backbone, name, extends=[pets]) for name in ("breeds", "toys"))
+    files = [memoro.save_task(task, tmp_path / f"{task.name}.safetensors") for task in (pets, toys)]
+    child = memoro.train(root / "few", task="child", backbone=backbone, lr=0.1, extends=[breeds, *files], **QUICK).task
+    assert breeds.extends == (pets,)
+    given, loaded, linked = child.extends
+    assert given is breeds
+    assert linked.extends == (loaded,)
 
 
 def test_wrong_arguments_are_refused_before_anything_is_read(root: Path) -> None:

@@ -240,14 +240,19 @@ def _load(
 
 
 def _link_parents(extends: Sequence[Task | str | Path]) -> list[Task]:
-    """The tasks to build on, with records of parents replaced by the tasks themselves."""
-    loaded = [task for source in extends for task in ([source] if isinstance(source, Task) else load_tasks(source))]
-    if any(not isinstance(parent, Task) for task in loaded for parent in task.extends):
-        check_together(loaded)
-        tasks = {task.name: task for task in loaded}
+    """The tasks to build on. Those from files are linked to their parents; given tasks are left as they are."""
+    tasks: list[Task] = []
+    loaded: list[Task] = []
+    for source in extends:
+        found = [source] if isinstance(source, Task) else load_tasks(source)
+        tasks += found
+        loaded += [] if isinstance(source, Task) else found
+    if any(task.extends for task in loaded):
+        check_together(tasks)
+        by_name = {task.name: task for task in tasks}
         for task in loaded:
-            task.extends = tuple(tasks[parent.name] for parent in task.extends)
-    return loaded
+            task.extends = tuple(by_name[parent.name] for parent in task.extends)
+    return tasks
 
 
 def _choose_folds(
