@@ -59,7 +59,9 @@ def test_a_grandchild_of_a_parent_that_was_trained_since(backbone: Backbone, squ
     for task in (pets, breeds, pets):
         memoro.fit(backbone, task, squares, lr=0.05, **OPTIONS)
     before = kittens.content_hash()
-    with pytest.raises(CompositionError, match=r"'breeds' extends a different version of 'pets' .* train 'breeds' again"):
+    with pytest.raises(
+        CompositionError, match=r"'breeds' extends a different version of 'pets' .* train 'breeds' again"
+    ):
         memoro.fit(backbone, kittens, squares, lr=0.05, **OPTIONS)
     assert kittens.content_hash() == before
     for task in (breeds, kittens):

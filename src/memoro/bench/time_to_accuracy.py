@@ -71,7 +71,7 @@ class TimeToAccuracy:
 
 @dataclass
 class _Stopwatch:
-    """A watcher that records accuracy over time and stops the run at the goal."""
+    """A callback that records accuracy over time and stops the run at the goal."""
 
     goal: float
     seconds: float

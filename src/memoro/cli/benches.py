@@ -29,7 +29,7 @@ def bench_engine_command(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Json = False,
 ) -> None:
-    """One pass with many tasks against a plain pass, the dense-mask way and separate passes."""
+    """One pass with many tasks against a plain pass, a dense attention mask and separate passes."""
     from memoro.backbones import load_backbone
     from memoro.bench.engine import bench_engine, candidate_count, engine_table
     from memoro.bench.models import random_vit
@@ -57,16 +57,14 @@ def bench_train_command(
     cells: Annotated[int, typer.Option(help="Memory cells in each layer.")] = 5,
     runs: Annotated[str, typer.Option(help="Runs in one pass, separated by commas.")] = "1,8,32",
     forks: Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")] = "0,8",
-    rounds: Annotated[int, typer.Option(help="Steps of each way; the fastest counts.")] = 5,
-    memory: Annotated[
-        bool, typer.Option(help="Also take the peak memory of each way, in a process of its own.")
-    ] = True,
+    rounds: Annotated[int, typer.Option(help="Timed steps per method; the fastest is reported.")] = 5,
+    memory: Annotated[bool, typer.Option(help="Also measure each method's peak memory in a separate process.")] = True,
     baselines: Annotated[bool, typer.Option(help="Also the regimes that change the backbone's tokens.")] = True,
     steps: Annotated[bool, typer.Option(help="Time single steps; else only what --data asks for.")] = True,
     data: Annotated[
-        str | None, typer.Option(help="Also train on this set: how long until a share of its test images is right.")
+        str | None, typer.Option(help="Also train on this dataset and report the time to reach --goal.")
     ] = None,
-    goal: Annotated[float, typer.Option(min=0, max=1, help="Share of right test images to reach, with --data.")] = 0.85,
+    goal: Annotated[float, typer.Option(min=0, max=1, help="Test accuracy to reach, with --data.")] = 0.85,
     backbone: BackboneOption = None,
     image_size: Annotated[
         int | None, typer.Option(help="Pixels of an image's edge, with --data.", show_default="the backbone's")

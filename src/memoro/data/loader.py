@@ -148,7 +148,7 @@ class Loader:
         for step in count():
             batch = list(islice(samples, self.batch_size))
             if not batch or (self._drop_last and len(batch) < self.batch_size):
-                if not step:  # training would ask for the next epoch for ever
+                if not step:  # training would ask for the next epoch forever
                     what = "fewer labelled images than a batch" if batch else "no labelled images"
                     raise DataError(f"{self.images.name}: the stream has {what}.")
                 return

@@ -179,7 +179,7 @@ def _read_limited(path: str, where: str, root: str) -> bytes:
 
     is_url = "://" in path
     path = path if is_url else os.path.join(root, path)
-    if not is_url and not os.path.isfile(path):  # opening a pipe would wait for ever
+    if not is_url and not os.path.isfile(path):  # opening a pipe would wait forever
         raise ImageError(f"{where}: {path}: no such file.")
     try:
         with xopen(path, "rb") if is_url else open(path, "rb") as file:

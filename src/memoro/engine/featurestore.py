@@ -177,7 +177,7 @@ class FeatureStore:
     def _discard(self, files: Set[Path]) -> None:
         self.forget(files)
         for file in files:
-            LOG.warning("note: the feature file %s is damaged: what it held is computed again.", file)
+            LOG.warning("the feature file %s is damaged: what it held is computed again.", file)
             with suppress(OSError):
                 file.unlink(missing_ok=True)
 

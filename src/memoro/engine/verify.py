@@ -54,10 +54,10 @@ class Verification:
         return (
             f"backbone  {self.backbone} ({self.fingerprint[:12]}), {where}\n"
             f"base      {base}\n"
-            f"tasks     {self._say_tasks()}"
+            f"tasks     {self._format_tasks()}"
         )
 
-    def _say_tasks(self) -> str:
+    def _format_tasks(self) -> str:
         if not self.tasks:
             return "none"
         if len(self.tasks) == 1:

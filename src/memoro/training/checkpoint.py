@@ -100,7 +100,9 @@ def _damage(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise TrainingError(f"{path} is not a checkpoint or damaged ({error}): start again without --resume.") from None
+        raise TrainingError(
+            f"{path} is damaged, or is not a checkpoint ({error}): start again without --resume."
+        ) from None
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

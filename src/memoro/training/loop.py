@@ -153,7 +153,7 @@ class Trainer:
         self.save()
 
     def _check_agreement(self, found: bool) -> None:
-        """Raises where the processes do not train the same: they would wait for each other for ever."""
+        """Raises where the processes do not train the same: they would wait for each other forever."""
         first, *others = self.processes.all_gather((self.identity, found))
         for number, (identity, found_there) in enumerate(others, start=1):
             changed = [key for key, value in first[0].items() if identity.get(key) != value]

@@ -122,7 +122,7 @@ def train(
     The task file is written to `out`, a file or folder, if that is given.
     """
     recipe, options = merge_options(recipe, options, changes)
-    way, target = find_regime(regime), None if out is None else Path(out)
+    chosen, target = find_regime(regime), None if out is None else Path(out)
     columns = [label_column] if isinstance(label_column, str) else label_column
     sources = _name_sources(data, task, columns, streaming)
     if target is not None:
@@ -135,10 +135,10 @@ def train(
 
     rates = LEARNING_RATES[recipe.optimizer][1:2] if streaming else LEARNING_RATES[recipe.optimizer]
     grid = Grid(_several(cells), _several(from_layer), rates if lr is None else _several(lr), seeds, recipe.seed)
-    if way.name == "head":
+    if chosen.name == "head":
         grid = replace(grid, cells=(0,), from_layers=(backbone.depth,))
-    elif not way.composes:  # each run has its own passes: no folds unless asked for, and no settings that do nothing
-        uses_cells = "cells" in METHODS[way.name].sizes
+    elif not chosen.composes:  # each run has its own passes: no folds unless asked for, and no settings that do nothing
+        uses_cells = "cells" in METHODS[chosen.name].sizes
         grid, folds = replace(grid, cells=grid.cells if uses_cells else grid.cells[:1]), folds or 0
     plan = TaskPlan("", (), extends=_link_parents(extends), width=width, rank=rank)
     sets = _load(sources, columns, streaming, recipe, options)
@@ -149,7 +149,7 @@ def train(
     sweeps = [
         SweepSpec(
             replace(plan, name=name, labels=splits.labels, head=splits.kind),
-            way, _cut_validation(splits, number, sets, recipe), preprocessing, grid, recipe, number,
+            chosen, _cut_validation(splits, number, sets, recipe), preprocessing, grid, recipe, number,
         )
         for (name, splits), number in zip(sets.items(), compared, strict=True)
     ]  # fmt: skip
