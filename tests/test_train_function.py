@@ -107,11 +107,15 @@ def test_files_are_linked_and_given_tasks_are_left_alone(backbone: Backbone, roo
     pets = random_task(backbone, "pets")
     breeds, toys = (random_task(backbone, name, extends=[pets]) for name in ("breeds", "toys"))
     files = [memoro.save_task(task, tmp_path / f"{task.name}.safetensors") for task in (pets, toys)]
-    child = memoro.train(root / "few", task="child", backbone=backbone, lr=0.1, extends=[breeds, *files], **QUICK).task
+    loaded = memoro.load_task(files[1])
+    records = loaded.extends
+    for toy in (files[1], loaded):
+        options: dict[str, Any] = {"backbone": backbone, "lr": 0.1, "extends": [breeds, files[0], toy], **QUICK}
+        given, parent, linked = memoro.train(root / "few", task="child", **options).task.extends
+        assert given is breeds
+        assert linked.extends == (parent,)
     assert breeds.extends == (pets,)
-    given, loaded, linked = child.extends
-    assert given is breeds
-    assert linked.extends == (loaded,)
+    assert loaded.extends == records
 
 
 def test_wrong_arguments_are_refused_before_anything_is_read(root: Path) -> None:

@@ -314,6 +314,7 @@ def test_tasks_reach_the_backbones_device(vit: Any, root: Path) -> None:
     here, there = load_backbone(vit), load_backbone(vit, device="meta")
     parent = new_task(here, "parent", LABELS, cells=1)
     spec = run_spec(here, "child", sets(root)[0], extends=[parent])
+    spec.task.prepare_training(there)
     trainer = Trainer(there, [spec])
     assert {parameter.device.type for parameter in spec.task.parameters()} == {"meta"}
     assert {parameter.device.type for parameter in parent.parameters()} == {"cpu"}  # not asked to move

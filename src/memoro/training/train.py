@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import tempfile
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -240,18 +241,15 @@ def _load(
 
 
 def _link_parents(extends: Sequence[Task | str | Path]) -> list[Task]:
-    """The tasks to build on. Those from files are linked to their parents; given tasks are left as they are."""
-    tasks: list[Task] = []
-    loaded: list[Task] = []
-    for source in extends:
-        found = [source] if isinstance(source, Task) else load_tasks(source)
-        tasks += found
-        loaded += [] if isinstance(source, Task) else found
-    if any(task.extends for task in loaded):
+    """The tasks to build on. A task with mere records of its parents is replaced by a copy with the parents."""
+    tasks = [task for source in extends for task in ([source] if isinstance(source, Task) else load_tasks(source))]
+    unlinked = [task for task in tasks if any(not isinstance(parent, Task) for parent in task.extends)]
+    if unlinked:
         check_together(tasks)
-        by_name = {task.name: task for task in tasks}
-        for task in loaded:
-            task.extends = tuple(by_name[parent.name] for parent in task.extends)
+        linked = {task.name: task for task in tasks} | {task.name: copy(task) for task in unlinked}
+        for task in unlinked:
+            linked[task.name].extends = tuple(linked[parent.name] for parent in task.extends)
+        return list(linked.values())
     return tasks
 
 
