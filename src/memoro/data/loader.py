@@ -243,13 +243,14 @@ class WorkerPool:
         self._numbers = count()
         self._functions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._started: set[int] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def register(self, function: Any) -> int:
         """Lets the processes that start next know the function."""
-        if function not in self._functions:
-            self._functions[function] = next(self._numbers)
-        return self._functions[function]
+        with self._lock:
+            if function not in self._functions:
+                self._functions[function] = next(self._numbers)
+            return self._functions[function]
 
     def imap(self, function: Callable[[A], B], requests: Iterable[A], workers: int) -> Iterator[tuple[A, B]]:
         """Each request and the function's result, in order, computed ahead by worker processes, or here without any."""
@@ -267,17 +268,19 @@ class WorkerPool:
                 request, future = waiting.popleft()
                 yield request, future.result()
         except BrokenProcessPool:
-            self._executor = None
-            raise DataError("a worker process died, perhaps for lack of memory; choose fewer workers.") from None
+            with self._lock:
+                self._executor = None
+            raise DataError("a worker process died, possibly out of memory: use fewer workers.") from None
         finally:
             for _, future in waiting:
                 future.cancel()
 
     def close(self) -> None:
         """Ends the processes once they have done what was asked of them."""
-        if self._executor is not None:
-            self._executor.shutdown()
-        self._executor = None
+        with self._lock:
+            if self._executor is not None:
+                self._executor.shutdown()
+            self._executor = None
 
     def _submit(self, function: Callable[[A], B], request: A, workers: int) -> Future[B]:
         with self._lock:

@@ -102,10 +102,11 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
         sets[split] = ImageSet(f"{name}:{split}", labels, raw.kind, part.source, rows, targets)
     total = len(raw.skipped) + sum(map(len, sets.values()))
     if options.screen:
-        for split, images in sets.items():
-            digests = _known_digests(images, checked)
-            known = None if digests is None else replace(images, digests=digests)
-            sets[split] = known or drop_unreadable(images, options.workers, quiet=options.quiet)
+        digests = {split: _known_digests(images, checked) for split, images in sets.items()}
+        new = [split for split in sets if digests[split] is None]
+        readable = drop_unreadable([sets[split] for split in new], options.workers, quiet=options.quiet)
+        sets = {split: replace(images, digests=digests[split]) for split, images in sets.items()}
+        sets |= dict(zip(new, readable, strict=True))
     else:
         notes.append("images were not screened: duplicates are not found, and an unreadable image stops the run.")
     skipped = (*raw.skipped, *(skip for images in sets.values() for skip in images.skipped))
