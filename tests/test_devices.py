@@ -52,6 +52,15 @@ def test_loading_onto_a_device(backbone: Backbone, tmp_path: Path) -> None:
     assert memoro.load_backbone(backbone) is backbone
 
 
+def test_a_loaded_checkpoint_is_moved_and_a_users_model_is_not(vit: Any, tmp_path: Path) -> None:
+    vit.save_pretrained(tmp_path)
+    loaded = memoro.load_backbone(tmp_path, device="meta")
+    assert (loaded.device.type, devices(loaded.model), devices(loaded.module)) == ("meta", {"meta"}, {"meta"})
+    given = memoro.load_backbone(vit, device="meta")
+    assert given.device.type == "meta"
+    assert devices(vit) == {"cpu"}
+
+
 def test_imported_tasks_are_where_the_backbone_is(backbone: Backbone, tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "model.pt", backbone, tasks=2)
     backbone.fingerprint  # noqa: B018  (taken of the weights; `meta` has none)

@@ -37,7 +37,9 @@ def load_backbone(
         return _wrap(source, type(source).__name__, processor).to(device, kind)
     folder = str(Path(__file__).parents[1] / "weights" / TINY) if str(source) == TINY else str(source)
     model = _from_pretrained(folder, kind)
-    return _wrap(model, str(source), folder if processor is None else processor).to(device)
+    if device is not None:
+        model.to(device)  # nobody else holds it, so no copy is kept
+    return _wrap(model, str(source), folder if processor is None else processor)
 
 
 def supported() -> str:
