@@ -156,7 +156,7 @@ def test_splits_are_screened_by_the_same_workers(tmp_path: Path, monkeypatch: py
     class Counted(ProcessPoolExecutor):
         def __init__(self, *given: Any, **options: Any) -> None:
             super().__init__(*given, **options)
-            started.append(self)
+            started.append(1)
 
     monkeypatch.setattr("memoro.data.loader.ProcessPoolExecutor", Counted)
     splits = load_data(tmp_path, workers=1, quiet=True)

@@ -35,8 +35,7 @@ TaskFiles = Annotated[
 
 def load(backbone: str | None, device: str | None = None) -> Backbone:
     """The backbone of a command, on this device or on the GPU if there is one."""
-    from memoro.backbones import load_backbone
-    from memoro.training.distributed import own_device
+    from memoro.backbones.load import load_backbone, own_device
 
     return load_backbone(name_backbone(backbone), device=own_device(device))
 

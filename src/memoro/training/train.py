@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from memoro.backbones import Backbone, load_backbone
-from memoro.backbones.load import TINY
+from memoro.backbones.load import TINY, own_device
 from memoro.console import format_bytes, format_count, make_table
 from memoro.data import ImageSet, Splits, Streams, load_columns, load_data, load_stream
 from memoro.data.splits import fold_numbers, hold_out
@@ -25,7 +25,7 @@ from memoro.regimes.baselinefile import save_baseline
 from memoro.tasks.spec import check_name
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks, save_task
-from memoro.training.distributed import find_processes, own_device
+from memoro.training.distributed import find_processes
 from memoro.training.fit import FitResult, preprocessing_of
 from memoro.training.recipe import Recipe, TrainOptions, merge_options
 from memoro.training.sweep import LEARNING_RATES, Grid, SweepRow, SweepSpec, run_sweeps, sweep_table
