@@ -90,7 +90,7 @@ def test_csv_with_numbers(tmp_path: Path) -> None:
         ("path,number\n0.png,inf\n", "not a finite number"),
         ("photo,what\n0.png,a\n", r"no column for the image's path among 'photo', 'what'.*image_column"),
         ("path,what\n0.png,a\n", r"no column for the label among 'what'.*label_column"),
-        ("path,label,split\n0.png,a,train\n1.png,b,later\n", r"line 3: the split 'later' is none of train"),
+        ("path,label,split\n0.png,a,train\n1.png,b,later\n", r"line 3: unknown split 'later': choose one of train"),
         ("path,label\n,a\n", "line 2: there is no path"),
         ("path,label\n", "there are no rows"),
         ("", "not a readable CSV"),

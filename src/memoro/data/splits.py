@@ -91,7 +91,7 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
     parts = {split: raw.splits[split] for split in SPLITS if split in raw.splits and len(raw.splits[split].rows)}
     if not parts:
         refuse_many(raw.skipped, len(raw.skipped), name)
-        raise DataError(f"{name}: there are no images in it.")
+        raise DataError(f"{name} contains no images.")
     notes = list(raw.notes)
     labels = _labels(raw, parts, options.labels, name)
     if options.labels is None and raw.kind != "regression" and "train" in parts:
