@@ -74,9 +74,7 @@ def read_tree(files: Sequence[str], folders: Iterable[str], name: str) -> tuple[
         else:
             splits.setdefault(split, []).append((at, label))
     for folder, count in sorted(others.items()):
-        notes.append(
-            f"unknown split folder {folder}: its {left_out(count, 'image')}; the splits are train, val and test."
-        )
+        notes.append(f"unknown split folder {folder}: its {left_out(count, 'image')}; use train, val and test.")
     filled = {(split, label) for split, pairs in splits.items() for _, label in pairs}
     for folder in sorted(set(folders)):
         path = folder.split("/")[top:]

@@ -287,9 +287,8 @@ def read_manifest(path: Path, options: DataOptions) -> RawDataset:
     for row, cell in enumerate(split_cells):
         split = split_name(str(cell or "").strip() or "train")
         if split is None:
-            raise DataError(
-                f"{where(row)}: unknown split {str(cell).strip()!r}: choose one of {', '.join(SPLIT_NAMES)}."
-            )
+            known = ", ".join(SPLIT_NAMES)
+            raise DataError(f"{where(row)}: unknown split {str(cell).strip()!r}: choose one of {known}.")
         if row not in skipped:
             by_split[split].append(row)
     splits = {
