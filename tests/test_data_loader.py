@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 import zipfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -161,6 +162,10 @@ def test_splits_are_screened_by_the_same_workers(tmp_path: Path, monkeypatch: py
     splits = load_data(tmp_path, workers=1, quiet=True)
     assert [len(images) for images in (splits.train, splits.val, splits.test) if images is not None] == [8, 4, 4]
     assert len(started) == 1
+    end = time.monotonic() + 30
+    while multiprocessing.active_children() and time.monotonic() < end:  # they end with the pool, a little later
+        time.sleep(0.01)
+    assert not multiprocessing.active_children()
 
 
 def test_a_worker_that_dies_is_an_error_not_a_hang(images: ImageSet) -> None:

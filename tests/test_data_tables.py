@@ -352,7 +352,7 @@ def test_stream_is_shuffled_by_epoch_and_resumes() -> None:
     assert first == again != other
     assert sorted(number for batch in first for number in batch) == list(range(20))
     assert [batch.index.tolist() for batch in loader.epoch(0, start=3)] == first[3:]
-    with pytest.raises(DataError, match="count in steps"):
+    with pytest.raises(DataError, match="--steps 1000 instead of --epochs"):
         len(loader)
 
 

@@ -35,7 +35,8 @@ TaskFiles = Annotated[
 
 def load(backbone: str | None, device: str | None = None) -> Backbone:
     """The backbone of a command, on this device or on the GPU if there is one."""
-    from memoro.backbones.load import load_backbone, own_device
+    from memoro.backbones import load_backbone
+    from memoro.backbones.load import own_device
 
     return load_backbone(name_backbone(backbone), device=own_device(device))
 
