@@ -15,7 +15,7 @@ from PIL import Image
 
 import memoro
 from memoro.backbones.load import supported
-from memoro.errors import BackboneError
+from memoro.errors import BackboneError, MemoroError
 
 PROCESSORS = {
     "vit": hf.ViTImageProcessorPil(size={"height": 20, "width": 20}),
@@ -170,6 +170,12 @@ def test_old_processor_configs(tmp_path: Path) -> None:
     found = memoro.load_backbone(tmp_path).preprocessing
     assert (found.resize, found.crop) == (24, (20, 20))
     assert found.mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
+
+
+@pytest.mark.parametrize("std", [0.0, [0.0, 0.0, 0.0], [1e-30, 1.0, 1.0], [0.5, 0.5], "half"])
+def test_processor_with_an_unusable_std(std: object, vit: Any) -> None:
+    with pytest.raises(MemoroError, match=r"std"):
+        memoro.load_backbone(vit, processor={"size": 20, "image_std": std})
 
 
 def test_a_model_without_a_processor_gets_its_familys_defaults() -> None:

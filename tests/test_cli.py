@@ -87,6 +87,28 @@ def test_errors_are_one_line(files: tuple[Path, Path], folder: Path, tmp_path: P
     run(tmp_path, "no-such-command", code=2)
 
 
+PROBE = """
+import sys
+from memoro.cli import main
+for command in (["predict", "photos"], ["eval", "photos", "--json"]):
+    sys.argv = ["memoro", *command, "-b", "vit", "-t", "pets.safetensors"]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+print(sorted(name for name in sys.modules if name.startswith("memoro.training")), file=sys.stderr)
+"""
+
+
+def test_predict_and_eval_do_not_import_training(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
+    for label, colour in (("cat", "red"), ("dog", "blue")):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        Image.new("RGB", (30, 40), colour).save(tmp_path / "photos" / label / "0.png")
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
 def test_import(shared: Path, tmp_path: Path) -> None:
     fixtures = shared / "fixtures" / "reproduction"
     out = tmp_path / "two.safetensors"

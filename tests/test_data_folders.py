@@ -193,10 +193,10 @@ def test_image_under_two_labels_is_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda root: None, "no images in it"),
+        (lambda root: None, "contains no images"),
         (lambda root: save_classes(root, {"only": 3}), r"one class only \(only\)"),
         (lambda root: save_classes(root, {"": 3}), "no class folders"),
-        (lambda root: (root / "a.txt").write_text("x"), "no images in it"),
+        (lambda root: (root / "a.txt").write_text("x"), "contains no images"),
     ],
 )
 def test_unusable_folder(tmp_path: Path, make: object, message: str) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 import memoro
 from memoro.backbones import Backbone
+from memoro.backbones.fingerprint import take_fingerprint
 
 families = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 
@@ -49,6 +50,15 @@ def test_loading_onto_a_device(backbone: Backbone, tmp_path: Path) -> None:
     assert [devices(task) for task in memoro.load_tasks(path, device=torch.device("meta"))] == [{"meta"}]
     assert memoro.load_backbone(backbone, device="meta").device.type == "meta"
     assert memoro.load_backbone(backbone) is backbone
+
+
+def test_a_loaded_checkpoint_is_moved_and_a_users_model_is_not(vit: Any, tmp_path: Path) -> None:
+    vit.save_pretrained(tmp_path)
+    loaded = memoro.load_backbone(tmp_path, device="meta")
+    assert (loaded.device.type, devices(loaded.model), devices(loaded.module)) == ("meta", {"meta"}, {"meta"})
+    given = memoro.load_backbone(vit, device="meta")
+    assert given.device.type == "meta"
+    assert devices(vit) == {"cpu"}
 
 
 def test_imported_tasks_are_where_the_backbone_is(backbone: Backbone, tmp_path: Path) -> None:
@@ -98,6 +108,38 @@ def test_a_moved_composition_is_a_new_one(case: Case, pixels: torch.Tensor) -> N
     assert not torch.equal(half(pixels)["child"], before["child"])
     assert (devices(moved), devices(composed), devices(model)) == ({"meta"}, {"cpu"}, {"cpu"})
     assert [devices(task) for task in tasks] == [{"cpu"}] * 2
+
+
+class NoDouble(torch.Tensor):
+    """As on MPS: float64 is an error until the tensor is on the CPU."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if func is torch.Tensor.cpu:
+            return out.as_subclass(torch.Tensor)
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+            raise TypeError("MPS has no float64")
+        return out
+
+
+def test_fingerprint_and_verification_need_no_float64_on_the_device(
+    backbone: Backbone, pixels: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = dict(backbone.anatomy.tensors)
+    there = {name: tensor.detach().as_subclass(NoDouble) for name, tensor in tensors.items()}
+    assert take_fingerprint(there, heads=2) == take_fingerprint(tensors, heads=2)
+    with pytest.raises(TypeError, match="float64"):
+        next(iter(there.values())).double()
+    model = memoro.compose(backbone, pair(backbone))
+    found = model.verify(pixels)
+    forward = memoro.Composition.forward
+
+    def on_device(self: Any, *given: Any, **options: Any) -> dict[str, torch.Tensor]:
+        return {name: out.as_subclass(NoDouble) for name, out in forward(self, *given, **options).items()}
+
+    monkeypatch.setattr(memoro.Composition, "forward", on_device)
+    assert model.verify(pixels) == found
 
 
 # ------------------------------------------------------------------------------------------------ as an nn.Module

@@ -253,12 +253,13 @@ BAD: list[tuple[list[object], str]] = [
     (["set", *TRAIN, "--lr", "-1"], "lr -1.0"),
     (["set", *TRAIN, "--epochs", "0"], "epochs 0"),
     (["set", *TRAIN, "--optimizer", "lion"], "choose one of sgd, adamw"),
-    (["set", *TRAIN, "--crop", "round"], "none of inception, pad, none"),
+    (["set", *TRAIN, "--crop", "round"], "unknown crop 'round': choose one of inception, pad, none"),
     (["set", *TRAIN, "--cells", "-1"], "cells must be between 0 and 4096, not -1"),
     (["set", *TRAIN, "--from-layer", "6"], "from_layer must be between 0 and 5, not 6"),
     (["set", *TRAIN, "--extends", "vit/model.safetensors"], "not one of memoro's"),
     (["set", *TRAIN, "--folder", "vit/config.json", "--epochs", "1"], "cannot write"),
     (["set", *TRAIN, "--backbone", "/nowhere/at/all"], "nowhere"),
+    (["set", *TRAIN, "--image-size", "99999"], "image size 99999: choose 1 to 8192 pixels"),
     (["set", *TRAIN, "--image-size", "3"], "images of 3x3 are smaller than one 4x4 patch"),
 ]
 

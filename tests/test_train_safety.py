@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 import memoro
 from memoro.backbones import Backbone, load_backbone
+from memoro.backbones.load import own_device
 from memoro.cli import app
 from memoro.errors import BackboneError, MemoroError, TaskFileError, TrainingError
 from memoro.tasks.task import new_task
 from memoro.training import Trainer, fit
-from memoro.training.distributed import own_device
 from memoro.training.runfolder import lock_folder
 from memoro.training.sweep import Grid, SweepRow
 

@@ -67,7 +67,7 @@ def test_a_stream_with_a_validation_split_of_its_own(backbone: Backbone, table: 
 
 def test_what_a_stream_cannot_tell(backbone: Backbone, streams: Streams) -> None:
     task = memoro.new_task(backbone, "colours", list(streams.labels), from_layer=5, cells=0)
-    with pytest.raises(MemoroError, match="count in steps"):
+    with pytest.raises(MemoroError, match="--steps 1000 instead of --epochs"):
         memoro.fit(backbone, task, streams, epochs=1, quiet=True, workers=0)
     with pytest.raises(TrainingError, match="balance and folds need the whole dataset in advance"):
         memoro.fit(backbone, task, streams, steps=2, balance=True, quiet=True, workers=0)

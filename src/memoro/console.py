@@ -85,7 +85,7 @@ def bar(title: str, total: int, *, quiet: bool = False) -> Iterator[Callable[...
 
 
 def quiet_libraries() -> None:
-    """Silences the bars of transformers, the hub's words on each retry (memoro's own error says what to do), and
+    """Silences the bars of transformers, the hub's retry messages (memoro's own error says what to do), and
     Pillow's warnings about EXIF blocks and about sizes below memoro's own limit.
 
     For the command line, never at import.

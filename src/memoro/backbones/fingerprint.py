@@ -79,12 +79,12 @@ def _sketch(tensors: Mapping[str, Tensor]) -> tuple[float, ...]:
     for name in sorted(tensors):
         parts = name.split(".")
         group = ".".join(parts[:2]) if parts[0] == "blocks" else "embed" if parts[0] != "norm" else "norm"
-        flat = tensors[name].detach().reshape(-1)
+        flat = tensors[name].detach().cpu().reshape(-1)  # MPS has no float64
         flat = flat.float() if flat.dtype in {torch.float16, torch.bfloat16} else flat
         rolled = signs.roll(zlib.crc32(name.encode()) % _PERIOD)
         whole = flat.numel() - flat.numel() % _PERIOD
         projection[group] += float((flat[:whole].view(-1, _PERIOD) @ rolled.to(flat)).double().sum())
-        projection[group] += float(flat[whole:].double().cpu() @ rolled[: flat.numel() - whole])
+        projection[group] += float(flat[whole:].double() @ rolled[: flat.numel() - whole])
         square[group] += float(torch.linalg.vector_norm(flat)) ** 2
     order = sorted(projection, key=lambda group: (len(group), group))
     return tuple(round(projection[group] / math.sqrt(square[group] or 1.0), 7) for group in order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,22 @@ def load_backbone(
         return _wrap(source, type(source).__name__, processor).to(device, kind)
     folder = str(Path(__file__).parents[1] / "weights" / TINY) if str(source) == TINY else str(source)
     model = _from_pretrained(folder, kind)
-    return _wrap(model, str(source), folder if processor is None else processor).to(device)
+    if device is not None:
+        model.to(device)  # nobody else holds it, so no copy is kept
+    return _wrap(model, str(source), folder if processor is None else processor)
+
+
+def own_device(name: str | None = None) -> torch.device:
+    """The device of this name; without one, this process's GPU (CUDA or MPS) if there is one, else the CPU."""
+    if name in {None, "cuda"} and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if name is None:
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise BackboneError(f"device {name!r} cannot be used ({reason}): choose cpu, cuda or mps.") from None
 
 
 def supported() -> str:

@@ -74,5 +74,8 @@ def _square(size: Any) -> tuple[int, int]:
 
 
 def _triple(values: Any) -> tuple[float, float, float]:
-    first, second, third = (float(value) for value in values)
+    try:
+        first, second, third = (float(value) for value in values)
+    except (TypeError, ValueError):
+        raise BackboneError(f"the processor's mean and std must be three numbers each, not {values!r}.") from None
     return first, second, third

@@ -85,7 +85,7 @@ def bench_train_command(
 
     for name in model.split(","):
         if name not in MODELS:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(MODELS)}")
+            raise typer.BadParameter(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")
     record: dict[str, Any] = {}
     if steps:
         settings = [Setting(name, batch, cells) for name in model.split(",")]

@@ -36,7 +36,7 @@ TaskFiles = Annotated[
 def load(backbone: str | None, device: str | None = None) -> Backbone:
     """The backbone of a command, on this device or on the GPU if there is one."""
     from memoro.backbones import load_backbone
-    from memoro.training.distributed import own_device
+    from memoro.backbones.load import own_device
 
     return load_backbone(name_backbone(backbone), device=own_device(device))
 
@@ -81,9 +81,14 @@ def gather_tasks(files: Iterable[Path], option: str = "-t") -> list[Task]:
 
 def gather_models(files: Iterable[Path], backbone: Backbone) -> list[Task | Baseline]:
     """The tasks and baselines of some files."""
-    from memoro.regimes.baselinefile import load_models
+    from memoro.regimes.baselinefile import is_baseline, load_baseline
+    from memoro.tasks.taskfile import load_tasks
 
-    return _checked([(file, model) for file in files for model in load_models([file], backbone)], "-t")
+    found: list[tuple[Path, Task | Baseline]] = []
+    for file in files:
+        models = [load_baseline(file, backbone)] if is_baseline(file) else load_tasks(file)
+        found += [(file, model) for model in models]
+    return _checked(found, "-t")
 
 
 def _checked(found: Sequence[tuple[Path, Any]], option: str) -> list[Any]:

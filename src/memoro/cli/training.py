@@ -81,9 +81,10 @@ def sweep(
 
 def _train(data: list[str], backbone: str | None, device: str | None, as_json: bool, settings: dict[str, Any]) -> None:
     """Calls `memoro.train` with the options of the command line, and prints."""
+    from memoro.backbones.load import own_device
     from memoro.data import Augment
     from memoro.training import Cache
-    from memoro.training.distributed import find_processes, own_device
+    from memoro.training.distributed import find_processes
     from memoro.training.train import train
 
     augment = {"crop": settings.pop("crop"), "scale": (settings.pop("crop_scale"), 1.0), "flip": settings.pop("flip")}

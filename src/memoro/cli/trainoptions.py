@@ -50,7 +50,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     ),
     "image_size": _option(
         int | None, None, _DATA, "Input size in pixels; resize and crop are scaled together.",
-        show_default="the backbone's",
+        show_default="the backbone's", min=1,
     ),
     "workers": _option(int | None, None, _DATA, "Processes that decode images.", show_default="one per core"),
     "streaming": _option(

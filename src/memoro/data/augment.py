@@ -72,7 +72,7 @@ class Augment:
 
     def __post_init__(self) -> None:
         if self.crop not in get_args(Crop):
-            raise DataError(f"crop {self.crop!r} is none of {', '.join(get_args(Crop))}.")
+            raise DataError(f"unknown crop {self.crop!r}: choose one of {', '.join(get_args(Crop))}.")
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise DataError(f"scale {self.scale}: give two fractions of the image's area, 0 < low ≤ high ≤ 1.")
         if not 0 < self.ratio[0] <= self.ratio[1]:

@@ -152,9 +152,9 @@ def refuse_many(skipped: Sequence[Skipped], total: int, name: str) -> None:
     """An error if more than 5 % of `total` images, the skipped ones among them, cannot be read."""
     if len(skipped) <= MAX_UNREADABLE * total:
         return
-    first = "".join(f"\n  {where}: {reason}" for where, reason in skipped[:5])
-    more = f"\n  and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+    first = "; ".join(f"{where}: {reason}" for where, reason in skipped[:5])
+    more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
     raise DataError(
         f"{name}: {len(skipped)} of {total} images cannot be read, more than {MAX_UNREADABLE:.0%}; "
-        f"repair or remove them:{first}{more}"
+        f"repair or remove them: {first}{more}"
     )

@@ -43,7 +43,7 @@ def read_tree(files: Sequence[str], folders: Iterable[str], name: str) -> tuple[
     paths = {at: files[at].split("/") for at in clean if _suffix(files[at]) in IMAGE_SUFFIXES}
     if not paths:
         raise DataError(
-            f"{name}: there are no images in it ({', '.join(sorted(IMAGE_SUFFIXES))}); "
+            f"{name} contains no images ({', '.join(sorted(IMAGE_SUFFIXES))}); "
             "give a folder that contains one folder of images per class."
         )
     top = _common_depth(list(paths.values()))
@@ -74,7 +74,7 @@ def read_tree(files: Sequence[str], folders: Iterable[str], name: str) -> tuple[
         else:
             splits.setdefault(split, []).append((at, label))
     for folder, count in sorted(others.items()):
-        notes.append(f"the folder {folder} is none of train, val and test: its {left_out(count, 'image')}.")
+        notes.append(f"unknown split folder {folder}: its {left_out(count, 'image')}; use train, val and test.")
     filled = {(split, label) for split, pairs in splits.items() for _, label in pairs}
     for folder in sorted(set(folders)):
         path = folder.split("/")[top:]

@@ -86,7 +86,7 @@ def explain_known(known: KnownSet, reason: str = "") -> DataError:
     places = " or ".join(map(str, _places()))
     hub = f" Or download {known.hub} from the hub while online." if known.hub else ""
     return DataError(
-        f"{known.name} is not here{reason}. Fetch {known.fetch}; put it into {places} as {known.name} (a folder), "
+        f"{known.name} was not found{reason}. Fetch {known.fetch}; put it into {places} as {known.name} (a folder), "
         f"{known.name}.zip, {known.name}.csv or {known.name}.parquet; $MEMORO_DATA names another place.{hub}"
     )
 
@@ -102,6 +102,10 @@ def apply_rule(raw: RawDataset, known: KnownSet) -> RawDataset:
     if known.val_is_test and "val" in splits and "test" not in splits:
         splits["test"] = splits.pop("val")
     return replace(raw, splits=splits, notes=(*notes, *raw.notes))
+
+
+def first_line(error: BaseException | None) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _places() -> list[Path]:
@@ -161,8 +165,9 @@ def fetch(
         try:
             loaded = datasets.load_dataset(name, config, split=split, streaming=streaming)
         except Exception as error:  # the network, the hub and the files each fail in their own ways
+            reason = first_line(error).rstrip(".")
             raise DataError(
-                f"{source!r} is not a file or folder, and the hub did not deliver it: {str(error).splitlines()[0]}\n"
+                f"{source!r} is not a file or folder, and could not be downloaded from the hub: {reason}. "
                 f"Online, check the name at huggingface.co/datasets/{name}. Offline, run `hf download --repo-type "
                 f"dataset {name} --local-dir FOLDER` on a machine with a network, and give that folder's images or "
                 "Parquet file."

@@ -19,6 +19,7 @@ from memoro.data.hub import (
     explain_known,
     fetch,
     find_known,
+    first_line,
     is_hub_id,
     is_saved,
 )
@@ -107,6 +108,6 @@ def _read_known(known: KnownSet, options: DataOptions) -> RawDataset:
     try:
         tables, _ = fetch(known.hub)
     except DataError as error:
-        raise explain_known(known, f" ({error.__cause__})") from None
+        raise explain_known(known, f" ({first_line(error.__cause__)})") from None
     options = replace(options, label_column=options.label_column or known.label_column)
     return apply_rule(read_tables(tables, options, known.name), known)

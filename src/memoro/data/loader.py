@@ -99,14 +99,14 @@ class Loader:
         self._decoder = _Decoder(seen, preprocessing, augment, seed, plain_first=views is not None)
         self._pool = shared_pool()
         self._pool.register(self._decoder)
-        self._seen = self._epochs = 0
+        self._seen = 0
 
     def __len__(self) -> int:
         """Batches of an epoch."""
         length = len(self.images) if isinstance(self.images, ImageSet) else self.images.length
         if length is None:
             raise DataError(
-                f"{self.images.name}: the stream does not tell its length; count in steps, not in epochs: --steps 1000."
+                f"{self.images.name}: the length of this stream is unknown: use --steps 1000 instead of --epochs."
             )
         return length // self.batch_size if self._drop_last else -(-length // self.batch_size)
 
@@ -165,12 +165,8 @@ class Loader:
         return Request(view, list(numbers[own]), torch.stack(targets)[own].numpy(), len(batch), list(data[own]))
 
     def _load(self, requests: Iterator[Request]) -> Iterator[Batch]:
-        self._epochs += 1
-        epoch = self._epochs
         self._pool = shared_pool()
         for request, (pixels, failures) in self._pool.imap(self._decoder, requests, self._workers):
-            if epoch != self._epochs:
-                raise DataError("this epoch ended when another one began; use a loader for each of them.")
             if failures and isinstance(self.images, ImageSet):
                 raise DataError(
                     f"{next(iter(failures.values()))} It was not screened, or has changed since: load the data with "
@@ -243,13 +239,14 @@ class WorkerPool:
         self._numbers = count()
         self._functions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._started: set[int] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def register(self, function: Any) -> int:
         """Lets the processes that start next know the function."""
-        if function not in self._functions:
-            self._functions[function] = next(self._numbers)
-        return self._functions[function]
+        with self._lock:
+            if function not in self._functions:
+                self._functions[function] = next(self._numbers)
+            return self._functions[function]
 
     def imap(self, function: Callable[[A], B], requests: Iterable[A], workers: int) -> Iterator[tuple[A, B]]:
         """Each request and the function's result, in order, computed ahead by worker processes, or here without any."""
@@ -267,17 +264,19 @@ class WorkerPool:
                 request, future = waiting.popleft()
                 yield request, future.result()
         except BrokenProcessPool:
-            self._executor = None
-            raise DataError("a worker process died, perhaps for lack of memory; choose fewer workers.") from None
+            with self._lock:
+                self._executor = None
+            raise DataError("a worker process died, possibly out of memory: use fewer workers.") from None
         finally:
             for _, future in waiting:
                 future.cancel()
 
     def close(self) -> None:
         """Ends the processes once they have done what was asked of them."""
-        if self._executor is not None:
-            self._executor.shutdown()
-        self._executor = None
+        with self._lock:
+            if self._executor is not None:
+                self._executor.shutdown()
+            self._executor = None
 
     def _submit(self, function: Callable[[A], B], request: A, workers: int) -> Future[B]:
         with self._lock:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from memoro.console import bar, plain_console
 from memoro.data.dataset import ImageSet, Skipped, refuse_many
-from memoro.data.loader import shared_pool, worker_count
+from memoro.data.loader import WorkerPool, shared_pool, worker_count
 from memoro.errors import ImageError
 from memoro.images import open_image
 
@@ -19,15 +20,25 @@ _DRAFT = 64  # JPEGs are decoded at a fraction of their size: every byte is read
 
 def check_images(images: ImageSet, workers: int | None = None, *, quiet: bool = False) -> list[Skipped]:
     """The images that cannot be read, and why. More than 5 % of them is an error that lists the first."""
-    skipped = list(drop_unreadable(images, workers, quiet=quiet).skipped)
+    [readable] = drop_unreadable([images], workers, quiet=quiet)
+    skipped = list(readable.skipped)
     refuse_many(skipped, len(images), images.name)
     return skipped
 
 
-def drop_unreadable(images: ImageSet, workers: int | None = None, *, quiet: bool = False) -> ImageSet:
-    """The images that can be decoded, with their digests; `skipped` lists the others."""
+def drop_unreadable(sets: Sequence[ImageSet], workers: int | None = None, *, quiet: bool = False) -> list[ImageSet]:
+    """Of each set the images that can be decoded, with their digests; `skipped` lists the others."""
+    pool = shared_pool()
+    checks = [_Check(images) for images in sets]
+    for check in checks:
+        pool.register(check)  # so that the same worker processes serve all sets
+    return [_drop_unreadable(check, pool, workers, quiet) for check in checks]
+
+
+def _drop_unreadable(check: _Check, pool: WorkerPool, workers: int | None, quiet: bool) -> ImageSet:
+    images = check.images
     chunks = [range(at, min(at + _CHUNK, len(images))) for at in range(0, len(images), _CHUNK)]
-    results = shared_pool().imap(_Check(images), chunks, worker_count(workers, len(images)))
+    results = pool.imap(check, chunks, worker_count(workers, len(images)))
     good: list[int] = []
     digests: list[bytes] = []
     skipped: list[Skipped] = []

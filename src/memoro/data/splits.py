@@ -91,7 +91,7 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
     parts = {split: raw.splits[split] for split in SPLITS if split in raw.splits and len(raw.splits[split].rows)}
     if not parts:
         refuse_many(raw.skipped, len(raw.skipped), name)
-        raise DataError(f"{name}: there are no images in it.")
+        raise DataError(f"{name} contains no images.")
     notes = list(raw.notes)
     labels = _labels(raw, parts, options.labels, name)
     if options.labels is None and raw.kind != "regression" and "train" in parts:
@@ -102,10 +102,11 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
         sets[split] = ImageSet(f"{name}:{split}", labels, raw.kind, part.source, rows, targets)
     total = len(raw.skipped) + sum(map(len, sets.values()))
     if options.screen:
-        for split, images in sets.items():
-            digests = _known_digests(images, checked)
-            known = None if digests is None else replace(images, digests=digests)
-            sets[split] = known or drop_unreadable(images, options.workers, quiet=options.quiet)
+        digests = {split: _known_digests(images, checked) for split, images in sets.items()}
+        new = [split for split in sets if digests[split] is None]
+        readable = drop_unreadable([sets[split] for split in new], options.workers, quiet=options.quiet)
+        sets = {split: replace(images, digests=digests[split]) for split, images in sets.items()}
+        sets |= dict(zip(new, readable, strict=True))
     else:
         notes.append("images were not screened: duplicates are not found, and an unreadable image stops the run.")
     skipped = (*raw.skipped, *(skip for images in sets.values() for skip in images.skipped))

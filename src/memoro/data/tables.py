@@ -165,7 +165,7 @@ def encoded_image(cell: Any, where: str, places: Places) -> bytes:
     data, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, Mapping) else (cell, cell)
     if not isinstance(data, bytes):
         if not isinstance(path, str):
-            raise ImageError(f"{where}: there is no image in it.")
+            raise ImageError(f"{where} contains no image.")
         data = _read_limited(places.resolve(path, where), where, places.root)
     reason = unreadable_size(len(data))
     if reason is not None:
@@ -228,7 +228,7 @@ def match_splits(tables: Mapping[str, Any], name: str) -> tuple[dict[SplitName, 
     for key in tables:
         split = split_name(key) or ("train" if len(tables) == 1 else None)
         if split is None or split in names:
-            notes.append(f"the split {key!r} was left out: it is none of train, val and test.")
+            notes.append(f"the split {key!r} was left out: only one train, one val and one test split are used.")
         else:
             names[split] = key
     if not names:
@@ -287,7 +287,8 @@ def read_manifest(path: Path, options: DataOptions) -> RawDataset:
     for row, cell in enumerate(split_cells):
         split = split_name(str(cell or "").strip() or "train")
         if split is None:
-            raise DataError(f"{where(row)}: the split {str(cell).strip()!r} is none of {', '.join(SPLIT_NAMES)}.")
+            known = ", ".join(SPLIT_NAMES)
+            raise DataError(f"{where(row)}: unknown split {str(cell).strip()!r}: choose one of {known}.")
         if row not in skipped:
             by_split[split].append(row)
     splits = {

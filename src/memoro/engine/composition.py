@@ -203,7 +203,7 @@ class Composition(nn.Module):
 
 
 def check_together(tasks: Sequence[Task]) -> None:
-    """Raises if tasks cannot be in one bundle: doubled names, missing or other parents, cycles, two backbones."""
+    """Raises if tasks cannot be in one bundle: duplicate names, missing or different parents, cycles, two backbones."""
     _check_parents(tasks)
     for task in tasks[1:]:
         first, other = tasks[0].spec.backbone, task.spec.backbone

@@ -102,4 +102,5 @@ def sample_pixels(backbone: Backbone, images: Sequence[str | Path]) -> Tensor:
 
 
 def _difference(first: Tensor, second: Tensor) -> float:
-    return float((first.double() - second.double()).abs().max())
+    # MPS has no float64.
+    return float((first.cpu().double() - second.cpu().double()).abs().max())

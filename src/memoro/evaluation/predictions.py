@@ -16,7 +16,7 @@ from memoro.console import format_count, make_table
 from memoro.engine.composition import Composition
 from memoro.errors import DataError, ImageError
 from memoro.files import write_whole
-from memoro.images import IMAGE_SUFFIXES, open_image
+from memoro.images import IMAGE_SUFFIXES
 from memoro.regimes import Baseline
 
 Form = Literal["table", "json", "csv", "parquet"]
@@ -55,25 +55,23 @@ def predict_files(
     answers: Answers = {}
     skipped: dict[str, str] = {}
 
-    def readable(path: Path) -> bool:
-        try:
-            open_image(path)
-        except ImageError as error:
-            skipped[str(path)] = str(error)
-            return False
-        return True
+    def predict(batch: Sequence[Path]) -> None:
+        # The models open the images, at the size that each of them needs.
+        found = [model.predict(batch, batch_size=batch_size) for model in models]
+        for path, *own in zip(batch, *found, strict=True):
+            answers[str(path)] = {name: answer for one in own for name, answer in one.items()}
 
     for at in range(0, len(paths), batch_size):
         batch = paths[at : at + batch_size]
-        # The models open the images, at the size that each of them needs.
         try:
-            found = [model.predict(batch, batch_size=batch_size) for model in models]
-        except ImageError:
-            batch = [path for path in batch if readable(path)]
-            found = [model.predict(batch, batch_size=batch_size) for model in models]
-        for path, *own in zip(batch, *found, strict=True):
-            answers[str(path)] = {name: answer for one in own for name, answer in one.items()}
-        tick(len(paths[at : at + batch_size]))
+            predict(batch)
+        except ImageError:  # of one of them
+            for path in batch:
+                try:
+                    predict([path])
+                except ImageError as error:
+                    skipped[str(path)] = str(error)
+        tick(len(batch))
     return answers, skipped
 
 

@@ -12,6 +12,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from memoro.errors import ImageError
 
 # 3 bytes a pixel: no single image may decode to more than about 510 MB. Pillow's own limit is a little above it.
+# 16-bit, integer and float images take about three times as much while they are scaled to bytes.
 MAX_PIXELS = 170_000_000
 
 # The shortest edge that a caller needs, as a number or as a function of the upright (width, height).
@@ -21,8 +22,9 @@ IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 )
 
-# Raster formats that Pillow decodes itself, whatever the file is called: EPS would be handed to Ghostscript.
-FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "ICO", "QOI", "TGA")
+# The formats of these suffixes, whatever the file is called: EPS would be handed to Ghostscript, and TGA has no magic
+# number. JPEG includes files of several pictures (MPO), which phones write.
+FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM")
 
 
 def open_image(
@@ -87,9 +89,12 @@ def _lazy(image: Image.Image) -> bool:
 
 def _eight_bit(image: Image.Image) -> Image.Image:
     """16-bit and float images scaled to 0..255; Pillow's own conversion clips them to white."""
-    values = np.asarray(image, dtype=np.float64)
+    values = np.array(image, dtype=np.float32)
     if not np.isfinite(values).all():
         raise ImageError("pixels that are not finite numbers")
     top = values.max(initial=0.0)
     scale = 255.0 / 65535.0 if top > 255.0 else 255.0 if 0.0 < top <= 1.0 and image.mode == "F" else 1.0
-    return Image.fromarray(np.clip(values * scale, 0, 255).round().astype(np.uint8))
+    # In place: the image may be large.
+    np.clip(values, 0.0, 255.0 / scale, out=values)
+    values *= scale
+    return Image.fromarray(np.rint(values, out=values).astype(np.uint8))

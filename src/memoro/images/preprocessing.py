@@ -12,9 +12,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from memoro.errors import TaskFileError
+from memoro.errors import DataError, TaskFileError
 
 MAX_SIDE = 8192
+MAX_PIXEL = 1e4
+"""Of normalised pixels, which are usually below 3 and at most 255 without scaling; large ones overflow in a network."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,10 @@ class Preprocessing:
     def __post_init__(self) -> None:
         with np.errstate(all="ignore"):
             extremes = self.normalise(np.array([[[0] * 3, [255] * 3]], dtype=np.uint8))
-        if not extremes.isfinite().all():
-            raise ValueError(
-                f"preprocessing: scale {self.scale:g}, mean {self.mean} and std {self.std} do not give finite pixels."
+        if not (extremes.abs() <= MAX_PIXEL).all():  # NaN fails too
+            raise DataError(
+                f"preprocessing: scale {self.scale:g}, mean {self.mean} and std {self.std} do not give finite pixels "
+                f"of at most {MAX_PIXEL:,.0f} in absolute value."
             )
 
     @property
@@ -56,7 +59,7 @@ class Preprocessing:
     def at(self, side: int) -> Preprocessing:
         """The same steps for images of `side` pixels, resize and crop scaled alike."""
         if not 1 <= side <= MAX_SIDE:
-            raise ValueError(f"image size {side}: choose 1 to {MAX_SIDE} pixels")
+            raise DataError(f"image size {side}: choose 1 to {MAX_SIDE} pixels.")
         now = self.size
         if now is None:
             return replace(self, resize=side, crop=(side, side))
@@ -73,7 +76,7 @@ class Preprocessing:
         return replace(self, resize=resize, crop=None if self.crop is None else scaled(self.crop))
 
     def fit(self, image: Image.Image) -> Image.Image:
-        """The RGB image resized and cropped: what the model will see, still to look at."""
+        """The RGB image resized and cropped: what the model will see, as an image."""
         if self.resize is not None:
             image = image.resize(self._target(image.size), Image.Resampling(self.resample))
         if self.crop is not None:
@@ -124,7 +127,7 @@ class Preprocessing:
                 mean=_triple(record["mean"], "mean"),
                 std=_triple(record["std"], "std"),
             )
-        except ValueError as error:
+        except DataError as error:
             raise TaskFileError(str(error)) from None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,6 @@ from memoro.tasks.record import (
     write_spec,
     write_tensors,
 )
-from memoro.tasks.spec import by_name
-from memoro.tasks.task import Task
-from memoro.tasks.taskfile import load_tasks
 
 MAX_FILE = 64 << 30
 """A copy of a backbone may be larger than any task. What is read of it is no larger than the backbone at hand."""
@@ -66,14 +63,6 @@ def read_baseline(path: str | Path) -> tuple[BaselineSpec, str, int]:
         item = read_object(record, "baseline")
         sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
         return _read_spec(item), read_text(item, "content"), sum(sizes)
-
-
-def load_models(paths: Iterable[str | Path], backbone: Backbone) -> list[Task | Baseline]:
-    """All that some files hold: tasks, and baselines over the backbone. Names are unique."""
-    found: list[Task | Baseline] = []
-    for path in paths:
-        found += [load_baseline(path, backbone)] if is_baseline(path) else load_tasks(path)
-    return list(by_name(found).values())
 
 
 def is_baseline(path: str | Path) -> bool:

@@ -32,7 +32,7 @@ class Lineage:
 
 
 def trace_lineage(names: Sequence[str], parents: Sequence[Sequence[str]], forks: Sequence[int]) -> Lineage:
-    """The lineage of named tasks; raises if a name is doubled, a parent is missing or tasks form a cycle."""
+    """The lineage of named tasks; raises if a name is a duplicate, a parent is missing or tasks form a cycle."""
     index: dict[str, int] = {}
     for position, name in enumerate(names):
         if name in index:

@@ -41,8 +41,14 @@ def import_tasks(backbone: Backbone, path: str | Path, *, names: list[str] | Non
         )
     if names is not None and len(names) != count:
         raise TaskFileError(f"{path} contains {count} tasks, but {len(names)} names were given.")
-    cells = [memory[task, 0].shape[-2] if (task, 0) in memory else 0 for task in range(count)]
-    parents = _read_mask(mask, cells, path)
+    used = [*tokens.values(), *memory.values(), *heads.values(), mask]
+    if not all(one.is_floating_point() and one.layout == torch.strided and one.device.type == "cpu" for one in used):
+        raise TaskFileError(f"{path}: its tensors are not dense floating-point numbers.")
+    try:
+        cells = [memory[task, 0].shape[-2] if (task, 0) in memory else 0 for task in range(count)]
+        parents = _read_mask(mask, cells, path)
+    except (IndexError, RuntimeError, ValueError):
+        raise TaskFileError(f"{path}: its memory tokens or its attention mask have the wrong shape.") from None
     tasks: list[Task] = []
     for number in range(count):
         try:
@@ -65,7 +71,7 @@ def import_tasks(backbone: Backbone, path: str | Path, *, names: list[str] | Non
                 "head.bias": heads[number + 1, "bias"],
             }
             tensors = {name: found[name].reshape(shape) for name, shape in spec.shapes.items()}
-        except (KeyError, RuntimeError, ValueError, TypeError):
+        except (IndexError, KeyError, RuntimeError, ValueError, TypeError):
             raise TaskFileError(
                 f"{path}: task {number} does not fit {backbone.name} ({backbone.depth} layers of {backbone.dim}). "
                 "Load the backbone that it was trained on."

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memoro.errors import BackboneError
 from memoro.extras import need
 
 TIMEOUT = timedelta(days=1)
@@ -78,16 +77,3 @@ def find_processes(device: torch.device) -> Processes:
     # Unless told otherwise, Accelerate treats several processes on CPUs as one.
     state: Any = PartialState(cpu=launched and device.type == "cpu", timeout=TIMEOUT)
     return Processes(state.process_index, state.num_processes, max(state.local_process_index, 0), str(state.device))
-
-
-def own_device(name: str | None = None) -> torch.device:
-    """The device of this name; without one, this process's GPU (CUDA or MPS) if there is one, else the CPU."""
-    if name in {None, "cuda"} and torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    if name is None:
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0].rstrip(".")
-        raise BackboneError(f"device {name!r} cannot be used ({reason}): choose cpu, cuda or mps.") from None

@@ -315,13 +315,14 @@ class _StepSums:
         """This batch's part of a run's mean loss, for backward; loss and correct answers are added to the sums."""
         run, device = self.runs[number], out.device
         targets = (batch.targets if run.targets is None else run.targets[batch.index]).to(device)
-        sample_weight = None if run.sample_weight is None else run.sample_weight[batch.index].to(device)
+        sample_weight = None if run.sample_weight is None else run.sample_weight[batch.index]
         weights = None if run.class_weights is None else run.class_weights.to(device)
         smoothing = run.recipe.label_smoothing
-        part = loss_sum(run.task.kind, out, targets, smoothing=smoothing, weights=weights, sample_weight=sample_weight)
+        there = None if sample_weight is None else sample_weight.to(device)
+        part = loss_sum(run.task.kind, out, targets, smoothing=smoothing, weights=weights, sample_weight=there)
         self.losses[number] += float(part.detach())
         if run.task.kind == "softmax":
-            correct = (out.detach().argmax(-1) == targets).double()
+            correct = (out.detach().argmax(-1) == targets).cpu().double()  # MPS has no float64
             self.correct[number] += float((correct if sample_weight is None else correct * sample_weight).sum())
         return part / max(float(self.images[number]), 1.0)
 

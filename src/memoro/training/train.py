@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from memoro.backbones import Backbone, load_backbone
-from memoro.backbones.load import TINY
+from memoro.backbones.load import TINY, own_device
 from memoro.console import format_bytes, format_count, make_table
 from memoro.data import ImageSet, Splits, Streams, load_columns, load_data, load_stream
 from memoro.data.splits import fold_numbers, hold_out
@@ -26,7 +26,7 @@ from memoro.regimes.baselinefile import save_baseline
 from memoro.tasks.spec import check_name
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks, save_task
-from memoro.training.distributed import find_processes, own_device
+from memoro.training.distributed import find_processes
 from memoro.training.fit import FitResult, preprocessing_of
 from memoro.training.recipe import Recipe, TrainOptions, merge_options
 from memoro.training.sweep import LEARNING_RATES, Grid, SweepRow, SweepSpec, run_sweeps, sweep_table
@@ -166,7 +166,7 @@ def train(
     results = {}
     for sweep, found in zip(sweeps, run_sweeps(backbone, sweeps, options), strict=True):
         rows = found.rows if len(grid.settings()) > 1 else ()
-        result = TrainResult(**vars(found.best), rows=rows, skipped=getattr(sweep.splits, "skipped", ()))
+        result = TrainResult(**vars(found.best), rows=rows, skipped=sweep.splits.skipped)
         if result.metrics and rows and result.metrics["split"] != "test":
             text = "has no test images: it was selected by its metrics, so they are optimistic."
             options.note(f"{sweep.plan.name} {text}")
