@@ -39,7 +39,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train. `regime` is a regime's name, or `base` for a plain pass without gradients."""
+    """A method to time. `regime` is a regime's name, or `base` for a plain pass without gradients."""
 
     name: str
     regime: str

@@ -1,4 +1,4 @@
-"""The ways to train a task. All of them have the contract of `Regime`."""
+"""Regimes: what is trained. Each is an instance of `Regime`."""
 
 from memoro.errors import TrainingError
 from memoro.regimes.adapter import ADAPTER, ADAPTER_MEMORY
