@@ -130,11 +130,17 @@ def evaluate_tasks(
     workers: Annotated[
         int | None, typer.Option(help="Processes that decode images.", show_default="one per core")
     ] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Also write a page: confusions, each class, the worst mistakes.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where --report writes its page.")] = Path("report.html"),
     as_json: Json = False,
 ) -> None:
     """Evaluate tasks on the test split of their data, or on all of it if there is none.
 
     memoro eval photos/pets -t pets.safetensors
+
+    memoro eval photos/pets -t pets.safetensors --report     (writes report.html)
 
     memoro eval pets=photos/pets rooms=rooms.zip -t pets.safetensors -t rooms.safetensors
     """
@@ -144,9 +150,10 @@ def evaluate_tasks(
     frozen = load(backbone, device)
     loaded = gather_models(tasks, frozen)
     errors = plain_console(stderr=True, soft_wrap=True)
-    results = evaluate(
-        frozen, loaded, read_data(data), batch_size=batch_size, workers=workers, quiet=as_json, log=errors.print
-    )
+    how: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "report": out if report else None}
+    results = evaluate(frozen, loaded, read_data(data), quiet=as_json, log=errors.print, **how)
+    if report:
+        errors.print(f"report: {out}")
     if as_json:
         print_json(results)
     else:

@@ -15,6 +15,7 @@ from memoro.engine.composition import compose
 from memoro.errors import DataError, TrainingError
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure
+from memoro.evaluation.report import TaskReport, write_report
 from memoro.extras import need
 from memoro.regimes.baseline import Baseline
 from memoro.tasks.spec import by_name
@@ -30,12 +31,13 @@ def evaluate(
     workers: int | None = None,
     quiet: bool = True,
     log: Callable[[str], None] = lambda text: None,
+    report: str | Path | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Each task's metrics on the test split of its data (or on the whole set where there is none), by name.
 
     `data` is one set for all tasks, or a dict from a task's name to its own. Tasks that have the same images, labels
     and preprocessing share one pass; each baseline has its own. `log` receives a line for every pass, and a warning
-    for data without a test split.
+    for data without a test split. `report` is a file to which a page about the answers is written.
     """
     need("torchmetrics")
     models = by_name(tasks)
@@ -44,7 +46,7 @@ def evaluate(
         task.spec.check_backbone(backbone)
     # A DatasetDict is a dict of splits: one set.
     sources = dict(data) if type(data) is dict else dict.fromkeys(models, data)
-    groups: dict[Any, tuple[ImageSet, str, list[str]]] = {}
+    groups: dict[Any, tuple[Splits, ImageSet, str, list[str]]] = {}
     for name, source in sources.items():
         if name not in models:
             raise DataError(f"no task {name!r} among {', '.join(models)}: write NAME=DATA with one of these.")
@@ -52,7 +54,7 @@ def evaluate(
         key = (source if isinstance(source, (str, Path)) else id(source), task.spec.labels, task.kind)
         if key not in groups:
             groups[key] = (*_test_images(source, task, workers, quiet), [])
-        groups[key][2].append(name)
+        groups[key][-1].append(name)
 
     def forward(names: list[str]) -> Callable[[Tensor], list[Tensor]]:
         if isinstance(baseline := models[names[0]], Baseline):
@@ -60,7 +62,8 @@ def evaluate(
         return lambda pixels: [logits for name, logits in composition(pixels, names).items() if name != "base"]
 
     results: dict[str, dict[str, Any]] = {}
-    for images, split, names in groups.values():
+    reports: dict[str, TaskReport] = {}
+    for splits, images, split, names in groups.values():
         if split != "test":
             log(_no_test_split(images, split, names))
         passes = list(composition.passes([name for name in names if name in composition.names]).items())
@@ -73,6 +76,11 @@ def evaluate(
             logits, targets = collect_logits(forward(together), backbone, loader)
             for name, out in zip(together, logits, strict=True):
                 results[name] = {"split": split, **measure(models[name].kind, models[name].labels, out, targets)}
+                model = composition if name in composition.names else None
+                about = (models[name], results[name], out, targets, images, splits)
+                reports[name] = TaskReport(*about, notes=splits.notes, model=model)
+    if report is not None:
+        write_report(Path(report), ", ".join(sources), backbone, [reports[name] for name in sources])
     return {name: results[name] for name in sources}
 
 
@@ -86,7 +94,7 @@ def _no_test_split(images: ImageSet, split: str, names: list[str]) -> str:
     )
 
 
-def _test_images(source: Any, task: Task | Baseline, workers: int | None, quiet: bool) -> tuple[ImageSet, str]:
+def _test_images(source: Any, task: Task | Baseline, workers: int | None, quiet: bool) -> tuple[Splits, ImageSet, str]:
     splits = source
     if not isinstance(source, Splits):
         kind = None if task.kind == "softmax" else task.kind
@@ -95,7 +103,7 @@ def _test_images(source: Any, task: Task | Baseline, workers: int | None, quiet:
     for name, split in (("test", "test"), ("val", "val"), ("train", "all")):
         images: ImageSet | None = getattr(splits, name)
         if images is not None:
-            return images, split
+            return splits, images, split
     raise DataError(f"{splits.name} contains no images.")
 
 

@@ -122,6 +122,8 @@ def train(
     Fields of the recipe and of the options can be given by name: `epochs=5`, `image_size=112`, `folder="runs/{task}"`.
     The task file is written to `out`, a file or folder, if that is given.
     """
+    from memoro.training.report import report_training
+
     recipe, options = merge_options(recipe, options, changes)
     chosen, target = find_regime(regime), None if out is None else Path(out)
     columns = [label_column] if isinstance(label_column, str) else label_column
@@ -175,6 +177,7 @@ def train(
         results[sweep.plan.name] = result
     for part in leftovers if main else ():  # of a write that was killed before this training began
         part.unlink(missing_ok=True)
+    report_training(backbone, list(results.values()), [sweep.splits for sweep in sweeps], options)
     several = type(data) is dict or isinstance(label_column, list)
     return results if several else next(iter(results.values()))
 
