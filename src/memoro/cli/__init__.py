@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from memoro.cli import tasks, training
+from memoro.cli import explain, tasks, training
 from memoro.cli.benches import bench
 from memoro.console import plain_console
 from memoro.errors import MemoroError
@@ -25,6 +25,7 @@ and the backbone's own output stays bitwise the same.
   memoro eval photos/ --tasks pets.safetensors           how good a task is on a set's test split
   memoro predict new/*.jpg --tasks pets.safetensors --tasks flowers.safetensors
                                                          predict with all tasks in one pass
+  memoro explain photo.jpg -t pets.safetensors           where a task looked, as a picture
   memoro inspect pets.safetensors                        what a task file contains
   memoro compose pets.safetensors flowers.safetensors -o both.safetensors
                                                          put tasks into one file
@@ -40,6 +41,7 @@ memoro. Run [bold]memoro COMMAND --help[/] for details; most commands take [bold
 
 app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 app.add_typer(training.app)
+app.add_typer(explain.app)
 app.add_typer(tasks.app)
 app.add_typer(bench, name="bench")
 

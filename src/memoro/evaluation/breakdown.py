@@ -41,8 +41,8 @@ def _of_classes(labels: Sequence[str], logits: Tensor, targets: Tensor) -> tuple
         wrong[at] = 0
         other = f"{labels[int(wrong.argmax())]} ({int(wrong.max())})" if wrong.any() else ""
         recall = right / images if images else 2.0  # classes without an image come last
-        found.append((recall, [label, str(images), _ratio(right, images), _ratio(right, said), other]))
-    return ["class", "images", "recall", "precision", "most often taken for"], _sorted(found)
+        found.append((recall, [label, other, str(images), _ratio(right, images), _ratio(right, said)]))
+    return ["class", "most often taken for", "images", "recall", "precision"], _sorted(found)
 
 
 def _of_labels(labels: Sequence[str], answers: Tensor, targets: Tensor) -> tuple[list[str], Rows]:

@@ -60,13 +60,15 @@ class TaskReport:
 
 def write_report(path: Path, title: str, backbone: Backbone, reports: Sequence[TaskReport]) -> Path:
     """Writes the page, a part for each task, and returns its path."""
+    from memoro import __version__
+
     parts: list[Html] = []
     if len(reports) > 1:
         links = [tag("a", report.task.name, href=f"#task-{at}") for at, report in enumerate(reports)]
         parts += [tag("h1", title), tag("nav", *links)]
     for at, report in enumerate(reports):
         parts.append(tag("section", join(_task_parts(report, backbone)), id=f"task-{at}"))
-    parts.append(tag("p", "Written by memoro.", class_="soft"))
+    parts.append(tag("p", f"Written by memoro {__version__}.", class_="soft"))
     write_whole(path, render_page(title, *parts).encode())
     return path
 
@@ -114,7 +116,8 @@ def _curves(report: TaskReport) -> Iterator[Html]:
     if charts:
         yield tag("h2", "Training")
         yield tag("div", *charts, class_="charts")
-        yield tag("p", "Dashed: training images, as augmented. Solid: validation images.", class_="soft")
+        solid = " Solid: validation images." if any("val_loss" in entry for entry in report.history) else ""
+        yield tag("p", f"Dashed: training images, as augmented.{solid}", class_="soft")
 
 
 def _confusions(report: TaskReport) -> Iterator[Html]:
@@ -151,7 +154,7 @@ def _classes(report: TaskReport) -> Iterator[Html]:
     yield tag("h2", f"Each {noun}")
     if report.task.kind == "multilabel":
         yield tag("p", "A label is found where its probability is one half or more.", class_="soft")
-    yield fold_rows(columns, rows, 20, "row")
+    yield fold_rows(columns, rows, 20, "row", left=2 if report.task.kind == "softmax" else 1)
 
 
 def _gallery(report: TaskReport, backbone: Backbone) -> Iterator[Html]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from rich.table import Table
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from memoro.backbones import Backbone
 from memoro.data import Splits, Streams
@@ -15,13 +14,16 @@ from memoro.training.distributed import find_processes
 from memoro.training.fit import FitResult
 from memoro.training.recipe import REPORT, TrainOptions
 from memoro.training.run import ancestors
-from memoro.training.train import TrainResult
 
 
 def report_training(
-    backbone: Backbone, results: Sequence[FitResult], splits: Sequence[Splits | Streams], options: TrainOptions
+    backbone: Backbone,
+    results: Sequence[FitResult],
+    splits: Sequence[Splits | Streams],
+    options: TrainOptions,
+    more: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
-    """Writes `report.html` into the run folder, if there is one.
+    """Writes `report.html` into the run folder, if there is one. `more` has further fields of each `TaskReport`.
 
     A training does not fail because of its report: a note says why there is none.
     """
@@ -29,22 +31,18 @@ def report_training(
         return
     path = options.folder / REPORT
     try:
-        reports = [
-            _report(backbone, result, own) for result, own in zip(results, splits, strict=True) if result.metrics
-        ]
+        given = zip(results, splits, more or [{}] * len(results), strict=True)
+        reports = [_report(backbone, result, own, fields) for result, own, fields in given if result.metrics]
         write_report(path, ", ".join(report.task.name for report in reports), backbone, reports)
     except Exception as error:
         options.note(f"{path} could not be written: {str(error) or type(error).__name__}")
 
 
-def _report(backbone: Backbone, result: FitResult, splits: Splits | Streams) -> TaskReport:
+def _report(backbone: Backbone, result: FitResult, splits: Splits | Streams, fields: Mapping[str, Any]) -> TaskReport:
     assert result.logits is not None
     assert result.targets is not None
     assert result.images is not None
-    task, settings, file = result.task, None, None
-    if isinstance(result, TrainResult):
-        file = result.file
-        settings = next((table for table in result.tables() if isinstance(table, Table)), None) if result.rows else None
+    task = result.task
     return TaskReport(
         task,
         result.metrics,
@@ -55,6 +53,5 @@ def _report(backbone: Backbone, result: FitResult, splits: Splits | Streams) -> 
         notes=result.notes,
         model=None if isinstance(task, Baseline) else compose(backbone, [*ancestors([task]), task]),
         history=result.history,
-        settings=settings,
-        file=file,
+        **fields,
     )

@@ -177,7 +177,8 @@ def train(
         results[sweep.plan.name] = result
     for part in leftovers if main else ():  # of a write that was killed before this training began
         part.unlink(missing_ok=True)
-    report_training(backbone, list(results.values()), [sweep.splits for sweep in sweeps], options)
+    more = [{"settings": one.tables()[0] if one.rows else None, "file": one.file} for one in results.values()]
+    report_training(backbone, list(results.values()), [sweep.splits for sweep in sweeps], options, more)
     several = type(data) is dict or isinstance(label_column, list)
     return results if several else next(iter(results.values()))
 
