@@ -60,15 +60,13 @@ class TaskReport:
 
 def write_report(path: Path, title: str, backbone: Backbone, reports: Sequence[TaskReport]) -> Path:
     """Writes the page, a part for each task, and returns its path."""
-    from memoro import __version__
-
     parts: list[Html] = []
     if len(reports) > 1:
         links = [tag("a", report.task.name, href=f"#task-{at}") for at, report in enumerate(reports)]
         parts += [tag("h1", title), tag("nav", *links)]
     for at, report in enumerate(reports):
         parts.append(tag("section", join(_task_parts(report, backbone)), id=f"task-{at}"))
-    parts.append(tag("p", f"Written by memoro {__version__}.", class_="soft"))
+    parts.append(tag("p", "Written by memoro.", class_="soft"))
     write_whole(path, render_page(title, *parts).encode())
     return path
 
