@@ -121,7 +121,8 @@ def test_commands_import_what_they_need(files: tuple[Path, Path], folder: Path, 
     assert done.returncode == 0, done.stderr
     help_page, predict, training = (ast.literal_eval(line) for line in done.stderr.splitlines() if line.startswith("["))
     assert help_page == []
-    assert set(predict) <= {"memoro", "PIL", "rich", "typer", "pygments"}
+    of_typer = {"annotated_types", "pydantic", "pydantic_core", "pygments", "rich", "typer", "typing_inspection"}
+    assert set(predict) <= {"memoro", "PIL", *of_typer}
     assert training == []
 
 

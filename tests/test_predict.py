@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from test_cli_words import Shell, shell  # noqa: F401
 import memoro
 from memoro.backbones import Backbone
 from memoro.data import load_data
+from memoro.engine.answers import Prediction
 from memoro.errors import CompositionError, ImageError
+from memoro.evaluation.predictions import FORMS, write_predictions
 from memoro.images import open_image
 
 
@@ -217,6 +220,31 @@ def test_predict_reads_no_further_than_a_batch_ahead(backbone: Backbone) -> None
         row = next(stream)
         assert (row.image, row.error) == (f"image {number}", None)
         assert len(read) == 3 * (number // 3 + 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_writing_keeps_no_predictions(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memoro.evaluation.predictions.ROW_GROUP", 7)
+    alive: list[int] = [0]
+    most, sizes = 0, []
+
+    def end() -> None:
+        alive[0] -= 1
+
+    def rows(file: Any) -> Iterator[Prediction]:
+        nonlocal most
+        for number in range(100):
+            sizes.append(file.tell())
+            row = Prediction(f"{number}.jpg", {"pets": {"label": "a", "probability": 1.0, "probabilities": {"a": 1.0}}})
+            weakref.finalize(row, end)
+            alive[0] += 1
+            most = max(most, alive[0])
+            yield row
+
+    with (tmp_path / "out").open("wb") as file:
+        write_predictions(rows(file), form, file)
+    assert most <= 3, "constant memory"
+    assert sizes[90] > sizes[50] > sizes[10], "written as they come"
 
 
 def test_interrupted_predictions_keep_what_was_answered(
