@@ -3,7 +3,7 @@
     python scripts/startup.py photo.jpg --repeat 5
 
 Runs in turn, each in a process of its own: importing torch and one ViT of transformers, `memoro predict` of one image
-with memoro-tiny, and `memoro --help`. Prints the medians of CPU and wall seconds; on a busy machine, compare CPU seconds.
+with memoro-tiny, and `memoro --help`. Prints the medians of CPU and wall seconds; on a busy machine, compare CPU.
 """
 
 from __future__ import annotations
