@@ -25,6 +25,8 @@ def bench_engine_command(
     batch: Annotated[int, typer.Option(help="Images in a pass.")] = 8,
     tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,10,50,100",
     forks: Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")] = "0,8",
+    cells: Annotated[int, typer.Option(help="Memory cells of each task in each layer.")] = 5,
+    rank: Annotated[int, typer.Option(help="Rank of each task's own weights (regime side).")] = 0,
     rounds: Annotated[int, typer.Option(help="Runs of each candidate; the best counts.")] = 5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Json = False,
@@ -38,12 +40,14 @@ def bench_engine_command(
     counts, starts = numbers(tasks), numbers(forks)
     results: dict[str, Any] = {}
     for size in patch:
-        with bar(f"ViT-B/{size}", rounds * candidate_count(counts, starts)) as tick:
+        with bar(f"ViT-B/{size}", rounds * candidate_count(counts, starts, rank)) as tick:
             backbone = load_backbone(random_vit(size), dtype=dtype)
-            rows = bench_engine(backbone, counts=counts, forks=starts, batch=batch, rounds=rounds, tick=tick)
+            sizes = {"cells": cells, "rank": rank, "batch": batch}
+            rows = bench_engine(backbone, counts=counts, forks=starts, rounds=rounds, tick=tick, **sizes)
         results[f"ViT-B/{size}"] = [asdict(row) for row in rows]
         if not as_json:
-            plain_console().print(engine_table(f"ViT-B/{size} at 224, batch {batch}, {dtype}", rows))
+            own = f"{cells} cells" + (f", rank {rank}" if rank else "")
+            plain_console().print(engine_table(f"ViT-B/{size} at 224, batch {batch}, {dtype}, {own}", rows))
     if as_json:
         print_json(results)
 
