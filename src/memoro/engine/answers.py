@@ -11,30 +11,31 @@ from PIL import Image
 from torch import Tensor
 
 from memoro.heads import HeadKind, probabilities
-from memoro.images import Preprocessing, open_image
+from memoro.images import Preprocessing, open_image, shared_draft
 from memoro.tasks.spec import TaskModule
 
 Picture = str | Path | Image.Image
 
 
-def read_answers(kind: HeadKind, labels: list[str], logits: Tensor) -> list[dict[str, Any]]:
+def read_answers(kind: HeadKind, labels: Sequence[str], logits: Tensor, top: int | None = None) -> list[dict[str, Any]]:
     """One JSON-ready answer per row of logits (b, labels).
 
-    softmax: `label`, its `probability`, and `probabilities` of all labels, best first. multilabel: `labels` at or
-    above one half, and `probabilities`. regression: `values`.
+    softmax: `label`, its `probability`, and `probabilities` of the `top` labels (of all without it), best first.
+    multilabel: `labels` at or above one half, and `probabilities`. regression: `values`.
     """
+    found = probabilities(kind, logits.detach()).cpu()
+    if kind == "regression":
+        return [{"values": dict(zip(labels, row, strict=True))} for row in found.tolist()]
+    # Sorted for the whole batch at once: a row at a time takes as long as the pass itself where there are many tasks.
+    order = torch.argsort(found, dim=-1, descending=True, stable=True)
     answers: list[dict[str, Any]] = []
-    for row in probabilities(kind, logits.detach()).cpu():
-        if kind == "regression":
-            answers.append({"values": dict(zip(labels, row.tolist(), strict=True))})
-            continue
-        order = torch.argsort(row, descending=True, stable=True).tolist()
-        ranked = {labels[i]: float(row[i]) for i in order}
+    for best, values in zip(order.tolist(), found.gather(-1, order).tolist(), strict=True):
+        ranked = {labels[i]: value for i, value in zip(best[:top], values[:top], strict=True)}
         if kind == "softmax":
-            best = next(iter(ranked))
-            answers.append({"label": best, "probability": ranked[best], "probabilities": ranked})
+            answers.append({"label": labels[best[0]], "probability": values[0], "probabilities": ranked})
         else:
-            answers.append({"labels": [label for label, p in ranked.items() if p >= 0.5], "probabilities": ranked})
+            above = [labels[i] for i, value in zip(best, values, strict=True) if value >= 0.5]
+            answers.append({"labels": above, "probabilities": ranked})
     return answers
 
 
@@ -65,8 +66,7 @@ def predict_images(
         batch.clear()
 
     # Big JPEGs are decoded at a fraction of their size, as in training, where every pass allows it.
-    edges = [preprocessing.draft for preprocessing in passes]
-    draft = max((edge for edge in edges if edge is not None), default=None) if None not in edges else None
+    draft = shared_draft(passes)
     for image in images:
         batch.append(open_image(image, draft=draft))
         if len(batch) == batch_size:

@@ -91,19 +91,24 @@ class Composition(nn.Module):
         return Composition(self.backbone, [self._list[i] for i in members], live=self.live)
 
     def forward(
-        self, pixel_values: Tensor, tasks: Sequence[str] | None = None, *, any_size: bool = False
+        self,
+        pixel_values: Tensor,
+        tasks: Sequence[str] | None = None,
+        *,
+        any_size: bool = False,
+        seconds: list[float] | None = None,
     ) -> dict[str, Tensor]:
         """`{"base": the backbone's own answer, "pets": logits, …}` for a batch of normalised images.
 
         `tasks` names the ones to answer; only those and what they extend are computed. Tasks that were trained at
-        another input size are refused, unless `any_size`.
+        another input size are refused, unless `any_size`. `seconds` receives the time of each backbone layer.
         """
         pixels = self.backbone.check_pixels(pixel_values)
         wanted = self._pick(tasks)
         if not any_size:
             self._check_size(wanted, (pixels.shape[-2], pixels.shape[-1]))
         plan = self._plan(wanted)
-        base, stream = run_streams(self.backbone.anatomy, pixels, plan, self._bank())
+        base, stream = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), seconds=seconds)
         answers = {"base": base}
         row = {task: position for position, task in enumerate(plan.order)}
         for i in wanted:

@@ -28,12 +28,16 @@ FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM")
 
 
 def open_image(
-    source: str | Path | bytes | Image.Image, *, draft: Draft = None, name: str | None = None
+    source: str | Path | bytes | Image.Image,
+    *,
+    draft: Draft = None,
+    name: str | None = None,
+    max_pixels: int = MAX_PIXELS,
 ) -> Image.Image:
     """The image of a path, of encoded bytes or of a PIL image as upright RGB, its first frame if it is animated.
 
     `draft` is the shortest edge that the caller needs: big JPEGs are then decoded at a fraction of their size. Errors
-    call the image by its `name`.
+    call the image by its `name`. A file with more than `max_pixels` is refused before it is decoded.
     """
     name = name or ("image" if isinstance(source, (bytes, Image.Image)) else str(source))
     if source == b"":
@@ -43,10 +47,9 @@ def open_image(
             return _upright_rgb(source)
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
             width, height = image.size
-            if width * height > MAX_PIXELS:
+            if width * height > max_pixels:
                 raise ImageError(
-                    f"{name}: {width}x{height} pixels would decode to over {MAX_PIXELS // 1_000_000} million; "
-                    "scale it down first."
+                    f"{name}: {width}x{height} pixels are more than the limit of {max_pixels:,}; scale it down first."
                 )
             if draft is not None and image.format == "JPEG":
                 edge = draft(_upright_size(image)) if callable(draft) else draft
