@@ -106,7 +106,7 @@ class Composition(nn.Module):
         pixels = self.backbone.check_pixels(pixel_values)
         wanted = self._pick(tasks)
         if not any_size:
-            self._check_size(wanted, (pixels.shape[-2], pixels.shape[-1]))
+            self.check_size(tasks, (pixels.shape[-2], pixels.shape[-1]))
         plan = self._plan(wanted)
         base, stream = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), seconds=seconds)
         answers = {"base": base}
@@ -193,8 +193,9 @@ class Composition(nn.Module):
                 self._plans[wanted] = plan
         return plan
 
-    def _check_size(self, wanted: tuple[int, ...], size: tuple[int, int]) -> None:
-        for i in wanted:
+    def check_size(self, tasks: Sequence[str] | None, size: tuple[int, int]) -> None:
+        """Raises if one of the tasks was trained on images of another (height, width)."""
+        for i in self._pick(tasks):
             preprocessing = self._list[i].spec.preprocessing
             trained = None if preprocessing is None else preprocessing.size
             if trained is not None and trained != size:
