@@ -1,11 +1,13 @@
-"""Files that are written whole or not at all."""
+"""Files that appear only once they are whole."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from memoro.errors import TaskFileError
 
@@ -26,6 +28,27 @@ def write_whole(path: Path, data: bytes) -> None:
     finally:
         with suppress(OSError):  # where its folder is not a folder
             temporary.unlink(missing_ok=True)
+
+
+def part_of(path: Path) -> Path:
+    """Where `write_gradually` writes until the file is whole."""
+    return path.with_name(f"{path.name}.part")
+
+
+@contextmanager
+def write_gradually(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to piece by piece. It replaces `path` at the end; an interrupted one stays beside it."""
+    special = path.exists() and not path.is_file()  # such as /dev/stdout, or a pipe
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (path if special else part_of(path)).open("wb") as file:
+            yield file
+        if not special:
+            os.replace(part_of(path), path)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise TaskFileError(f"cannot write {path} ({error.strerror}); any existing file is unchanged.") from None
 
 
 def sync_folder(folder: Path) -> None:

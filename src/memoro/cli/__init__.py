@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from memoro.cli import tasks, training
+from memoro.cli import predict, tasks, training
 from memoro.cli.benches import bench
 from memoro.console import plain_console
 from memoro.errors import MemoroError
@@ -35,11 +35,12 @@ and the backbone's own output stays bitwise the same.
   memoro bench engine                                    what 1 to 100 tasks cost here
   memoro bench train                                     what a training step costs here
 
-Commands that read images take [bold]--backbone[/], a hub id or a folder; the default is the small one that ships with
-memoro. Run [bold]memoro COMMAND --help[/] for details; most commands take [bold]--json[/]."""
+Training takes [bold]--backbone[/], a hub id or a folder; the default is the small one that ships with memoro. A task
+file knows its backbone. Run [bold]memoro COMMAND --help[/] for details; most commands take [bold]--json[/]."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 app.add_typer(training.app)
+app.add_typer(predict.app)
 app.add_typer(tasks.app)
 app.add_typer(bench, name="bench")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -129,12 +129,6 @@ class Preprocessing:
             )
         except DataError as error:
             raise TaskFileError(str(error)) from None
-
-
-def shared_draft(steps: Iterable[Preprocessing]) -> int | None:
-    """The `draft` of an image that is decoded once for several preprocessings; None where one needs all of it."""
-    edges = [preprocessing.draft for preprocessing in steps]
-    return None if None in edges else max((edge for edge in edges if edge is not None), default=None)
 
 
 def _centre(image: Image.Image, crop: tuple[int, int]) -> Image.Image:

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from memoro.engine.composition import Composition
+from memoro.engine.answers import Decoder
 from memoro.engine.explain import Explanation
 from memoro.errors import ImageError, ServeError
-from memoro.images import Preprocessing, open_image, shared_draft
+from memoro.images import Preprocessing
 from memoro.serve.batching import Batcher, Group, Item
 from memoro.serve.metrics import Metrics
 from memoro.serve.options import MAX_INPUT_SIDE, ServeOptions
@@ -130,9 +130,11 @@ class Service:
 
 def prepare(upload: Upload, question: Question, max_pixels: int) -> dict[Preprocessing, Tensor]:
     """The pixels of an image for each preprocessing, exactly as `Composition.predict` prepares them."""
-    groups = question.groups
-    image = open_image(upload.data, draft=shared_draft(groups), name=upload.name, max_pixels=max_pixels)
-    pixels = {steps: steps.to_tensor(image) for steps in groups}
+    decode = Decoder(tuple(question.groups), max_pixels)
+    found, failures = decode([(upload.name, upload.data)])
+    if failures:
+        raise ImageError(f"{upload.name}: {failures[0]}")
+    pixels = {steps: own[0] for steps, own in zip(decode.preprocessings, found, strict=True)}
     least = max(question.attached.model.backbone.anatomy.patch)
     for tensor in pixels.values():
         if min(tensor.shape[1:]) < least or max(tensor.shape[1:]) > MAX_INPUT_SIDE:

@@ -10,10 +10,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from memoro.backbones import Backbone
+from memoro.backbones import Backbone, BackboneRecord
 from memoro.errors import TaskError
 from memoro.heads import HeadKind
-from memoro.tasks.spec import INIT_STD, MAX_CELLS, BackboneRecord, ModelSpec, TaskModule, check_labels, check_name
+from memoro.tasks.spec import INIT_STD, MAX_CELLS, ModelSpec, TaskModule, check_labels, check_name
 
 MemoryNorm = Literal["pre", "post"]
 
