@@ -16,11 +16,11 @@ SOURCE = Path(memoro.__file__).parent
 
 
 PUBLIC = [
-    "Backbone", "BackboneError", "Baseline", "Cache", "CacheError", "Composition", "CompositionError", "DataError",
-    "ImageError", "MemoroError", "NaiveConcatenation", "Preprocessing", "Recipe", "Task", "TaskError", "TaskFileError",
-    "TrainOptions", "TrainingError", "compose", "evaluate", "fit", "fit_tasks", "import_tasks", "load_backbone",
-    "load_baseline", "load_columns", "load_data", "load_task", "load_tasks", "new_task", "save_baseline",
-    "save_task", "save_tasks", "train",
+    "Backbone", "BackboneError", "Baseline", "Cache", "CacheError", "Client", "Composition", "CompositionError",
+    "DataError", "ImageError", "MemoroError", "NaiveConcatenation", "Preprocessing", "Recipe", "ServeError", "Task",
+    "TaskError", "TaskFileError", "TrainOptions", "TrainingError", "compose", "evaluate", "fit", "fit_tasks",
+    "import_tasks", "load_backbone", "load_baseline", "load_columns", "load_data", "load_task", "load_tasks",
+    "new_task", "save_baseline", "save_task", "save_tasks", "train",
 ]  # fmt: skip
 
 
@@ -81,6 +81,7 @@ LEVELS = [
     {"regimes"},
     {"evaluation"},
     {"training"},
+    {"serve"},
     {"bench", "demo"},
     {"cli"},
 ]

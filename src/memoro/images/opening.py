@@ -52,7 +52,9 @@ def open_image(
         with _open_encoded(source) as image:
             width, height = image.size
             if width * height > max_pixels:
-                raise ImageError(f"{width}x{height} pixels are more than the limit of {max_pixels:,}; scale it down first.")
+                raise ImageError(
+                    f"{width}x{height} pixels are more than the limit of {max_pixels:,}; scale it down first."
+                )
             if draft is not None and image.format == "JPEG":
                 edge = draft(_upright_size(image)) if callable(draft) else draft
                 image.draft("RGB", (edge, edge))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import FastAPI, Query, Request, Response
@@ -19,14 +18,13 @@ from memoro.errors import MemoroError, ServeError
 from memoro.serve import schemas
 from memoro.serve.bodies import FORMS, read_images
 from memoro.serve.docspage import CONTENT_POLICY, docs_page
-from memoro.serve.guard import ClientGone, Guard
+from memoro.serve.guard import Guard, unless_gone
 from memoro.serve.metrics import Metrics
 from memoro.serve.open_inference import add_open_inference
 from memoro.serve.options import ServeOptions
 from memoro.serve.service import Service, write_json
 from memoro.serve.store import Attached, TaskStore, file_bytes
 
-T = TypeVar("T")
 TOP = 5
 DESCRIPTION = """Answers of many tasks to images, from one pass of one backbone. Errors are `{"error": "what happened"}`
 on every route. The header `x-request-timeout-ms` sets a deadline for a request."""
@@ -92,27 +90,6 @@ def create_app(store: TaskStore, options: ServeOptions) -> ASGIApp:
         return Response(page, media_type="text/html", headers={"content-security-policy": CONTENT_POLICY})
 
     return Guard(app, options, metrics)
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of the work, which is cancelled if the client closes the connection meanwhile."""
-
-    async def wait_gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_gone())
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
-        for one in (task, gone):
-            if not one.done():
-                one.cancel()
-                with suppress(asyncio.CancelledError):
-                    await one
 
 
 def _add_predictions(app: FastAPI) -> None:

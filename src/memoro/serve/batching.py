@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ Group = Preprocessing | None
 """Tasks that share a pass; None for a tensor from a client, which has been preprocessed by it."""
 
 
-class Busy(ServeError):
+class BusyError(ServeError):
     """The queue is full."""
 
     def __init__(self) -> None:
@@ -56,9 +56,9 @@ class Item:
     """One image of a request, ready for its passes."""
 
     model: Composition
-    pixels: dict[Group, Tensor]
-    """(channels, height, width) by group."""
-    names: dict[Group, list[str]]
+    pixels: Mapping[Any, Tensor]
+    """(channels, height, width) by `Group`."""
+    names: Mapping[Any, list[str]]
     """The tasks that are asked, by group; an empty list for the backbone's own answer only."""
     done: asyncio.Future[None]
     arrived: float = field(default_factory=perf_counter)
@@ -92,9 +92,9 @@ class Batcher:
 
     @contextmanager
     def admit(self, images: int) -> Iterator[None]:
-        """A place in the queue for images that are about to be decoded. Raises Busy if it is full."""
+        """A place in the queue for images that are about to be decoded. Raises BusyError if it is full."""
         if self._closing or self._admitted + images > self._options.max_queue:
-            raise Busy
+            raise BusyError
         self._admit(images)
         try:
             yield
@@ -102,9 +102,9 @@ class Batcher:
             self._admit(-images)
 
     def check_room(self) -> None:
-        """Raises Busy if not even one image could be admitted: no need to read a body then."""
+        """Raises BusyError if not even one image could be admitted: no need to read a body then."""
         if self._closing or self._admitted >= self._options.max_queue:
-            raise Busy
+            raise BusyError
 
     async def run(self, items: Sequence[Item]) -> None:
         """Returns when all items have been in their passes. If it is cancelled, those that still wait are dropped."""

@@ -6,11 +6,13 @@ import asyncio
 import hmac
 import json
 import logging
+from collections.abc import Coroutine
+from contextlib import suppress
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memoro.errors import ServeError
@@ -30,11 +32,34 @@ BODIES = 8
 """How many bodies of the largest size may be in memory at once."""
 MAX_TARGET = 16 << 10
 
+T = TypeVar("T")
+
 log = logging.getLogger("memoro.serve")
 
 
-class ClientGone(Exception):
+class ClientGoneError(Exception):
     """The client closed the connection."""
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work, which is cancelled if the client closes the connection meanwhile."""
+
+    async def wait_gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_gone())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        for one in (task, gone):
+            if not one.done():
+                one.cancel()
+                with suppress(asyncio.CancelledError):
+                    await one
 
 
 class Guard:
@@ -84,7 +109,7 @@ class Guard:
         except TimeoutError:
             if status == 0:
                 await answer(secured, 504, "the deadline has passed before the answer was there.")
-        except (ClientGone, ClientDisconnect):
+        except (ClientGoneError, ClientDisconnect):
             status = 499
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
@@ -114,9 +139,7 @@ class Guard:
             self._check_site(headers)
         writing = scope["path"].startswith("/v1/tasks") and scope["method"] not in {"GET", "HEAD", "OPTIONS"}
         if writing and not options.may_write:
-            raise ServeError(
-                "attaching is off: start the server with --token, or let it listen on loopback only.", 403
-            )
+            raise ServeError("attaching is off: start the server with --token, or let it listen on loopback only.", 403)
         needed = [options.token] if writing else [options.read_token, options.token] if options.read_token else []
         given = headers.get(b"authorization", b"")
         # All are compared, whatever the first one gives: the time says nothing about any of them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -13,7 +15,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        own = {"registry": self.registry}
+        own: Any = {"registry": self.registry}
         self.requests = Counter("memoro_requests", "Requests answered.", ["endpoint", "status"], **own)
         self.errors = Counter("memoro_errors", "Requests answered with a status of 400 or more.", ["status"], **own)
         self.request_seconds = Histogram(

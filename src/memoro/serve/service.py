@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,7 +125,7 @@ class Service:
         except ImageError as error:
             return error
         self.metrics.stage_seconds.labels("decode").observe(perf_counter() - start)
-        return _new_item(question, dict(pixels), dict(question.groups))
+        return _new_item(question, pixels, question.groups)
 
 
 def prepare(upload: Upload, question: Question, max_pixels: int) -> dict[Preprocessing, Tensor]:
@@ -155,14 +155,14 @@ def _raw_items(question: Question, pixels: Tensor) -> list[Item]:
     return [_new_item(question, {group: one}, {group: question.tasks}) for one in pixels]
 
 
-def _new_item(question: Question, pixels: dict[Group, Tensor], names: dict[Group, list[str]]) -> Item:
+def _new_item(question: Question, pixels: Mapping[Any, Tensor], names: Mapping[Any, list[str]]) -> Item:
     return Item(question.attached.model, pixels, names, asyncio.get_running_loop().create_future())
 
 
 def _explain(question: Question, items: Sequence[Item]) -> dict[str, Explanation]:
     """Each task's attention on all images: a pass per task, in the order of the items."""
     model = question.attached.model
-    found = {}
+    found: dict[str, Explanation] = {}
     for steps, names in model.passes(question.tasks).items():
         pixels = torch.stack([item.pixels[steps] for item in items]).to(model.backbone.dtype)
         found |= {name: model.explain(pixels, name) for name in names}

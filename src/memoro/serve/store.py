@@ -113,7 +113,7 @@ class TaskStore:
             changed = [task for task in tasks if old.info.get(task.name, {}).get("content") != hashes[task.name]]
             for task in changed:
                 if children := _children(old.model, task.name):
-                    raise ServeError(f"cannot replace {task.name!r}, which {_listed(children)} extend: detach them.", 409)
+                    raise ServeError(f"cannot replace {task.name!r} before what extends it: {_listed(children)}.", 409)
             new = {task.name: task for task in changed}
             model = Composition(old.model.backbone, list({**old.model.tasks, **new}.values()))
             current = _attach(model, old.info, changed)
@@ -130,7 +130,7 @@ class TaskStore:
             if name not in old.info:
                 raise ServeError(f"there is no task {name!r}.", 404)
             if children := _children(old.model, name):
-                raise ServeError(f"cannot detach {name!r}, which {_listed(children)} extend: detach them first.", 409)
+                raise ServeError(f"cannot detach {name!r} before what extends it: {_listed(children)}.", 409)
             current = _attach(old.model.detach(name), old.info, [])
             file = self._files[name]
             rest = [task for task in current.model.tasks.values() if self._files[task.name] == file]
