@@ -49,11 +49,12 @@ async def read_images(request: Request, options: ServeOptions) -> list[Upload]:
     """The images, not decoded yet, if they are not too many."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        form = await request.form(max_files=options.max_images, max_fields=16)
-        uploads = [
-            Upload(value.filename or f"image {number}", await value.read())
-            for number, value in enumerate((v for _, v in form.multi_items() if isinstance(v, UploadFile)), start=1)
-        ]
+        async with request.form(max_files=options.max_images, max_fields=16) as form:
+            files = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
+            uploads = [
+                Upload(file.filename or f"image {number}", await file.read())
+                for number, file in enumerate(files, start=1)
+            ]
         if not uploads:
             raise ServeError("the form contains no file: send images as files, under any name.", 422)
     elif kind == "application/json":

@@ -27,12 +27,27 @@ class Client:
 
     def __init__(self, url: str = "http://127.0.0.1:8000", *, token: str | None = None, timeout: float = 30.0) -> None:
         """`timeout` is in seconds, and covers the time that a busy server asks the client to wait."""
+        self._local = threading.local()
+        self._connections: list[http.client.HTTPConnection] = []  # of all threads
         parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise ServeError(f"{url!r} is not an address such as http://127.0.0.1:8000.")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._parts, self._token, self._timeout = parts, token, timeout
-        self._local = threading.local()
+
+    def close(self) -> None:
+        """Closes all connections; the next request opens a new one."""
+        for connection in self._connections:
+            connection.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
     def predict(
         self,
@@ -111,13 +126,15 @@ class Client:
         self, method: str, target: str, body: bytes | None, headers: Mapping[str, str]
     ) -> tuple[http.client.HTTPResponse, bytes]:
         """One request. A connection that the server closed while it was idle is opened again."""
-        kept: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        for connection in [kept] if kept is not None else []:
+        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            self._local.connection = connection = self._connect()
+            self._connections.append(connection)
+        elif connection.sock is not None:
             try:
                 return _exchange(connection, method, target, body, headers)
             except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
                 connection.close()
-        self._local.connection = connection = self._connect()
         try:
             return _exchange(connection, method, target, body, headers)
         except (OSError, http.client.HTTPException) as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
@@ -31,10 +33,11 @@ def run_server(store: TaskStore, options: ServeOptions, started: Callable[[str],
     server = make_server(store, options)
     listening = listen(options)
     started(address_of(listening))
+    # uvicorn raises the signal that stopped it again once all is done: it has served its purpose then.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        server.run(sockets=[listening])
-    except KeyboardInterrupt:  # uvicorn raises the signal again once it is done
-        pass
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=[listening])
     finally:
         listening.close()
 

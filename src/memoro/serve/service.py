@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -159,21 +160,24 @@ def _new_item(question: Question, pixels: Mapping[Any, Tensor], names: Mapping[A
     return Item(question.attached.model, pixels, names, asyncio.get_running_loop().create_future())
 
 
-def _explain(question: Question, items: Sequence[Item]) -> dict[str, Explanation]:
-    """Each task's attention on all images: a pass per task, in the order of the items."""
+def _explain(question: Question, items: Sequence[Item]) -> list[dict[str, Explanation]]:
+    """Each task's attention on each image: a pass for every two of them."""
     model = question.attached.model
-    found: dict[str, Explanation] = {}
-    for steps, names in model.passes(question.tasks).items():
-        pixels = torch.stack([item.pixels[steps] for item in items]).to(model.backbone.dtype)
-        found |= {name: model.explain(pixels, name) for name in names}
-    return found
+    return [
+        {
+            name: model.explain(item.pixels[steps].unsqueeze(0).to(model.backbone.dtype), name)
+            for steps, names in model.passes(question.tasks).items()
+            for name in names
+        }
+        for item in items
+    ]
 
 
 def _write_answers(
     question: Question,
     uploads: Sequence[Upload],
     decoded: Sequence[Item | ImageError],
-    maps: dict[str, Explanation] | None,
+    maps: Sequence[dict[str, Explanation]] | None,
     seconds: dict[str, float],
     start: float,
 ) -> bytes:
@@ -188,7 +192,7 @@ def _write_answers(
             output, row = places[name]
             answers[name] = output.answer(name, row, question.top)
             if maps is not None:
-                answers[name] = {**answers[name], "attention": describe_attention(maps[name], count)}
+                answers[name] = {**answers[name], "attention": describe_attention(maps[count][name])}
         images.append({"name": upload.name, "answers": answers})
         if question.base:
             output, row = places["base"]
@@ -210,18 +214,18 @@ def write_json(document: Any) -> bytes:
         raise ServeError("an answer to this image is not a finite number.", 422) from None
 
 
-def describe_attention(maps: Explanation, image: int) -> dict[str, Any]:
+def describe_attention(maps: Explanation) -> dict[str, Any]:
     """Where a task looked in one image: a map over its patches, and shares by layer, averaged over heads."""
 
     def shares(weights: Tensor) -> list[float]:
-        """(layers, …) summed over all but layers and heads."""
-        layers, _, heads = weights.shape[:3]
-        found: list[float] = weights[:, image].reshape(layers, heads, -1).sum(dim=-1).mean(dim=-1).tolist()
+        """(layers, 1, heads, …) summed over what is behind the heads."""
+        layers, _, heads, *rest = weights.shape
+        found: list[float] = weights.reshape(layers, heads, math.prod(rest)).sum(dim=-1).mean(dim=-1).tolist()
         return found
 
     return {
         "layers": list(maps.layers),
-        "heatmap": maps.heatmap()[image].tolist() if maps.layers else None,
+        "heatmap": maps.heatmap()[0].tolist() if maps.layers else None,
         "patches": shares(maps.patches),
         "prefix": shares(maps.prefix),
         "itself": shares(maps.itself),
