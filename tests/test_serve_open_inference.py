@@ -147,7 +147,7 @@ BAD: dict[str, tuple[Any, dict[str, str], int]] = {
     "ragged": ({"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 1, 1], "data": [[1], 2, 3]}, {}, 400),
     "huge numbers": ({"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 1, 1], "data": [1e30] * 3}, {}, 400),
     "NaN": (b'{"inputs":[{"name":"pixel_values","datatype":"FP32","shape":[1,3,1,1],"data":[NaN,1,1]}]}', {}, 400),
-    "a size without a patch": ({"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 1, 1], "data": [1] * 3}, {}, 422),
+    "no patch": ({"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 1, 1], "data": [1] * 3}, {}, 422),
     "another size": ({"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 8, 8], "data": [0] * 192}, {}, 422),
     "a vast size": ({"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 9**9, 9**9], "data": []}, {}, 400),
     "too many images": ({"name": "image", "datatype": "BYTES", "shape": [5], "data": ["AAAA"] * 5}, {}, 413),
