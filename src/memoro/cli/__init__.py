@@ -35,6 +35,7 @@ and the backbone's own output stays bitwise the same.
   memoro cache                                           show the size of the feature cache; --clear empties it
   memoro bench engine                                    what 1 to 100 tasks cost here
   memoro bench train                                     what a training step costs here
+  memoro bench serve                                     throughput and latency of the server here
 
 Training takes [bold]--backbone[/], a hub id or a folder; the default is the small one that ships with memoro. A task
 file knows its backbone. Run [bold]memoro COMMAND --help[/] for details; most commands take [bold]--json[/]."""
