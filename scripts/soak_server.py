@@ -174,8 +174,8 @@ def report(soak: Soak, options: argparse.Namespace, seconds: float, code: int) -
     lines = [
         "# Requests while tasks come and go",
         "",
-        f"Made by `python scripts/soak_server.py --requests {options.requests} --clients {options.clients}`: memoro-tiny, "
-        "six tasks that stay, two that come and go (one change every second; one of them extends the other).",
+        f"Made by `python scripts/soak_server.py --requests {options.requests} --clients {options.clients}`: "
+        "memoro-tiny, six tasks that stay, two that come and go (one change every second; one of them extends the other).",
         "",
         *table(
             ["", ""],

@@ -15,6 +15,7 @@ from memoro.backbones import Backbone
 from memoro.bench.dense import DenseMask
 from memoro.bench.engine import bench_engine, candidate_count
 from memoro.bench.models import MODELS
+from memoro.bench.serve import TICKS, bench_serve, serve_table
 from memoro.bench.step import Setting, build_step, list_candidates
 from memoro.bench.time_to_accuracy import (
     APPROACHES,
@@ -126,3 +127,17 @@ def test_time_to_an_accuracy(backbone: Backbone, tmp_path: Path) -> None:
     assert not never[1].approach.cached
     assert never[-1].best is None, "a run without finite numbers has no accuracy"
     assert draw_times(tmp_path / "goal.png", "squares", never).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_server_is_measured(backbone: Backbone) -> None:
+    ticks: list[None] = []
+    row = bench_serve(
+        "tiny", backbone, 20, tasks=3, batch=2, clients=3, requests=12, seconds=1, tick=lambda: ticks.append(None)
+    )
+    assert len(ticks) == TICKS
+    assert row.requests >= 9, "bounded by seconds, but no client stops before its second request"
+    assert 1 <= row.mean_batch <= 2
+    assert 0 < row.p50_ms <= row.p99_ms
+    assert min(row.engine, row.http, row.separate, row.ratio) > 0
+    (cells,) = [column for column in serve_table([row]).columns if str(column.header) == "requests"]
+    assert [str(cell) for cell in cells.cells] == [str(row.requests)]

@@ -1,4 +1,4 @@
-"""The clients of `memoro bench serve`, a light process: python -m memoro.bench.load URL CLIENTS REQUESTS SECONDS < IMAGE"""
+"""The clients of `memoro bench serve`: python -m memoro.bench.load URL CLIENTS REQUESTS SECONDS < IMAGE."""
 
 from __future__ import annotations
 
