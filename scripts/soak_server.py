@@ -41,7 +41,7 @@ def random_task(backbone: memoro.Backbone, name: str, seed: int, **options: Any)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in task.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
     task.describe(preprocessing=backbone.preprocessing)
     return task
 
@@ -122,6 +122,9 @@ def main() -> None:
     visitor = random_task(backbone, "visitor", 21, extends=[guest])
     images = [draw(seed) for seed in range(32)]
     right = memoro.compose(backbone, [*stay, guest, visitor]).predict(images, batch_size=8)
+    for name in right[0]:  # else a wrong image's answer would pass
+        spread = [answers[name]["probabilities"]["label 0"] for answers in right]
+        assert max(spread) - min(spread) > 10 * TOLERANCE, name
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for task in stay:
@@ -175,7 +178,7 @@ def report(soak: Soak, options: argparse.Namespace, seconds: float, code: int) -
         "# Requests while tasks come and go",
         "",
         f"Made by `python scripts/soak_server.py --requests {options.requests} --clients {options.clients}`: "
-        "memoro-tiny, six tasks that stay, two that come and go (one change every second; one of them extends the other).",
+        "memoro-tiny, six tasks that stay, two that come and go (one of them extends the other), a change every second.",
         "",
         *table(
             ["", ""],
