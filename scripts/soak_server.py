@@ -178,7 +178,7 @@ def report(soak: Soak, options: argparse.Namespace, seconds: float, code: int) -
         "# Requests while tasks come and go",
         "",
         f"Made by `python scripts/soak_server.py --requests {options.requests} --clients {options.clients}`: "
-        "memoro-tiny, six tasks that stay, two that come and go (one of them extends the other), a change every second.",
+        "memoro-tiny, six tasks that stay, two that come and go (one extends the other), a change every second.",
         "",
         *table(
             ["", ""],

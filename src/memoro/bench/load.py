@@ -25,16 +25,16 @@ async def send_requests(
     async def client() -> None:
         nonlocal left, begin
         reader, writer = await asyncio.open_connection(host, port)
-        warm = False
-        while left > 0 and (not begin or perf_counter() - begin < seconds):
+        sent = 0
+        while left > 0 and (sent < 2 or perf_counter() - begin < seconds):
             left -= 1
             start = perf_counter()
             writer.write(head + image)
             await _read_answer(reader)
-            if warm:
+            if sent:
                 times.append(perf_counter() - start)
-            begin = begin if warm or begin else perf_counter()
-            warm = True
+            begin = begin or perf_counter()
+            sent += 1
         writer.close()
 
     await asyncio.gather(*(client() for _ in range(clients)))

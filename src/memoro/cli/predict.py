@@ -79,7 +79,7 @@ def predict(
     names = [one.name for one in models]
     tally = Tally()
     try:
-        with bar("predicting", count) as tick:
+        with bar("predicting", count, quiet=not errors.is_terminal) as tick:
             found = stream_predictions(find_images(images), passes, names, batch_size=batch_size, top=top)
             rows = tally.count(found, tick)
             if form == "table":
@@ -97,6 +97,8 @@ def predict(
         raise typer.Exit(130) from None
     if form == "table":
         plain_console().print(predictions_table(shown, tally.images, top))
+    elif out is not None:
+        errors.print(f"{format_count(tally.images, 'image')} answered in {out}")
     if tally.first is not None:
         errors.print(
             f"{tally.unreadable} of {format_count(tally.images, 'image')} could not be read, such as "

@@ -151,13 +151,13 @@ def _utf8(value: Any) -> Any:
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
-def _brief(answer: dict[str, Any], top: int | None) -> str:
+def _brief(answer: dict[str, Any], top: int | None) -> Cell:
     if "values" in answer:
-        return ", ".join(f"{name} {value:.4g}" for name, value in answer["values"].items())
-    ranked = [(label, f"{label} {p:.2f}") for label, p in answer["probabilities"].items()]
+        return [f"{name} {value:.4g}" for name, value in answer["values"].items()]
+    ranked = {label: f"{label} {p:.2f}" for label, p in answer["probabilities"].items()}
+    best = next(iter(ranked.values()))
     if top is not None:
-        return ", ".join(text for _, text in ranked)
+        return list(ranked.values())
     if "label" in answer:
-        return ranked[0][1]
-    chosen = [text for label, text in ranked if label in answer["labels"]]
-    return ", ".join(chosen) or f"none (most likely: {ranked[0][1]})"
+        return best
+    return [ranked[label] for label in answer["labels"]] or f"none, best {best}"
