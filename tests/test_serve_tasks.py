@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -130,7 +131,7 @@ def hostile(backbone: Backbone, tmp_path: Path) -> dict[str, bytes]:
         "no record": save(load(good)),
         "a path as name": good.replace(b'\\"name\\":\\"new\\"', b'\\"name\\":\\"../\\"'),
         "pickle": b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.",
-        "a newer format": good.replace(b'\\"format\\":1', b'\\"format\\":9'),
+        "a newer format": re.sub(rb'(\\"format\\":)\d', rb"\g<1>9", good),
         "another backbone": file_of(tmp_path, random_task(other, "stranger")),
         "the name of all tasks": file_of(tmp_path, random_task(backbone, "all")),
         "images of 4096 pixels": file_of(tmp_path, huge),
@@ -143,6 +144,7 @@ def hostile(backbone: Backbone, tmp_path: Path) -> dict[str, bytes]:
 def test_hostile_files_change_nothing(server: Running, backbone: Backbone, tmp_path: Path) -> None:
     before = contents(server.store)
     files = hostile(backbone, tmp_path)
+    assert len(set(files.values())) == len(files)
     for what, data in files.items():
         status, _, found = server.request("PUT", "/v1/tasks", data)
         assert status == 422, (what, status, found)
