@@ -138,5 +138,5 @@ def test_the_server_is_measured(backbone: Backbone) -> None:
     assert 1 <= row.mean_batch <= 2
     assert 0 < row.p50_ms <= row.p99_ms
     assert min(row.engine, row.http, row.separate, row.ratio) > 0
-    (cells,) = [column for column in serve_table([row]).columns if str(column.header) == "requests"]
-    assert [str(cell) for cell in cells.cells] == [str(row.requests)]
+    cells = [str(cell) for cell in list(serve_table([row]).columns)[1].cells]
+    assert cells[:4] == ["3", "2", "3", str(row.requests)]

@@ -160,16 +160,19 @@ def _server(model: Composition, options: ServeOptions) -> Iterator[str]:
 
 
 def serve_table(rows: Sequence[ServeRow]) -> Table:
-    """A row for each model."""
-    columns = ("model", "tasks", "batch", "clients", "requests", "engine img/s", "HTTP img/s", "ratio", "p50 ms",
-               "p99 ms", "mean batch", "separate models img/s")  # fmt: skip
-    cells = [
-        [
-            row.model, str(row.tasks), str(row.batch), str(row.clients), str(row.requests), f"{row.engine:.1f}",
-            f"{row.http:.1f}", f"{row.ratio:.2f}", f"{row.p50_ms:.0f}", f"{row.p99_ms:.0f}", f"{row.mean_batch:.1f}",
-            f"{row.separate:.2f}",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    title = f"Answers of all tasks, through HTTP on loopback (separate models: extrapolated from {SEPARATE})"
-    return make_table(columns, cells, title)
+    """A column for each model."""
+    lines: dict[str, Callable[[ServeRow], str]] = {
+        "tasks, all asked": lambda row: str(row.tasks),
+        "images in a pass": lambda row: str(row.batch),
+        "clients": lambda row: str(row.clients),
+        "requests": lambda row: str(row.requests),
+        "engine alone, images per second": lambda row: f"{row.engine:.1f}",
+        "through HTTP, images per second": lambda row: f"{row.http:.1f}",
+        "ratio": lambda row: f"{row.ratio:.2f}",
+        "latency, median in ms": lambda row: f"{row.p50_ms:.0f}",
+        "latency, 99 % in ms": lambda row: f"{row.p99_ms:.0f}",
+        "mean images in a pass": lambda row: f"{row.mean_batch:.1f}",
+        f"separate models, extrapolated from {SEPARATE}": lambda row: f"{row.separate:.2f}",
+    }
+    cells = [[name, *(show(row) for row in rows)] for name, show in lines.items()]
+    return make_table(["", *(row.model for row in rows)], cells, "Through HTTP on loopback")
