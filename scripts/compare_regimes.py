@@ -173,10 +173,10 @@ def write(results: dict[str, Any], options: argparse.Namespace) -> None:
     lines = [
         "# Regimes and recipes",
         "",
-        f"{Path(options.backbone).name} at {options.image_size} px, {options.epochs} epochs unless named, batch 32, one "
-        f"plain view of an image unless named. Rates are selected on {options.folds} folds of train (baselines: on one); "
-        f"then each method is trained on all of train. Test accuracy, mean of {options.seeds} seeds (± their standard "
-        "deviation, and the rate). `± se` is the binomial standard error of one test accuracy.",
+        f"{Path(options.backbone).name} at {options.image_size} px, {options.epochs} epochs unless named, batch 32, "
+        f"one plain view of an image unless named. Rates are selected on {options.folds} folds of train (baselines: on "
+        f"one); then each method is trained on all of train. Test accuracy, mean of {options.seeds} seeds (± their "
+        "standard deviation, and the rate). `± se` is the binomial standard error of one test accuracy.",
         "",
         "Made by `scripts/compare_regimes.py`; the accuracy of every run is in the JSON beside this file.",
         "",
