@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memoro.errors import ImageError
 from memoro.heads import HeadKind, probabilities
-from memoro.images import PICTURE_TYPES, Picture, Preprocessing, open_image, walk_images
+from memoro.images import MAX_PIXELS, PICTURE_TYPES, Picture, Preprocessing, open_image, walk_images
 from memoro.tasks.spec import TaskModule
 
 Pictures = Picture | Iterable[Picture]
@@ -49,19 +49,19 @@ def read_answers(kind: HeadKind, labels: Sequence[str], logits: Tensor, top: int
     softmax: `label`, its `probability`, and the `probabilities` of all labels or of the `top` ones, best first.
     multilabel: `labels` at or above one half, and `probabilities`. regression: `values`.
     """
+    found = probabilities(kind, logits.detach()).cpu()
+    if kind == "regression":
+        return [{"values": dict(zip(labels, row, strict=True))} for row in found.tolist()]
+    # Sorted for the whole batch at once: a row at a time is slow where there are many tasks.
+    order = torch.argsort(found, dim=-1, descending=True, stable=True)
     answers: list[dict[str, Any]] = []
-    for row in probabilities(kind, logits.detach()).cpu():
-        if kind == "regression":
-            answers.append({"values": dict(zip(labels, row.tolist(), strict=True))})
-            continue
-        order = torch.argsort(row, descending=True, stable=True).tolist()
-        ranked = {labels[i]: float(row[i]) for i in order}
-        shown = dict(islice(ranked.items(), top))
+    for best, values in zip(order.tolist(), found.gather(-1, order).tolist(), strict=True):
+        shown = {labels[i]: value for i, value in zip(best[:top], values[:top], strict=True)}
         if kind == "softmax":
-            best = labels[order[0]]
-            answers.append({"label": best, "probability": ranked[best], "probabilities": shown})
+            answers.append({"label": labels[best[0]], "probability": values[0], "probabilities": shown})
         else:
-            answers.append({"labels": [label for label, p in ranked.items() if p >= 0.5], "probabilities": shown})
+            above = [labels[i] for i, value in zip(best, values, strict=True) if value >= 0.5]
+            answers.append({"labels": above, "probabilities": shown})
     return answers
 
 
@@ -108,6 +108,7 @@ class Decoder:
     """Opens images and prepares each for every pass; of the opened images, one is in memory at a time."""
 
     preprocessings: tuple[Preprocessing, ...]
+    max_pixels: int = MAX_PIXELS
 
     def __call__(self, pictures: Sequence[tuple[str, Picture]]) -> tuple[list[list[Tensor]], dict[int, str]]:
         """For each preprocessing the pixels of all readable images, and why the others cannot be read, by position."""
@@ -127,7 +128,7 @@ class Decoder:
         # Big JPEGs are decoded at a fraction of their size, as in training, where every pass allows it.
         edges = [preprocessing.draft for preprocessing in self.preprocessings]
         draft = max((edge for edge in edges if edge is not None), default=None) if None not in edges else None
-        return open_image(picture, draft=draft, name=name)
+        return open_image(picture, draft=draft, name=name, max_pixels=self.max_pixels)
 
 
 def _answer(

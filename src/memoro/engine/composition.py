@@ -91,19 +91,24 @@ class Composition(nn.Module):
         return Composition(self.backbone, [self._list[i] for i in members], live=self.live)
 
     def forward(
-        self, pixel_values: Tensor, tasks: Sequence[str] | None = None, *, any_size: bool = False
+        self,
+        pixel_values: Tensor,
+        tasks: Sequence[str] | None = None,
+        *,
+        any_size: bool = False,
+        seconds: list[float] | None = None,
     ) -> dict[str, Tensor]:
         """`{"base": the backbone's own answer, "pets": logits, …}` for a batch of normalised images.
 
         `tasks` names the ones to answer; only those and what they extend are computed. Tasks that were trained at
-        another input size are refused, unless `any_size`.
+        another input size are refused, unless `any_size`. `seconds` receives the time of each backbone layer.
         """
         pixels = self.backbone.check_pixels(pixel_values)
         wanted = self._pick(tasks)
         if not any_size:
-            self._check_size(wanted, (pixels.shape[-2], pixels.shape[-1]))
+            self.check_size(tasks, (pixels.shape[-2], pixels.shape[-1]))
         plan = self._plan(wanted)
-        base, stream = run_streams(self.backbone.anatomy, pixels, plan, self._bank())
+        base, stream = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), seconds=seconds)
         answers = {"base": base}
         row = {task: position for position, task in enumerate(plan.order)}
         for i in wanted:
@@ -204,8 +209,9 @@ class Composition(nn.Module):
                 self._plans[wanted] = plan
         return plan
 
-    def _check_size(self, wanted: tuple[int, ...], size: tuple[int, int]) -> None:
-        for i in wanted:
+    def check_size(self, tasks: Sequence[str] | None, size: tuple[int, int]) -> None:
+        """Raises if one of the tasks was trained on images of another (height, width)."""
+        for i in self._pick(tasks):
             preprocessing = self._list[i].spec.preprocessing
             trained = None if preprocessing is None else preprocessing.size
             if trained is not None and trained != size:
