@@ -300,18 +300,16 @@ def evaluate_runs(trainer: Trainer) -> list[FitResult]:
             loader = trainer.loaders.evaluation(spec, images, keep=split in {"fold", "val"})
             by_loader.setdefault(id(loader), (loader, []))[1].append((spec, run))
     answers: dict[int, tuple[Tensor, Tensor]] = {}
-    for loader, pairs in by_loader.values():
-        forward = build_forward(trainer.backbone, [run.task for _, run in pairs])
-        how: dict[str, Any] = {"all_gather": trainer.processes.all_gather}
-        with bar(
-            f"evaluating on {loader.images.name}",
-            len(loader.images) if isinstance(loader.images, ImageSet) else loader.images.length or 0,
-            quiet=trainer.options.quiet,
-        ) as tick:
-            logits, targets = collect_logits(forward, trainer.backbone, loader, tick=tick, **how)
-        for (spec, run), out in zip(pairs, logits, strict=True):
-            _, images = spec.final  # its own targets: other labels may share the loader
-            answers[id(run)] = out, images.targets if isinstance(images, ImageSet) else targets
+    sets = [loader.images for loader, _ in by_loader.values()]
+    total = sum(len(images) if isinstance(images, ImageSet) else images.length or 0 for images in sets)
+    with bar("evaluating", total, quiet=trainer.options.quiet) as tick:
+        for loader, pairs in by_loader.values():
+            forward = build_forward(trainer.backbone, [run.task for _, run in pairs])
+            how: dict[str, Any] = {"tick": tick, "all_gather": trainer.processes.all_gather}
+            logits, targets = collect_logits(forward, trainer.backbone, loader, **how)
+            for (spec, run), out in zip(pairs, logits, strict=True):
+                _, images = spec.final  # its own targets: other labels may share the loader
+                answers[id(run)] = out, images.targets if isinstance(images, ImageSet) else targets
     folder, results = trainer.options.folder, []
     for spec, run in zip(trainer.specs, trainer.runs, strict=True):
         notes = spec.splits.notes if run.stopped is None else (*spec.splits.notes, run.stopped)

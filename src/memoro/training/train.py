@@ -314,7 +314,7 @@ def fit_table(result: TrainResult) -> Table:
     ]
     title = task.name if result.file is None else f"{task.name}: {result.file}"
     table = make_table(["", ""], [row for row in rows if row[1]], title)
-    table.show_header = False
+    table.show_header, table.columns[0].no_wrap = False, True
     return table
 
 
