@@ -62,12 +62,6 @@ def test_a_column_of_prices_becomes_a_regression(train: Callable[..., Any], tmp_
     assert "warning: 20 of 20 classes have a single image in train" in done.stderr
     assert memoro.load_task(tmp_path / "price.safetensors").kind == "softmax"
 
-    done = train(table, "--label-column", "rooms")
-    assert "column 'rooms' has whole numbers: taken for 4 classes" in done.stderr
-    assert memoro.load_task(tmp_path / "rooms.safetensors").labels == ["1", "2", "3", "4"]
-    done = train(table, "--label-column", "rooms", "--kind", "number")
-    assert memoro.load_task(tmp_path / "rooms.safetensors").kind == "regression"
-
     both = ("--label-column", "rooms", "--label-column", "price")
     assert "--task only for a single column" in str(train(table, *both, "--task", "x", code=1).exception)
     assert "unknown kind 'price'" in str(train(table, "--label-column", "price", "--kind", "price", code=1).exception)

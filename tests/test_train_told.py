@@ -21,12 +21,14 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.cli import app
 from memoro.console import bar
-from memoro.errors import CompositionError
+from memoro.errors import CompositionError, TaskFileError
 from memoro.evaluation.inspect import inspect_tables, inspect_tasks
 from memoro.evaluation.metrics import metrics_tables
+from memoro.files import keep_copy
 from memoro.phases import Phases
 from memoro.training import Cache
 from memoro.training.cached import GIGABYTE
+from memoro.training.fit import what_is_kept
 from memoro.training.sweep import SweepRow, sweep_table
 
 __all__ = ["no_pictures"]  # a fixture
@@ -50,7 +52,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     return run
 
 
-def test_progress_is_text_where_there_is_no_terminal(
+def test_progress_is_text_where_there_is_no_terminal_and_time_is_told(
     shell: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("memoro.console.LINE_SECONDS", 0.0)
@@ -65,6 +67,12 @@ def test_progress_is_text_where_there_is_no_terminal(
     best = max(entry["val_accuracy"] for entry in metrics_of(record) if "val_accuracy" in entry)
     assert f"validation accuracy {best:.3f}" in steps[-1]
     assert "\x1b" not in done.stderr
+
+    facts = record["training"]
+    assert set(facts["phases"]) <= {"start-up", "reading", "checking", "base passes", "training", "evaluation", "plots"}
+    assert {"base passes", "training"} <= set(facts["phases"])
+    assert sum(facts["phases"].values()) == pytest.approx(facts["seconds"], abs=0.5)
+    assert memoro.load_task("set.safetensors").spec.training["phases"] == facts["phases"]
     assert "checking" in shell("eval", "set", "-b", "vit", "-t", "set.safetensors", "--json", "--workers", 0).stderr
 
 
@@ -88,14 +96,7 @@ def test_lines_come_every_ten_seconds(capfd: pytest.CaptureFixture[str], monkeyp
     assert capfd.readouterr().err == ""
 
 
-def test_time_is_the_wall_time_and_its_phases(shell: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    done = shell("train", "set", *TRAIN, "--lr", 0.05, "--json")
-    facts = json.loads(done.stdout)["training"]
-    assert set(facts["phases"]) <= {"start-up", "reading", "checking", "base passes", "training", "evaluation", "plots"}
-    assert {"start-up", "base passes", "training"} <= set(facts["phases"])
-    assert sum(facts["phases"].values()) == pytest.approx(facts["seconds"], abs=0.5)
-    assert memoro.load_task("set.safetensors").spec.training["phases"] == facts["phases"]
-
+def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("memoro.phases.time.monotonic", lambda: now[0])
     phases = Phases("reading")
@@ -122,18 +123,28 @@ def test_only_the_chosen_setting_has_a_test_figure(shell: Callable[..., Any]) ->
     assert "validation" in text
 
 
-def test_images_left_out_are_listed_in_the_run_folder(shell: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_was_left_out_kept_and_replaced_is_told(
+    shell: Callable[..., Any], tmp_path: Path, own_cache: Path
+) -> None:
     (tmp_path / "set" / "train" / "red" / "broken, old.png").write_bytes(b"no image")
     (tmp_path / "set" / "train" / "red" / "empty.png").write_bytes(b"")
     done = shell("train", "set", *TRAIN, "--lr", 0.05)
     assert "listed in runs/set/skipped.csv" in done.stderr
-    rows = list(csv.DictReader((tmp_path / "runs" / "set" / "skipped.csv").open()))
+    with (tmp_path / "runs" / "set" / "skipped.csv").open() as file:
+        rows = list(csv.DictReader(file))
     assert sorted(Path(row["image"]).name for row in rows) == ["broken, old.png", "empty.png"]
     assert all(row["reason"] for row in rows)
+    assert f"of features are kept in {own_cache} for later trainings" in done.stderr
+    assert done.stderr.rstrip().endswith("memoro cache --clear")
+
     for name in ("broken, old.png", "empty.png"):
         (tmp_path / "set" / "train" / "red" / name).unlink()
-    shell("train", "set", *TRAIN, "--lr", 0.05)
+    done = shell("train", "set", *TRAIN, "--lr", 0.1, "--no-cache")
     assert not (tmp_path / "runs" / "set" / "skipped.csv").exists()
+    assert "features" not in done.stderr
+    assert "set.safetensors was there already: the old file is kept as set-1.safetensors" in done.stderr
+    rates = [memoro.load_task(f"set{number}.safetensors").spec.training["lr"] for number in ("-1", "")]
+    assert rates == [0.05, 0.1]
 
 
 def test_resume_says_where_it_goes_on(shell: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,22 +172,21 @@ def test_resume_says_where_it_goes_on(shell: Callable[..., Any], monkeypatch: py
     assert memoro.load_task("set.safetensors").content_hash() in str(before)
 
 
-def test_replaced_files_are_kept(shell: Callable[..., Any]) -> None:
-    for lr in (0.05, 0.1, 0.2):
-        done = shell("train", "set", *TRAIN, "--lr", lr)
-    assert "set.safetensors was there already: the old file is kept as set-2.safetensors" in done.stderr
-    rates = [memoro.load_task(f"set{number}.safetensors").spec.training["lr"] for number in ("-1", "-2", "")]
-    assert rates == [0.05, 0.1, 0.2]
+def test_replaced_files_never_replace_each_other(tmp_path: Path) -> None:
+    file = tmp_path / "pets.safetensors"
+    for text in ("a", "b"):
+        file.write_text(text)
+        keep_copy(file)
+    assert [(tmp_path / f"pets-{number}.safetensors").read_text() for number in (1, 2)] == ["a", "b"]
+    file.unlink()
+    with pytest.raises(TaskFileError, match=r"cannot keep .* so it is not replaced"):
+        keep_copy(file)
 
 
-def test_features_on_disk_are_announced(shell: Callable[..., Any], own_cache: Path, tmp_path: Path) -> None:
-    said = shell("train", "set", *TRAIN, "--lr", 0.05).stderr
-    assert f"of features are kept in {own_cache} for later trainings" in said
-    assert said.rstrip().endswith("memoro cache --clear")
+def test_the_command_that_clears_a_folder_can_be_pasted(tmp_path: Path) -> None:
     place = tmp_path / "my features"
-    said = shell("train", "set", *TRAIN, "--lr", 0.05, "--cache-folder", place).stderr
-    assert f"memoro cache --clear --folder '{place}'" in said
-    assert "features" not in shell("train", "set", *TRAIN, "--lr", 0.05, "--no-cache").stderr
+    place.mkdir()
+    assert what_is_kept(Cache(place)).endswith(f"memoro cache --clear --folder '{place}'")
 
 
 def test_the_default_budget_is_a_share_of_the_free_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

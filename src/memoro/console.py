@@ -95,7 +95,7 @@ class Bar:
     def __init__(self, title: str, total: int, *, quiet: bool = False, transient: bool = True) -> None:
         self._console = plain_console(stderr=True, soft_wrap=True)
         self._lines = not quiet and not (self._console.is_terminal or self._console.is_jupyter)
-        self._progress = Progress(
+        self.progress = Progress(
             plain_column("description"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -105,11 +105,11 @@ class Bar:
             transient=transient,
             disable=quiet or self._lines,
         )
-        self._job = self._progress.add_task(title, total=total, figures="")
+        self._job = self.progress.add_task(title, total=total, figures="")
         self._began = self._told = time.monotonic()
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        self.progress.start()
         self._began = time.monotonic()
         self._tell()
         return self
@@ -117,20 +117,20 @@ class Bar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        self.progress.stop()
         if kind is None:
             self._tell()
 
     def update(self, advance: int = 0, **changes: Any) -> None:
         """Advances the bar; `changes` are its new `description`, `total`, `completed` or `figures`."""
-        self._progress.update(self._job, advance=advance, **changes)
+        self.progress.update(self._job, advance=advance, **changes)
         if time.monotonic() - self._told >= LINE_SECONDS:
             self._tell()
 
     def _tell(self) -> None:
         self._told = time.monotonic()
         if self._lines:
-            [job] = self._progress.tasks
+            [job] = self.progress.tasks
             parts = [f"{job.description}: {job.completed:,.0f} of {job.total or 0:,.0f}", job.fields["figures"]]
             seconds = round(self._told - self._began)
             self._console.print(", ".join([*filter(None, parts), *([f"{seconds} s"] if job.completed else [])]))

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import RenderableType
+from rich.text import Text
 from torch import Tensor
 
-from memoro.console import make_table
+from memoro.console import make_table, printable
 from memoro.heads import HeadKind, loss_sum, probabilities
 
 MAIN_FIGURE: dict[HeadKind, str] = {
@@ -102,7 +103,7 @@ def metrics_tables(results: dict[str, dict[str, Any]]) -> list[RenderableType]:
         ]
         shown.append(make_table(columns, rows, left=2))
     worst = {name: format_worst(metrics, 5) for name, metrics in results.items()}
-    return [*shown, *(f"{name}, worst classes: {text}" for name, text in worst.items() if text)]
+    return [*shown, *(Text(printable(f"{name}, worst classes: {text}")) for name, text in worst.items() if text)]
 
 
 def format_worst(metrics: dict[str, Any], most: int) -> str:

@@ -211,7 +211,7 @@ def _train(
     results = evaluate_runs(trainer)
     options.phases.switch("plots")
     if trainer.cache is not None and processes.main:
-        options.note(_what_is_kept(trainer.cache))
+        options.note(what_is_kept(trainer.cache))
     record_time(results, options.phases)
     if options.folder is not None and processes.main and len(results) == 1:
         draw_run(options.folder, "", results[0])
@@ -276,7 +276,8 @@ def _choose_cache(options: TrainOptions, backbone: Backbone, specs: Sequence[Run
     return cache
 
 
-def _what_is_kept(cache: Cache) -> str:
+def what_is_kept(cache: Cache) -> str:
+    """How many features are on disk, where, and how to remove them."""
     command = ["memoro", "cache", "--clear", *([] if cache.folder == default_folder() else ["--folder", cache.folder])]
     size, limit = format_bytes(total_bytes(cache.folder)), format_bytes(cache.limit)
     where = f"{size} of features are kept in {cache.folder} for later trainings (at most {limit})"

@@ -66,11 +66,11 @@ class SweepSpec:
     preprocessing: Preprocessing
     grid: Grid
     recipe: Recipe
-    start: Task | None = None
-    """A task whose weights every run starts from."""
     folds: int = 0
     """Score every setting by cross-validation on so many stratified folds of train; a last run learns from all images
     and becomes the task. 0: score on the validation split."""
+    start: Task | None = None
+    """A task whose weights every run starts from."""
 
     @property
     def score_name(self) -> str:
@@ -192,7 +192,7 @@ def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving:
         chosen = next(result for result in everything if not result.metrics)
     keys = [key for key, seeds in scored.items() if any(one is not None and one[1] is chosen for one in seeds)]
     shown = [
-        replace(row, chosen=key in keys) if key in keys else replace(row, test=())
+        replace(row, chosen=True) if key in keys else replace(row, test=())
         for key, row in zip(scored, rows, strict=True)
     ]
     return SweepResult(chosen.task, chosen, shown, everything)

@@ -173,7 +173,7 @@ def train(
     sweeps = [
         SweepSpec(
             replace(plan, name=name, labels=splits.labels, head=splits.kind),
-            chosen, cut_validation(splits, number, sets, recipe), preprocessing, grid, recipe, start, number,
+            chosen, cut_validation(splits, number, sets, recipe), preprocessing, grid, recipe, number, start,
         )
         for (name, splits), number in zip(sets.items(), compared, strict=True)
     ]  # fmt: skip
