@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ def test_a_column_of_prices_becomes_a_regression(train: Callable[..., Any], tmp_
     assert (task.name, task.kind, task.labels) == ("my houses", "regression", ["price"])
     assert "R²" in done.stdout
     assert "accuracy" not in done.stdout
+
+    own = ["-b", "vit", "-t", "my houses.safetensors", "--label-column", "price", "--workers", "0", "--json"]
+    measured = json.loads(CliRunner().invoke(app, ["eval", str(table), *own]).stdout)["my houses"]
+    assert measured["mean_absolute_error"] > 0
 
     done = train(table, "--label-column", "price", "--kind", "class")
     assert "warning: 20 of 20 classes have a single image in train" in done.stderr

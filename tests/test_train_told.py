@@ -24,7 +24,7 @@ from memoro.console import bar
 from memoro.errors import CompositionError, TaskFileError
 from memoro.evaluation.inspect import inspect_tables, inspect_tasks
 from memoro.evaluation.metrics import metrics_tables
-from memoro.files import keep_copy
+from memoro.files import keep_copy, write_whole
 from memoro.phases import Phases
 from memoro.training import Cache
 from memoro.training.cached import GIGABYTE
@@ -174,9 +174,10 @@ def test_resume_says_where_it_goes_on(shell: Callable[..., Any], monkeypatch: py
 
 def test_replaced_files_never_replace_each_other(tmp_path: Path) -> None:
     file = tmp_path / "pets.safetensors"
-    for text in ("a", "b"):
-        file.write_text(text)
-        keep_copy(file)
+    for text in (b"a", b"b", b"c"):
+        if file.exists():
+            keep_copy(file)
+        write_whole(file, text)
     assert [(tmp_path / f"pets-{number}.safetensors").read_text() for number in (1, 2)] == ["a", "b"]
     file.unlink()
     with pytest.raises(TaskFileError, match=r"cannot keep .* so it is not replaced"):

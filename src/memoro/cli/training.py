@@ -136,6 +136,7 @@ def evaluate_tasks(
     tasks: TaskFiles,
     backbone: BackboneOption = None,
     device: DeviceOption = None,
+    label_column: Annotated[str | None, typer.Option(help="Label column of a table.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
     workers: Annotated[
         int | None, typer.Option(help="Processes that decode images.", show_default="one per core")
@@ -156,9 +157,8 @@ def evaluate_tasks(
     frozen = load(backbone, device)
     loaded = gather_models(tasks, frozen)
     errors = plain_console(stderr=True, soft_wrap=True)
-    results = evaluate(
-        frozen, loaded, read_data(data), batch_size=batch_size, workers=workers, quiet=False, log=errors.print
-    )
+    how: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "quiet": False, "log": errors.print}
+    results = evaluate(frozen, loaded, read_data(data), label_column=label_column, **how)
     if as_json:
         print_json(results)
     else:

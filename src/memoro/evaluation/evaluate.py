@@ -27,6 +27,7 @@ def evaluate(
     tasks: Sequence[Task | Baseline],
     data: Any | dict[str, Any],
     *,
+    label_column: str | None = None,
     batch_size: int = 32,
     workers: int | None = None,
     quiet: bool = True,
@@ -34,7 +35,7 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """Each task's metrics on the test split of its data (or on the whole set where there is none), by name.
 
-    `data` is one set for all tasks, or a dict from a task's name to its own. Tasks that have the same images, labels
+    `data` is one set for all tasks, or a dict from a task's name to its own; `label_column` is for tables. Tasks that have the same images, labels
     and preprocessing share one pass; each baseline has its own. Images of classes that a task does not know are left
     out and counted in `unknown_classes`. `log` receives a line for every pass, and notes, such as on data without a
     test split.
@@ -53,7 +54,7 @@ def evaluate(
         task = models[name]
         key = (source if isinstance(source, (str, Path)) else id(source), task.spec.labels, task.kind)
         if key not in groups:
-            groups[key] = (*_test_images(source, task, workers, quiet), [])
+            groups[key] = (*_test_images(source, task, label_column, workers, quiet), [])
         groups[key][-1].append(name)
 
     def forward(names: list[str]) -> Callable[[Tensor], list[Tensor]]:
@@ -103,7 +104,7 @@ def _not_known(unknown: dict[str, int], kind: HeadKind, images: ImageSet, names:
 
 
 def _test_images(
-    source: Any, task: Task | Baseline, workers: int | None, quiet: bool
+    source: Any, task: Task | Baseline, label_column: str | None, workers: int | None, quiet: bool
 ) -> tuple[ImageSet, str, dict[str, int]]:
     """The images to measure on, the name of their split, and the unknown labels among them with their counts."""
     splits = source
@@ -111,6 +112,7 @@ def _test_images(
         splits = load_data(
             source,
             kind=task.kind,
+            label_column=label_column,
             labels=task.labels,
             drop_unknown=True,
             val_fraction=0,
