@@ -38,7 +38,8 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
 
 
 def test_a_task_gains_a_class_and_keeps_what_it_knows(shell: Callable[..., Any], tmp_path: Path) -> None:
-    shell("train", "two", *TRAIN, "--task", "my colours", "--epochs", 4, "--cells", 2)
+    sizes = ("--regime", "side", "--rank", 2, "--cells", 2)
+    shell("train", "two", *TRAIN, "--task", "my colours", "--epochs", 4, *sizes)
     old = memoro.load_task("my colours.safetensors")
     before = Path("my colours.safetensors").read_bytes()
 
@@ -49,7 +50,8 @@ def test_a_task_gains_a_class_and_keeps_what_it_knows(shell: Callable[..., Any],
     assert record["task"] == "my colours"
     new = memoro.load_task(record["file"])
     assert new.labels == ["blue", "green", "red"]
-    assert new.cells == 2, "its own cells, not the default"
+    assert (new.cells, new.rank) == (2, 2), "its own sizes, not the defaults"
+    assert record["training"]["regime"] == "side"
     torch.testing.assert_close(new.head.weight[1:], old.head.weight, rtol=0, atol=1e-6)
     torch.testing.assert_close(new.memory, old.memory, rtol=0, atol=1e-6)
     assert not torch.allclose(new.head.weight[0], old.head.weight[0])
@@ -89,6 +91,7 @@ def test_what_cannot_be_started_from(shell: Callable[..., Any], tmp_path: Path) 
     assert "has other labels (blue, grey) than 'colours'" in refused("others")
     assert "continues one task" in refused("a=two", "b=three")
     assert "regime" in refused("two", "--regime", "full")
+    assert "keeps its cells, rank and layers" in refused("two", "--cells", 3)
     assert "has a softmax head" in refused("two/table.csv", "--kind", "number")
     a, b = memoro.load_task("colours.safetensors"), memoro.load_task("colours.safetensors")
     b.describe(name="b")

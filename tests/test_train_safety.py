@@ -238,10 +238,10 @@ def test_fit_keeps_features_by_default_like_the_command(backbone: Backbone, squa
 def test_a_setting_that_diverged_with_some_seeds_is_ranked_last(
     double: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lucky = SweepRow(5, 0, 3.0, val=(0.99,), val_loss=0.1, test=(), diverged=2)
-    steady = SweepRow(5, 0, 0.1, val=(0.5, 0.6, 0.7), val_loss=0.9, test=(), diverged=0)
-    lost = SweepRow(5, 0, 9.0, val=(), val_loss=float("inf"), test=(), diverged=3)
-    assert sorted([lost, lucky, steady], key=lambda row: row.rank, reverse=True) == [steady, lucky, lost]
+    lucky = SweepRow(5, 0, 0, 3.0, val=(0.99,), val_loss=0.1, test=(), diverged=2)
+    steady = SweepRow(5, 0, 0, 0.1, val=(0.5, 0.6, 0.7), val_loss=0.9, test=(), diverged=0)
+    lost = SweepRow(5, 0, 0, 9.0, val=(), val_loss=float("inf"), test=(), diverged=3)
+    assert sorted([lost, lucky, steady], key=lambda row: row.order, reverse=True) == [steady, lucky, lost]
     real = Trainer.train
 
     def spoil(self: Trainer) -> float:

@@ -116,7 +116,7 @@ def test_only_the_chosen_setting_has_a_test_figure(shell: Callable[..., Any]) ->
     chosen = [run for run in runs if run["chosen"]]
     assert (len(runs), len(chosen)) == (3, 1)
     assert [bool(run["test"]) for run in runs] == [run["chosen"] for run in runs]
-    rows = [SweepRow(5, 0, 0.1, (0.5,), 1.0, (), 0), SweepRow(5, 0, 0.3, (0.9,), 1.0, (0.7,), 0, chosen=True)]
+    rows = [SweepRow(5, 0, 0, 0.1, (0.5,), 1.0, (), 0), SweepRow(5, 0, 0, 0.3, (0.9,), 1.0, (0.7,), 0, chosen=True)]
     text = rendered(sweep_table("set", rows, "validation accuracy"))
     assert text.count("0.700") == 1
     assert text.index("0.900") < text.index("0.500")
@@ -219,7 +219,7 @@ def test_tables_fit_80_columns_without_cutting_words(backbone: Backbone, tmp_pat
     results = {"photographs": softmax, "keywords": {**several, **common}, "construction": {**numbers, **common}}
     text = rendered(*metrics_tables(results))
     words = "photographs keywords construction validation accuracy balanced calib. exact label absolute mediterranean"
-    rows = [SweepRow(5, 8, 0.003, (0.5, 0.6, 0.7), 1.0, (0.5, 0.6, 0.7), 1, chosen=True)] * 2
+    rows = [SweepRow(5, 8, 0, 0.003, (0.5, 0.6, 0.7), 1.0, (0.5, 0.6, 0.7), 1, chosen=True)] * 2
     text += rendered(sweep_table("construction", rows, "validation accuracy"))
     tasks = [
         random_task(backbone, f"photographs-{number}", labels=["mediterranean", "architecture"]) for number in range(5)

@@ -35,10 +35,10 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """Each task's metrics on the test split of its data (or on the whole set where there is none), by name.
 
-    `data` is one set for all tasks, or a dict from a task's name to its own; `label_column` is for tables. Tasks that have the same images, labels
-    and preprocessing share one pass; each baseline has its own. Images of classes that a task does not know are left
-    out and counted in `unknown_classes`. `log` receives a line for every pass, and notes, such as on data without a
-    test split.
+    `data` is one set for all tasks, or a dict from a task's name to its own; `label_column` is for tables. Tasks that
+    have the same images, labels and preprocessing share one pass; each baseline has its own. Images of classes that a
+    task does not know are left out and counted in `unknown_classes`. `log` receives a line for every pass, and notes,
+    such as on data without a test split.
     """
     need("torchmetrics")
     models = by_name(tasks)

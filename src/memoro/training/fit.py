@@ -134,7 +134,9 @@ def preprocessing_of(backbone: Backbone, options: TrainOptions, own: Preprocessi
 def regime_of(task: Task | Baseline, name: str | None, backbone: Backbone) -> Regime:
     """The regime of this name; without one, that of the task."""
     own = task.regime if isinstance(task, Baseline) else None
-    regime = find_regime(name or own or ("head" if task.from_layer == backbone.depth else "memory"))
+    if own is None and name is None:
+        name = "head" if task.from_layer == backbone.depth else "side" if task.rank else "memory"
+    regime = find_regime(name or own or "")
     if regime.composes != (own is None) or (own is not None and regime.name != own):
         made = "a task" if own is None else f"a baseline of regime {own!r}"
         raise TrainingError(f"{task.name!r} is {made}; regime {regime.name!r} only trains models that it built itself.")
