@@ -259,7 +259,7 @@ def test_a_setting_that_diverged_with_some_seeds_is_ranked_last(
         assert [row.diverged for row in found.rows] == [0, 2]
         assert found.rows[1].val > (found.rows[0].val[0],)  # it did win on the seed that was left
         assert found.task.spec.training["lr"] == 1e-9
-        assert "1 cells, from layer 0, lr 0.1 diverged with 2 of 3 seeds and is ranked last" in notes[-1]
+        assert "1 cells, rank 0, from layer 0, lr 0.1 diverged with 2 of 3 seeds and is ranked last" in notes[-1]
 
 
 # ------------------------------------------------------------------------------------------------------- devices
