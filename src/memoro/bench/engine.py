@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -54,7 +55,7 @@ def bench_engine(
         candidates: dict[str, Callable[[], object]] = {"base": lambda: backbone.original(pixels)}
         for fork in forks:
             for count in sorted({1, *counts}):
-                sizes = {"cells": cells, "rank": rank, "from_layer": fork}
+                sizes: dict[str, Any] = {"cells": cells, "rank": rank, "from_layer": fork}
                 tasks = [new_task(backbone, f"task {i}", labels, **sizes) for i in range(count)]
                 model = compose(backbone, tasks)
                 candidates[f"engine {fork} {count}"] = lambda model=model: model(pixels)  # type: ignore[misc]
