@@ -1,8 +1,8 @@
-# make demo | test | test-all | check | format | bench | test-timm | test-browser | clean
+# make demo | test | test-all | check | format | bench | test-timm | test-serve | test-browser | clean
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all check format bench test-timm test-browser clean
+.PHONY: demo test test-all check format bench test-timm test-serve test-browser clean
 
 demo: .venv/ready
 	$(BIN)/memoro demo
@@ -12,7 +12,7 @@ test: .venv/ready
 	@echo "skipped: the tests in a browser (make test-browser) and with timm (make test-timm)"
 
 # The slow lanes, each with an environment or downloads of its own, are added here.
-test-all: test test-timm test-browser
+test-all: test test-timm test-serve test-browser
 
 check: .venv/ready
 	$(BIN)/ruff format --check .
@@ -36,6 +36,10 @@ test-browser: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r tests_browser/requirements.txt
 	$(BIN)/python -m pytest -n 0 tests_browser
 
+# Other people's clients against `memoro serve`, which runs in .venv: they know it by its address only.
+test-serve: .venv/ready .venv-serve/ready
+	.venv-serve/bin/python -m pytest tests_serve
+
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -47,5 +51,10 @@ test-browser: .venv/ready
 	.venv-timm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
+.venv-serve/ready: tests_serve/requirements.txt
+	$(PYTHON) -m venv .venv-serve
+	.venv-serve/bin/pip install --quiet --disable-pip-version-check -r tests_serve/requirements.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-timm .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-timm .venv-serve .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memoro.cli.options import BackboneOption, DeviceOption, Json, TaskFiles, gather_tasks, load, print_json
+from memoro.cli.options import DeviceOption, Json, TaskBackboneOption, TaskFiles, gather_tasks, load, print_json
 from memoro.console import Cell, plain_console
 
 app = typer.Typer()
@@ -20,7 +20,7 @@ def explain(
     out: Annotated[Path, typer.Option("--out", "-o", help="The picture to write: .png, .jpg or .webp.")] = Path(
         "overlay.png"
     ),
-    backbone: BackboneOption = None,
+    backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
     as_json: Json = False,
 ) -> None:
@@ -37,11 +37,11 @@ def explain(
     from memoro.console import make_table
     from memoro.engine.composition import compose
     from memoro.evaluation.overlays import brief_answer, draw_overlays, picture_format, save_picture
-    from memoro.evaluation.predictions import find_images
+    from memoro.images import find_images
 
     picture_format(out)  # an error before the work
     members = gather_tasks(tasks)
-    model = compose(load(backbone, device), members)
+    model = compose(load(backbone, device, members[0].spec.backbone), members)
     found = draw_overlays(model, list(find_images(images)))
     errors = plain_console(stderr=True, soft_wrap=True)
     for reason in found.skipped.values():

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from memoro.cli.options import BackboneOption, DeviceOption, Files, Json, TaskFiles, gather_tasks, load, print_json
+from memoro.cli.options import (
+    BackboneOption,
+    DeviceOption,
+    Files,
+    Json,
+    TaskBackboneOption,
+    TaskFiles,
+    gather_tasks,
+    load,
+    print_json,
+)
 from memoro.console import plain_console
 
 app = typer.Typer()
@@ -23,13 +33,14 @@ def inspect(
 
     memoro inspect pets.safetensors
     """
-    from memoro.evaluation.inspect import inspect_file, inspect_table
+    from memoro.evaluation.inspect import inspect_file, inspect_tables
 
     record = inspect_file(file, None if backbone is None else load(backbone, "cpu"))
     if as_json:
         print_json(record)
     else:
-        plain_console().print(inspect_table(record))
+        for table in inspect_tables(record):
+            plain_console().print(table)
 
 
 @app.command("compose")
@@ -55,7 +66,7 @@ def compose_files(
 @app.command()
 def verify(
     tasks: TaskFiles,
-    backbone: BackboneOption = None,
+    backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
     images: Annotated[
         list[Path] | None, typer.Argument(help="Images to run on; without any, random pixels.", show_default=False)
@@ -76,7 +87,7 @@ def verify(
     from memoro.engine.verify import sample_pixels
 
     members = gather_tasks(tasks)
-    loaded = load(backbone, device)
+    loaded = load(backbone, device, members[0].spec.backbone)
     model = compose(loaded, members)
     receipt = model.verify(sample_pixels(loaded, images or []))
     if as_json:

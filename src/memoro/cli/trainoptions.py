@@ -42,9 +42,24 @@ _CHOOSING, _CACHE, _OUTPUT, _BASELINES = "Choosing", "Cache", "Output", "Baselin
 TRAIN: dict[str, tuple[Any, Any]] = {
     "task": _option(str | None, None, _TASK, "Name of the task.", "--task", "-t", show_default="the set's name"),
     "regime": _option(str, "memory", _TASK, "What is trained; see above."),
-    "cells": _option(int, 5, _TASK, "Memory cells in each layer."),
-    "from_layer": _option(int, 0, _TASK, "Layer at which the task forks off the backbone; later is cheaper."),
+    "cells": _option(int | None, None, _TASK, "Memory cells in each layer.", show_default="5; 0 with side"),
+    "rank": _option(
+        int | None, None, _TASK,
+        "Rank of the task's own weights with regime side, 1 to 16 or so. With the baselines lora and lora-all: rank of "
+        "what they add to a copy of the backbone.", show_default="8",
+    ),
+    "from_layer": _option(
+        int | None, None, _TASK, "Layer at which the task forks off the backbone; later is cheaper.",
+        show_default="0; with side, two thirds of the depth",
+    ),
     "extends": _option(list[Path] | None, None, _TASK, "File of tasks to build on; repeat for more."),
+    "start_from": _option(
+        Path | None, None, _TASK, "Task file to start from: same labels, more or fewer; new labels are learned anew."
+    ),
+    "kind": _option(
+        str | None, None, _DATA, "What a label is: class, labels (several per image, a|b) or number.",
+        show_default="by the data",
+    ),
     "label_column": _option(
         list[str] | None, None, _DATA, "Label column of a table; repeat to train a task for each in the same pass."
     ),
@@ -60,7 +75,9 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         Path | None, None, _OUTPUT, "Task file to write, or a folder/ for several.", "--out", "-o",
         show_default="TASK.safetensors", parser=_read_target,
     ),
-    "folder": _option(Path | None, None, _OUTPUT, "Run folder: metrics, plots, checkpoint.", show_default="runs/TASK"),
+    "folder": _option(
+        Path | None, None, _OUTPUT, "Run folder: metrics, plots, checkpoint, images left out.", show_default="runs/TASK"
+    ),
     "resume": _option(bool, False, _OUTPUT, "Continue from the checkpoint in the run folder.", "--resume"),
     "tensorboard": _option(bool, False, _OUTPUT, "Also write TensorBoard events.", "--tensorboard"),
     "lr": _option(float | None, None, _RECIPE, "Peak learning rate.", show_default="the best of three, in one pass"),
@@ -86,12 +103,17 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "seed": _option(int, 0, _RECIPE, "Seed of the initial weights."),
     "data_seed": _option(int, 0, _RECIPE, "Seed of image order, augmentation and validation split."),
     "crop": _option(
-        str, "inception", _AUGMENTATION, "inception (random resized crop), pad (random shift) or none."
+        str | None, None, _AUGMENTATION, "inception (random resized crop), pad (random shift) or none.",
+        show_default="inception; none for numbers",
     ),
     "crop_scale": _option(
         float, 0.08, _AUGMENTATION, "Smallest fraction of the image area that an inception crop takes."
     ),
-    "flip": _option(float, 0.5, _AUGMENTATION, "Probability of a horizontal flip."),
+    "flip": _option(
+        float | None, None, _AUGMENTATION,
+        "Probability of a mirror image. Use 0 where left and right or letters matter: there mirror images hurt.",
+        show_default="0.5; 0 for numbers",
+    ),
     "views": _option(
         int, 4, _AUGMENTATION,
         "Views of each image, used in turn: the plain one, then random ones. 0: a new random view every epoch.", min=0,
@@ -109,17 +131,29 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "cache_folder": _option(
         Path | None, None, _CACHE, "Folder of the cache.", show_default="~/.cache/memoro/features"
     ),
-    "cache_budget": _option(float, 20.0, _CACHE, "Maximum size of the cache in GB."),
+    "cache_budget": _option(
+        float | None, None, _CACHE, "Maximum size of the cache in GB.",
+        show_default="a tenth of the free disk, 20 at most",
+    ),
     "cache_dtype": _option(str, "float16", _CACHE, "Data type of cached features: float16, bfloat16 or float32."),
     "width": _option(
         int, 5, _BASELINES, "Width of an adapter's bottleneck (regimes adapter, adapter+memory-full)."
     ),
-    "rank": _option(int, 8, _BASELINES, "Rank of LoRA's matrices (regime lora)."),
 }  # fmt: skip
 
 SWEEP = {name: option for name, option in TRAIN.items() if name != "streaming"} | {
-    "cells": _option(str, "0,5", _TASK, "Numbers of memory cells to try, separated by commas."),
-    "from_layer": _option(str, "0", _TASK, "Layers to fork off at, to try, separated by commas."),
+    "cells": _option(
+        str | None, None, _TASK, "Numbers of memory cells to try, separated by commas.",
+        show_default="0,5; 0 with side",
+    ),
+    "rank": _option(
+        str | None, None, _TASK, "Ranks of the task's own weights to try, such as 0,4,8,16 (regime side).",
+        show_default="8 with side",
+    ),
+    "from_layer": _option(
+        str | None, None, _TASK, "Layers to fork off at, to try, separated by commas.",
+        show_default="0; with side, two thirds of the depth",
+    ),
     "lr": _option(
         str | None, None, _RECIPE, "Learning rates to try, separated by commas.",
         show_default="0.03,0.1,0.3; a hundredth of that with adamw",

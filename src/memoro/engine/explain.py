@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from memoro.backbones import Anatomy
-from memoro.engine.answers import Picture
+from memoro.engine.answers import Pictures, list_pictures
 from memoro.engine.bank import Bank
 from memoro.engine.plan import Plan
 from memoro.engine.streams import Attention, layer_bias, run_streams
@@ -79,13 +78,13 @@ class Explanation:
         return {name: float(weights[:, index].mean()) for name, weights in parts.items() if weights.any()}
 
 
-def read_views(images: Picture | Iterable[Picture], preprocessing: Preprocessing) -> tuple[Tensor, list[Image.Image]]:
+def read_views(images: Pictures, preprocessing: Preprocessing) -> tuple[Tensor, list[Image.Image]]:
     """The images as a batch of pixels, and what the model sees of each as an image of at least `VIEW` pixels."""
     view = preprocessing if preprocessing.size is None else preprocessing.at(max(VIEW, *preprocessing.size))
     pixels: list[Tensor] = []
     views: list[Image.Image] = []
-    for picture in [images] if isinstance(images, (str, Path, Image.Image)) else images:
-        image = open_image(picture, draft=view.draft)
+    for name, picture in list_pictures(images):
+        image = open_image(picture, draft=view.draft, name=name)
         pixels.append(preprocessing.to_tensor(image))
         views.append(view.fit(image))
     if not pixels:

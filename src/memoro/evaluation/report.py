@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.backbones.load import TINY
-from memoro.console import format_bytes, format_count
+from memoro.console import format_bytes, format_count, quoted
 from memoro.data import ImageSet, ImageStream, Splits, Streams
 from memoro.data.near import near_duplicates
 from memoro.engine.composition import Composition
@@ -81,7 +80,7 @@ def _task_parts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     figures = [(name, report.metrics[name]) for name in COLUMNS if report.metrics.get(name) is not None]
     first = MAIN_FIGURE[task.kind]
     figures.sort(key=lambda figure: figure[0] != first)
-    shown = (tag("div", tag("b", f"{value:.4g}"), _name_figure(name)) for name, value in figures)
+    shown = (tag("div", tag("b", f"{value:.4g}"), COLUMNS[name]) for name, value in figures)
     yield tag("div", *shown, class_="figures")
     if report.notes:
         yield tag("ul", *(tag("li", note) for note in report.notes))
@@ -109,8 +108,8 @@ def _curves(report: TaskReport) -> Iterator[Html]:
             points = [(float(entry["epoch"]), float(entry[key])) for entry in report.history if key in entry]
             lines += [(look, points)] if points else []
         if lines:
-            chart = line_chart(lines, "epoch", _name_figure(name))
-            charts.append(tag("figure", tag("figcaption", _name_figure(name)), chart))
+            chart = line_chart(lines, "epoch", COLUMNS[name])
+            charts.append(tag("figure", tag("figcaption", COLUMNS[name]), chart))
     if charts:
         yield tag("h2", "Training")
         yield tag("div", *charts, class_="charts")
@@ -311,7 +310,7 @@ def _usage(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     commands = [["memoro", "predict", "photo.jpg", *options]]
     if isinstance(task, Task):
         commands.append(["memoro", "explain", "photo.jpg", *options, "-o", "overlay.png"])
-    yield tag("pre", join(map(shlex.join, commands)))
+    yield tag("pre", join(quoted(*command) for command in commands))
     if isinstance(task, Task):
         lines = (
             "import memoro",
@@ -326,7 +325,3 @@ def _usage(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
 
 def _some(labels: Sequence[str]) -> str:
     return f"{len(labels)}: {', '.join(labels[:20])}{', …' if len(labels) > 20 else ''}"
-
-
-def _name_figure(name: str) -> str:
-    return "R²" if name == "r2" else name.replace("_", " ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Anatomy, Backbone
-from memoro.engine.answers import Picture, predict_images
+from memoro.engine.answers import Answers, Pass, Pictures, read_predictions, stream_predictions
 from memoro.errors import TrainingError
 from memoro.regimes.dense import Weights
 from memoro.regimes.regime import Regime, TaskPlan, all_parameters
@@ -52,14 +52,20 @@ class Method:
 
     @property
     def regime(self) -> Regime:
-        return Regime(self.name, self.summary, self.build, all_parameters, composes=False)
+        sizes = {"cells": 5, "from_layer": 0, "rank": 8}
+        return Regime(self.name, self.summary, self.make, lambda depth: sizes, all_parameters, composes=False)
 
     def build(self, backbone: Backbone, plan: TaskPlan) -> Baseline:
-        """An untrained model."""
+        """An untrained model. Sizes that the plan leaves open are the regime's own."""
+        model: Baseline = self.regime.build(backbone, plan)
+        return model
+
+    def make(self, backbone: Backbone, plan: TaskPlan) -> Baseline:
+        """An untrained model from a plan with all sizes."""
         if plan.from_layer or plan.extends:
             raise TrainingError(
                 f"{plan.name!r}: regime {self.name!r} changes the backbone's tokens, so from_layer and extends do "
-                "not apply. Remove them, or use regime 'memory'."
+                "not apply. Remove them, or use regime 'memory' or 'side'."
             )
         sizes = {name: getattr(plan, name) for name in self.sizes}
         for name, size in sizes.items():
@@ -111,7 +117,7 @@ class BaselineSpec(ModelSpec):
         """Why it cannot be composed."""
         return (
             f"{self.name!r} was trained with regime {self.regime!r}, which changes the backbone's own tokens, so it "
-            "needs a separate pass and cannot be composed with tasks. To compose it, train it with 'memory' or 'head'."
+            "needs a separate pass and cannot be composed with tasks. To compose it, train it with 'side' or 'memory'."
         )
 
     def hash(self, tensors: Weights) -> str:
@@ -146,6 +152,10 @@ class Baseline(TaskModule[BaselineSpec]):
     def cells(self) -> int:
         return self.spec.sizes.get("cells", 0)
 
+    @property
+    def rank(self) -> int:
+        return self.spec.sizes.get("rank", 0)
+
     def features(self, pixel_values: Tensor) -> Tensor:
         """The final-normed token (b, dim) that the head reads; the mean of tokens where there is no class token."""
         return self.method.encode(self._anatomy, self._weights(), self.backbone.check_pixels(pixel_values))
@@ -155,16 +165,15 @@ class Baseline(TaskModule[BaselineSpec]):
         logits: Tensor = self.head(self.features(pixel_values).to(self.head.weight.dtype))
         return logits
 
-    def predict(self, images: Picture | Iterable[Picture], *, batch_size: int = 32) -> list[dict[str, dict[str, Any]]]:
-        """What it answers for each image (PIL images or paths), by its name, as a composition of one task would."""
+    def predict(self, images: Pictures, *, batch_size: int = 32, top: int | None = None) -> list[Answers]:
+        """What it answers for each image, by its name, as a composition of one task would."""
+        rows = stream_predictions(images, self.prediction_passes(), [self.name], batch_size=batch_size, top=top)
+        return read_predictions(rows)
+
+    def prediction_passes(self) -> list[Pass]:
+        """What `predict` runs: its one pass."""
         preprocessing = self.spec.preprocessing or self.backbone.preprocessing
-        return predict_images(
-            images,
-            {self.name: self},
-            {preprocessing: [self.name]},
-            lambda pixels, _: {self.name: self(pixels.to(self.backbone.dtype))},
-            batch_size,
-        )
+        return [Pass(preprocessing, [self], lambda pixels: {self.name: self(pixels.to(self.backbone.dtype))})]
 
     def trained(self) -> dict[str, nn.Parameter]:
         """All that the regime trains, by name."""
