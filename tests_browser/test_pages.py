@@ -77,6 +77,11 @@ def test_a_page_is_whole(pages: dict[str, Path], show: Any, name: str) -> None:
         }).map(one => one.outerHTML.slice(0, 120))"""
     )
     assert outside == []
+    scrolling = shown.run(
+        """[...document.querySelectorAll('.scroll')].filter(one => one.scrollWidth > one.clientWidth)
+            .map(one => one.innerText.slice(0, 80))"""
+    )
+    assert scrolling == [], "three classes and a few columns fit a phone"
     cut = shown.run(
         """[...document.querySelectorAll('svg text')].filter(one => {
             const own = one.getBoundingClientRect(), svg = one.ownerSVGElement.getBoundingClientRect();

@@ -16,6 +16,9 @@ from rich.table import Table
 
 from memoro.console import format_count, printable
 
+MANY = 5
+"""Columns that fit a phone."""
+
 
 class Html(str):
     """Text that is HTML already; any other text is escaped where it becomes part of a page."""
@@ -74,15 +77,24 @@ def render_page(title: str, *parts: object) -> str:
 def table(
     columns: Sequence[object], rows: Iterable[Sequence[object]], *, left: int = 1, caption: object = None
 ) -> Html:
-    """A table that scrolls by itself where the screen is narrow. The first `left` columns are aligned left."""
+    """A table that scrolls by itself where the screen is narrow. The first `left` columns are aligned left.
+
+    With many columns, a narrow screen shows each row as a list of names and values.
+    """
+    many = len(columns) > MANY
 
     def cells(name: str, row: Sequence[object]) -> Html:
-        return tag("tr", *(tag(name, cell, class_="left" if at < left else None) for at, cell in enumerate(row)))
+        found = []
+        for at, cell in enumerate(row):
+            label = columns[at] if many and name == "td" else None
+            found.append(tag(name, cell, class_="left" if at < left else None, data_label=label))
+        return tag("tr", *found)
 
     parts = [tag("caption", caption)] if caption is not None else []
     if any(columns):
         parts.append(tag("thead", cells("th", columns)))
-    return tag("div", tag("table", *parts, tag("tbody", *(cells("td", row) for row in rows))), class_="scroll")
+    body = tag("tbody", *(cells("td", row) for row in rows))
+    return tag("div", tag("table", *parts, body, class_="many" if many else None), class_="scroll")
 
 
 def table_of(shown: Table) -> Html:
