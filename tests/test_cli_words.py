@@ -23,6 +23,7 @@ from memoro.cli import app, main
 from memoro.console import bar, format_bytes, plain_console, quiet_libraries
 from memoro.data import Augment, load_data
 from memoro.engine import verify
+from memoro.engine.answers import Prediction
 from memoro.errors import BackboneError, DataError
 from memoro.evaluation.inspect import inspect_tables, inspect_tasks
 from memoro.evaluation.metrics import metrics_tables
@@ -110,8 +111,8 @@ def test_strange_names_are_shown_as_they_are(shell: Shell, backbone: Backbone, t
 def test_tables_and_bars_escape_for_every_console(
     backbone: Backbone, pets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = {f"{STRANGE}.jpg": {STRANGE: {"label": STRANGE, "probability": 0.5}}}
-    assert rendered(predictions_table(answers)).count(STRANGE) == 3
+    answer = {"label": STRANGE, "probability": 0.5, "probabilities": {STRANGE: 0.5}}
+    assert rendered(predictions_table([Prediction(f"{STRANGE}.jpg", {STRANGE: answer})], 1)).count(STRANGE) == 3
     figures = {"split": "test", "images": 3, "accuracy": 0.5, "worst_classes": {STRANGE: 0.5}}
     assert rendered(*metrics_tables({STRANGE: figures})).count(STRANGE) == 3
     assert STRANGE in rendered(
@@ -214,10 +215,10 @@ def test_layers_and_sizes_are_counted_right(backbone: Backbone, pets: Path) -> N
     assert [format_bytes(size) for size in (999, 50_800, 2.5e6, 3e9)] == ["1.0 kB", "50.8 kB", "2.5 MB", "3.0 GB"]
 
 
-def test_predict_without_a_readable_image_shows_no_table(shell: Shell, pets: Path, tmp_path: Path) -> None:
+def test_predict_without_a_readable_image_fails(shell: Shell, pets: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_bytes(b"junk")
     said = shell("predict", "bad.png", "-b", "vit", "-t", pets, code=1)
-    assert said.out == ""
+    assert "not a readable image (no known format)." in said.out
     assert "1 of 1 image could not be read" in said.err
 
 
@@ -282,12 +283,13 @@ def test_tasks_that_do_not_go_together_are_told_for_the_shell(
     (tmp_path / "other.safetensors").write_bytes(pets.read_bytes())
     child = random_task(backbone, "child", seed=1, extends=[memoro.load_task(pets)])
     memoro.save_task(child, tmp_path / "child.safetensors")
+    save_images(tmp_path / "set", "1.png")
     twice = ("-t", "pets.safetensors", "-t", "other.safetensors")
     for command in (
         ("compose", "pets.safetensors", "other.safetensors", "-o", "x"),
         ("verify", "-b", "vit", *twice),
         ("eval", "nothing", "-b", "vit", *twice),
-        ("predict", "nothing", "-b", "vit", *twice),
+        ("predict", "set", "-b", "vit", *twice),
     ):
         told = shell(*command, code=1).err
         assert "two tasks are called 'pets', in pets.safetensors and in other.safetensors" in told
@@ -361,7 +363,7 @@ def test_offline_the_hub_is_quiet_and_the_way_out_is_named(monkeypatch: pytest.M
     quiet_libraries()
     assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.ERROR)
 
-    def fail(source: str) -> None:
+    def fail(source: str, **options: object) -> None:
         raise OSError("no network.")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)

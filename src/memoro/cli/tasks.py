@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from memoro.cli.options import BackboneOption, DeviceOption, Files, Json, TaskFiles, gather_tasks, load, print_json
+from memoro.cli.options import (
+    BackboneOption,
+    DeviceOption,
+    Files,
+    Json,
+    TaskBackboneOption,
+    TaskFiles,
+    gather_tasks,
+    load,
+    print_json,
+)
 from memoro.console import plain_console
 
 app = typer.Typer()
@@ -56,7 +66,7 @@ def compose_files(
 @app.command()
 def verify(
     tasks: TaskFiles,
-    backbone: BackboneOption = None,
+    backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
     images: Annotated[
         list[Path] | None, typer.Argument(help="Images to run on; without any, random pixels.", show_default=False)
@@ -77,7 +87,7 @@ def verify(
     from memoro.engine.verify import sample_pixels
 
     members = gather_tasks(tasks)
-    loaded = load(backbone, device)
+    loaded = load(backbone, device, members[0].spec.backbone)
     model = compose(loaded, members)
     receipt = model.verify(sample_pixels(loaded, images or []))
     if as_json:

@@ -35,21 +35,24 @@ def inspect_file(path: Path, backbone: Backbone | None = None) -> dict[str, Any]
 
 def inspect_tasks(path: Path, tasks: Sequence[Task], backbone: Backbone | None = None) -> dict[str, Any]:
     """The same for tasks that have been loaded from the file."""
-    entries = []
-    for task in tasks:
-        spec = task.spec
-        own = {
-            "cells": spec.cells,
-            "rank": spec.rank,
-            "from_layer": spec.from_layer,
-            "memory_norm": spec.memory_norm,
-            "parents": [parent.name for parent in task.parents],
-            "parameters": sum(parameter.numel() for parameter in task.parameters()),
-            "parts": _part_bytes(task),
-            "content": task.content_hash(),
-        }
-        entries.append(_describe(spec, own, backbone))
+    entries = [describe_task(task, backbone) for task in tasks]
     return {"file": str(path), "bytes": path.stat().st_size, "tasks": entries}
+
+
+def describe_task(task: Task, backbone: Backbone | None = None) -> dict[str, Any]:
+    """Everything that is known of a task but its weights, JSON-ready."""
+    spec = task.spec
+    own = {
+        "cells": spec.cells,
+        "rank": spec.rank,
+        "from_layer": spec.from_layer,
+        "memory_norm": spec.memory_norm,
+        "parents": [parent.name for parent in task.parents],
+        "parameters": sum(parameter.numel() for parameter in task.parameters()),
+        "parts": _part_bytes(task),
+        "content": task.content_hash(),
+    }
+    return _describe(spec, own, backbone)
 
 
 def _part_bytes(task: Task) -> dict[str, int]:
