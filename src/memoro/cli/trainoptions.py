@@ -44,7 +44,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "regime": _option(str, "memory", _TASK, "What is trained; see above."),
     "cells": _option(int, 5, _TASK, "Memory cells in each layer."),
     "from_layer": _option(int, 0, _TASK, "Layer at which the task forks off the backbone; later is cheaper."),
-    "extends": _option(list[Path] | None, None, _TASK, "File of tasks to build on; repeat for more."),
+    "extends": _option(list[str] | None, None, _TASK, "Task file or hub id to build on; repeat for more."),
     "label_column": _option(
         list[str] | None, None, _DATA, "Label column of a table; repeat to train a task for each in the same pass."
     ),

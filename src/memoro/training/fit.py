@@ -18,7 +18,7 @@ from memoro.engine.composition import check_versions
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
-from memoro.evaluation.metrics import measure
+from memoro.evaluation.metrics import measure, recorded
 from memoro.extras import need
 from memoro.images import Preprocessing
 from memoro.regimes import Baseline, Regime, find_regime
@@ -277,7 +277,7 @@ def evaluate_runs(trainer: Trainer, seconds: float) -> list[FitResult]:
             continue
         out, targets = answers[id(run)]
         metrics = {"split": spec.final[0], **measure(run.task.kind, run.task.labels, out, targets)}
-        _describe(spec, run, metrics, seconds)
+        _describe(spec, run, recorded(run.task.kind, metrics, out, targets), seconds)
         results.append(FitResult(run.task, run.history, metrics, folder, notes, out, targets))
     return results
 
@@ -302,5 +302,5 @@ def _describe(spec: RunSpec, run: Run, metrics: dict[str, Any], seconds: float) 
             "trained_parameters": sum(parameter.numel() for parameter in run.trained.values()),
             "seconds": round(seconds, 1),
         },
-        metrics={name: value for name, value in metrics.items() if value is not None},
+        metrics=metrics,
     )
