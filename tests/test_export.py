@@ -1,4 +1,4 @@
-"""ONNX files, run by ONNX Runtime. Tracing takes seconds, so most tests share the file of one family."""
+"""ONNX files, run by ONNX Runtime. Tracing takes seconds, so tests share a file where they can."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import onnxruntime
 import pytest
 import torch
 from conftest import random_task
-from families import CASES, FAMILIES, Case
+from families import CASES, Case
 from PIL import Image
+from test_train_cli import run
 
 import memoro
 from memoro.bench.export import bench_export
@@ -32,9 +33,8 @@ def compose_small(case: Case) -> Composition:
     backbone = memoro.load_backbone(case.model(num_hidden_layers=2).requires_grad_(False), processor=SMALL)
     linear = random_task(backbone, "linear", cells=2)
     fork = random_task(backbone, "älter 2.x", seed=1, cells=3, from_layer=1, extends=[linear], head="multilabel")
-    return memoro.compose(
-        backbone, [linear, fork, random_task(backbone, "age", seed=2, from_layer=2, head="regression")]
-    )
+    head = random_task(backbone, "age", seed=2, from_layer=2, head="regression")
+    return memoro.compose(backbone, [linear, fork, head])
 
 
 class Exported(NamedTuple):
@@ -90,26 +90,34 @@ def test_the_file_describes_itself(exported: Exported) -> None:
     assert str(Path(memoro.__file__).parent) not in str(model)  # no paths of this machine
 
 
-def test_bytes_are_normalised_inside(tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "dinov2-registers")
-    backbone = memoro.load_backbone(case.model(num_hidden_layers=2), processor=SMALL)
-    model = memoro.compose(backbone, [random_task(backbone, "pets", labels=["cat", "dog"])])
-    file = Exported(model, model.export(tmp_path / "model.onnx", images=True))
+def test_the_command_exports_bytes_as_input(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "clip")
+    case.model(num_hidden_layers=1).save_pretrained(tmp_path / "clip")
+    backbone = memoro.load_backbone(tmp_path / "clip")
+    pets = random_task(backbone, "pets", labels=["cat", "dog"])
+    pets.describe(preprocessing=SMALL)
+    memoro.save_task(pets, tmp_path / "pets.safetensors")
+    said = run(tmp_path, "export", "-b", "clip", "-t", "pets.safetensors", "-o", "model.onnx", "--images")
+    assert said.stdout.startswith("model.onnx: pets (")
+    assert said.stderr == ""
+    model = memoro.compose(backbone, [pets])
     photos = [Image.effect_noise((30 + at, 40), 90).convert("RGB") for at in range(3)]
     images = np.stack([np.asarray(SMALL.fit(photo)) for photo in photos])
-    found = file.run(images=images)["pets.probabilities"]
+    found = Exported(model, tmp_path / "model.onnx").run(images=images)["pets.probabilities"]
     for row, answer in zip(found, model.predict(photos), strict=True):
         assert float(row[0]) == pytest.approx(answer["pets"]["probabilities"]["cat"], abs=TOLERANCE)
     assert found.std(dim=0).max() > 10 * TOLERANCE
 
 
-def test_a_composition_exports_by_itself() -> None:
-    model = compose_small(CASES[0])
-    example, more = torch.randn(2, 3, 20, 20), torch.randn(7, 3, 20, 20)
+def test_a_composition_exports_by_itself(pixels: torch.Tensor) -> None:
+    backbone = memoro.load_backbone(CASES[0].model(num_hidden_layers=1))
+    model = memoro.compose(backbone, [random_task(backbone, "a"), random_task(backbone, "b", seed=1, from_layer=1)])
     batch = torch.export.Dim("batch")
-    program = torch.export.export(model, (example,), dynamic_shapes={"pixel_values": {0: batch}})
-    for name, out in program.module()(more).items():
-        assert torch.equal(out, model(more)[name])  # the same operations
+    program = torch.export.export(model, (pixels,), dynamic_shapes={"pixel_values": {0: batch}})
+    more = torch.randn(7, 3, 20, 20)
+    found = program.module()(more)
+    for name, out in model(more).items():
+        assert torch.equal(found[name], out)  # the same operations
 
 
 @pytest.mark.slow
@@ -117,10 +125,6 @@ def test_a_composition_exports_by_itself() -> None:
 def test_every_family_answers_as_memoro_does(case: Case, tmp_path: Path) -> None:
     model = compose_small(case)
     check_answers(Exported(model, model.export(tmp_path / "model.onnx")))
-
-
-def test_the_slow_test_covers_every_family() -> None:
-    assert {case.name for case in FAMILIES} <= {case.name for case in CASES}
 
 
 def test_what_cannot_be_one_file_is_refused(backbone: memoro.Backbone, tmp_path: Path) -> None:
@@ -138,9 +142,7 @@ def test_what_cannot_be_one_file_is_refused(backbone: memoro.Backbone, tmp_path:
     assert not path.exists()
 
 
-def test_a_model_that_torch_cannot_export_says_why(
-    backbone: memoro.Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_torch_cannot_export_says_why(backbone: memoro.Backbone, tmp_path: Path) -> None:
     def embed(pixels: torch.Tensor) -> Any:
         if pixels.mean() > 0:  # a branch on values has no graph
             raise AssertionError
@@ -152,7 +154,8 @@ def test_a_model_that_torch_cannot_export_says_why(
         memoro.compose(odd).export(tmp_path / "model.onnx")
 
 
-def test_bench_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_bench_rows() -> None:
     backbone = memoro.load_backbone(CASES[0].model(num_hidden_layers=1))
     (row,) = bench_export(backbone, counts=[2], cells=1, batch=3, rounds=1)
     assert row.tasks == 2

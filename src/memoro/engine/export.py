@@ -121,7 +121,8 @@ def export_onnx(model: Composition, path: str | Path, *, images: bool = False) -
     with _quiet_torch():
         try:
             program = torch.export.export(graph, (example,), dynamic_shapes={"pixels": {0: torch.export.Dim("batch")}})
-            onnx = torch.onnx.export(program, dynamo=True, verbose=False, optimize=True)
+            # The dimension again, by a name that stays.
+            onnx = torch.onnx.export(program, dynamo=True, verbose=False, dynamic_shapes={"pixels": {0: "batch"}})
         except Exception as error:  # torch has no common type for what it cannot export
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
             raise BackboneError(f"torch cannot export {model.backbone} to ONNX: {reason}") from error
