@@ -94,12 +94,12 @@ def _front_matter(tasks: Sequence[Task], license: str | None, base_model: str | 
 def _introduce(tasks: Sequence[Task], base_model: str | None) -> list[str]:
     made = tasks[0].spec.backbone
     name = f"[{_text(base_model)}](https://huggingface.co/{base_model})" if base_model else _text(made.name)
-    what = "This task file teaches" if len(tasks) == 1 else f"These {len(tasks)} tasks teach"
+    what = "A memoro task" if len(tasks) == 1 else f"{len(tasks)} memoro tasks"
     return [
         f"# {', '.join(_text(task.name) for task in tasks)}",
-        f"{what} a frozen {_text(made.family)} backbone, {name}, to answer questions about images, and composes with "
-        "other tasks for the same backbone: one pass answers all of them, and the backbone's own output stays the same "
-        f"to the last bit. The file contains no code. Backbone fingerprint: {_text(made.fingerprint.short)}.",
+        f"{what} for the frozen backbone {name} ({_text(made.family)}, fingerprint {_text(made.fingerprint.short)}). "
+        "Attach other tasks for the same backbone beside it: one pass of the backbone answers all of them, and the "
+        "backbone's own output stays the same to the last bit. The file contains no code.",
     ]
 
 

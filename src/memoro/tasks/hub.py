@@ -48,7 +48,7 @@ def _download(name: str, revision: str | None, most: int) -> Path:
 
     try:
         size = hf_hub_download(name, FILE, revision=revision, dry_run=True).file_size
-        if size <= most:
+        if size is not None and size <= most:
             return Path(hf_hub_download(name, FILE, revision=revision))
     except Exception as error:  # the network, the hub and the cache each fail in their own ways
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
@@ -58,7 +58,8 @@ def _download(name: str, revision: str | None, most: int) -> Path:
             f"Online, check the name at huggingface.co/{name}. Offline, run `hf download {name} --local-dir FOLDER` on "
             "another machine and give that folder."
         ) from None
-    raise TaskFileError(f"{name}/{FILE} on the hub is {size >> 20} MiB; task files must not exceed {most >> 20} MiB.")
+    found = "has no known size" if size is None else f"is {size >> 20} MiB"
+    raise TaskFileError(f"{name}/{FILE} on the hub {found}; task files must not exceed {most >> 20} MiB.")
 
 
 def push_task(

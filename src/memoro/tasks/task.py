@@ -148,8 +148,8 @@ class Task(TaskModule[TaskSpec]):
         """
         from memoro.tasks.hub import push_task
 
-        where = {"private": private, "revision": revision, "token": token}
-        return push_task(self, repo_id, **where, license=license, base_model=base_model)
+        card = {"license": license, "base_model": base_model}
+        return push_task(self, repo_id, private=private, revision=revision, token=token, **card)
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, {len(self.labels)} labels, {self.cells} cells, from layer {self.from_layer}"
