@@ -48,8 +48,9 @@ def random_task(backbone: Backbone, name: str, *, seed: int = 0, **options: Any)
     task = new_task(backbone, name, seed=seed, **options)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in task.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+        for name, parameter in task.named_parameters():
+            scale = 0.2 if name.startswith("lora.") else 1.0  # a product of two of these is added to the weights
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     return task
 
 

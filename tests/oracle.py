@@ -1,7 +1,8 @@
 """The paper's mask, the slow and obvious way: one dense attention over base tokens, task tokens and memory.
 
 Rows of Table 1: patches and the class token see base tokens only; a task's token sees base tokens, itself, its own
-memory, and token and memory of every task that it extends. Everything is one matrix a layer.
+memory, and token and memory of every task that it extends. Everything is one matrix a layer. A task with low-rank
+weights takes its token through a copy of the model with B @ A added to its matrices.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memoro.backbones import Backbone
+from memoro.backbones import Anatomy, Backbone
 from memoro.tasks.mask import Lineage
 from memoro.tasks.task import Task
 
@@ -19,6 +20,7 @@ from memoro.tasks.task import Task
 def run_oracle(backbone: Backbone, tasks: Sequence[Task], lineage: Lineage, pixels: Tensor) -> dict[str, Tensor]:
     """`{"base": …, task name: logits}`, as a composition's call gives."""
     anatomy = backbone.anatomy
+    merged = {index: merge(backbone, task) for index, task in enumerate(tasks) if task.rank}
     sequence, context = anatomy.embed(pixels)
     batch, base_count, _ = sequence.shape
     alive: list[int] = []  # task of each token after the base tokens
@@ -31,6 +33,12 @@ def run_oracle(backbone: Backbone, tasks: Sequence[Task], lineage: Lineage, pixe
             owner += [index] * len(cells)
         normed = block.norm1(sequence)
         q, k, v = block.qkv(normed)
+        own = {base_count + row: merged[index].blocks[layer] for row, index in enumerate(alive) if index in merged}
+        for at, other in own.items():
+            parts = other.qkv(other.norm1(sequence[:, at : at + 1]))
+            q, k, v = (
+                torch.cat([t[:, :, :at], p, t[:, :, at + 1 :]], 2) for t, p in zip((q, k, v), parts, strict=True)
+            )
         if context.rotate is not None:  # the rotation is for base tokens
             base_q, base_k = context.rotate(q[:, :, :base_count], k[:, :, :base_count])
             q, k = torch.cat([base_q, q[:, :, base_count:]], 2), torch.cat([base_k, k[:, :, base_count:]], 2)
@@ -56,13 +64,37 @@ def run_oracle(backbone: Backbone, tasks: Sequence[Task], lineage: Lineage, pixe
             full[..., base_count:, base_count : base_count + len(alive)] = bias[..., :1, :1]
             scores = scores + full
         weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
-        sequence = block.mix(sequence, (weights @ v).transpose(1, 2).flatten(2))
+        attended = (weights @ v).transpose(1, 2).flatten(2)
+        mixed = block.mix(sequence, attended)
+        for at, other in own.items():
+            token = other.mix(sequence[:, at : at + 1], attended[:, at : at + 1])
+            mixed = torch.cat([mixed[:, :at], token, mixed[:, at + 1 :]], 1)
+        sequence = mixed
     sequence, alive = _fork(backbone, tasks, sequence, alive, anatomy.depth, base_count)
     answers = {"base": anatomy.finish(sequence[:, :base_count])}
     for row, index in enumerate(alive):
         task = tasks[index]
         answers[task.name] = task.head(anatomy.finish_token(sequence[:, base_count + row]))
     return answers
+
+
+def merge(backbone: Backbone, task: Task) -> Anatomy:
+    """The anatomy of a copy of the backbone with the task's low-rank weights added to its matrices."""
+    anatomy = backbone.trainable_copy().anatomy
+    with torch.no_grad():
+        for layer in range(task.from_layer, backbone.depth):
+            low = {name: tensor[layer - task.from_layer] for name, tensor in task.lora.items()}
+            change = {name: low[f"{name}_B"] @ low[f"{name}_A"] for name in ("qkv", "project", "expand", "contract")}
+            own = f"blocks.{layer}."
+            for name, part in zip("qkv", change["qkv"], strict=True):
+                anatomy.tensors[f"{own}{name}.0"].add_(part)
+            anatomy.tensors[f"{own}project.0"].add_(change["project"])
+            mlp = [t for name, t in anatomy.tensors.items() if name.startswith(f"{own}mlp.") and t.ndim == 2]
+            *expand, contract = mlp
+            contract.add_(change["contract"])
+            for matrix, part in zip(expand, change["expand"].chunk(len(expand)), strict=True):
+                matrix.add_(part)
+    return anatomy
 
 
 def _fork(

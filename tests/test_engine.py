@@ -30,13 +30,14 @@ def lineage_of(tasks: list[Task]) -> Any:
 
 @st.composite
 def families_of_tasks(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Plans of up to six tasks: any DAG, forks, cell counts and both places of the memory."""
+    """Plans of up to six tasks: any DAG, forks, cell counts, ranks and both places of the memory."""
     count = draw(st.integers(1, 6))
     return [
         {
             "parents": draw(st.sets(st.integers(0, i - 1), max_size=3)) if i else set(),
-            "from_layer": draw(st.integers(0, 5)),
+            "from_layer": (from_layer := draw(st.integers(0, 5))),
             "cells": draw(st.sampled_from([0, 1, 2, 5])),
+            "rank": draw(st.sampled_from([0, 1, 3])) if from_layer < 5 else 0,
             "memory_norm": draw(st.sampled_from(["pre", "post"])),
             "labels": [str(label) for label in range(draw(st.integers(2, 4)))],
         }
@@ -85,8 +86,11 @@ def test_the_oracle_can_fail(backbone: Backbone, pixels: torch.Tensor) -> None:
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 def test_a_task_among_a_hundred_equals_the_task_alone(case: Case) -> None:
     backbone = memoro.load_backbone(case.model().double())
-    tasks = [random_task(backbone, f"task {i}", seed=i, cells=(0, 1, 5)[i % 3], from_layer=i % 6) for i in range(98)]
-    parent = random_task(backbone, "parent", seed=98, cells=2)
+    tasks = [
+        random_task(backbone, f"task {i}", seed=i, cells=(0, 1, 5)[i % 3], rank=(2, 0, 3)[i % 3], from_layer=i % 5)
+        for i in range(98)
+    ]
+    parent = random_task(backbone, "parent", seed=98, cells=2, rank=2)
     child = random_task(backbone, "child", seed=99, cells=3, extends=[parent])
     pixels = torch.randn(2, 3, 20, 20, dtype=torch.float64)
     with torch.no_grad():
@@ -97,7 +101,7 @@ def test_a_task_among_a_hundred_equals_the_task_alone(case: Case) -> None:
         alone = memoro.compose(backbone, [parent, child])(pixels)["child"]
         assert (together["child"] - alone).abs().max() < TOLERANCE
         # A parent does move its child.
-        other = random_task(backbone, "parent", seed=5, cells=2)
+        other = random_task(backbone, "parent", seed=5, cells=2, rank=2)
         moved = memoro.compose(backbone, [other, random_task(backbone, "child", seed=99, cells=3, extends=[other])])
         assert (moved(pixels)["child"] - alone).abs().max() > 1e-3
 
@@ -109,7 +113,8 @@ def test_every_tensor_of_a_task_gets_a_gradient(case: Case, from_layer: int, mem
     model = case.model().requires_grad_(True)
     backbone = memoro.load_backbone(model)
     parent = random_task(backbone, "parent", cells=2)
-    task = random_task(backbone, "child", cells=2, from_layer=from_layer, memory_norm=memory_norm, extends=[parent])
+    options = {"cells": 2, "rank": 2 if from_layer < 5 else 0, "from_layer": from_layer, "memory_norm": memory_norm}
+    task = random_task(backbone, "child", extends=[parent], **options)
     out = memoro.compose(backbone, [parent, task], live=True)(torch.randn(2, 3, 20, 20))
     out["child"].square().sum().backward()
     for name, parameter in task.named_parameters():

@@ -53,7 +53,10 @@ def test_base_is_untouched(case: Case, attention: str, dtype: torch.dtype, train
     with torch.no_grad():
         expected = reference(case, model, pixels)
     backbone = memoro.load_backbone(model)
-    tasks = [random_task(backbone, f"task {i}", seed=i, cells=i % 3, from_layer=i % 6) for i in range(100)]
+    tasks = [
+        random_task(backbone, f"task {i}", seed=i, cells=i % 3, from_layer=i % 6, rank=2 if 0 < i % 6 < 4 else 0)
+        for i in range(100)
+    ]
     for count in (0, 1, 100):
         with torch.no_grad():
             out = memoro.compose(backbone, tasks[:count])(pixels)

@@ -32,7 +32,9 @@ def compose_small(case: Case) -> Composition:
     """Two layers, a task from the start and one that extends it later; inner parts of the graph have such names too."""
     backbone = memoro.load_backbone(case.model(num_hidden_layers=2).requires_grad_(False), processor=SMALL)
     linear = random_task(backbone, "linear", cells=2)
-    fork = random_task(backbone, "älter 2.x", seed=1, cells=3, from_layer=1, extends=[linear], head="multilabel")
+    fork = random_task(
+        backbone, "älter 2.x", seed=1, cells=3, rank=2, from_layer=1, extends=[linear], head="multilabel"
+    )
     head = random_task(backbone, "age", seed=2, from_layer=2, head="regression")
     return memoro.compose(backbone, [linear, fork, head])
 

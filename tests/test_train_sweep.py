@@ -35,7 +35,7 @@ def photos(tmp_path: Path) -> Path:
 def test_a_grid_is_every_combination() -> None:
     settings = Grid((0, 5), (0, 3), (0.1, 0.3), 2).settings()
     assert len(settings) == len(set(settings)) == 16
-    assert Grid((5, 5), (0,), (0.1,), 1).settings() == [(5, 0, 0.1, 0)]
+    assert Grid((5, 5), (0,), (0.1,), 1).settings() == [(5, 0, None, 0.1, 0)]
     with pytest.raises(TrainingError):
         Grid(cells=())
 
@@ -53,7 +53,7 @@ def test_the_best_by_validation_is_chosen(backbone: Backbone, photos: Path) -> N
     result = sweep(backbone, splits, Grid((0, 2), (0, 3), (1e-6, 0.1), 2), recipe)
     assert len(result.rows) == 8
     assert all(len(row.val) == 2 and row.diverged == 0 for row in result.rows)
-    best = max(result.rows, key=lambda row: row.rank)
+    best = max(result.rows, key=lambda row: row.order)
     assert best.lr == 0.1, "a rate of nearly nothing cannot win"
     assert (result.task.cells, result.task.from_layer) == (best.cells, best.from_layer)
     assert result.task.spec.training["lr"] == 0.1

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 Map = Callable[[Tensor], Tensor]
+Update = Callable[[str, Tensor], Tensor]
+"""What is added to the output of a matrix ("qkv", "project", "expand" or "contract"), given the matrix's input."""
+
+
+def identity(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -22,31 +30,80 @@ class Context:
     """One (1, h, n, n) score bias a layer; a task token takes the class token's row."""
 
 
+class QueryKeyValue(Protocol):
+    """Normed tokens (b, n, dim) to queries, keys and values (b, h, n, d)."""
+
+    def __call__(self, tokens: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """`added` (b, n, 3 * h * d) is added to the outputs of the three matrices, one after the other."""
+
+
+@dataclass(frozen=True)
+class MlpParts:
+    """The model's MLP in three steps, for tokens whose matrices have updates."""
+
+    expand: Map
+    activate: Map
+    contract: Map
+    expanded: int
+    """Width after `expand`: of a gated MLP, the gate and what it gates, one after the other."""
+    hidden: int
+    """Width before `contract`."""
+
+
+def split_mlp(expand: Sequence[nn.Linear], activation: Map, contract: nn.Linear, norm: Map = identity) -> MlpParts:
+    """The parts of an MLP: two matrices in `expand` are a gate and what it gates; `norm` comes after the activation."""
+
+    def activate(expanded: Tensor) -> Tensor:
+        if len(expand) == 1:
+            return norm(activation(expanded))
+        gate, value = expanded.chunk(2, dim=-1)
+        return norm(activation(gate) * value)
+
+    first, *gated = expand
+    return MlpParts(
+        first if not gated else lambda tokens: torch.cat([matrix(tokens) for matrix in expand], dim=-1),
+        activate,
+        contract,
+        sum(matrix.out_features for matrix in expand),
+        contract.in_features,
+    )
+
+
 @dataclass(frozen=True)
 class Block:
     """One transformer layer, by its parts. Each part is the model's own module: no weight is copied."""
 
     norm1: Map
-    qkv: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-    """Normed tokens (b, n, dim) to queries, keys and values (b, h, n, d)."""
+    qkv: QueryKeyValue
     kv: Callable[[Tensor], tuple[Tensor, Tensor]]
     """The same without queries, for memory."""
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     """The model's own attention implementation: q, k, v, bias to (b, n, h * d)."""
     scaling: float
+    head_width: int
     project: Map
     scale1: Map
     norm2: Map
     mlp: Map
+    mlp_parts: MlpParts
     scale2: Map
     residual_first: bool = False
     """The order of the operands in the original's sums: a sum takes its memory layout from the first, and by that
     torch picks the order in which a later mean over tokens is added up."""
 
-    def mix(self, tokens: Tensor, attended: Tensor) -> Tensor:
+    def mix(self, tokens: Tensor, attended: Tensor, update: Update | None = None) -> Tensor:
         """The rest of the layer after attention, for base tokens (b, n, dim) and task tokens alike."""
-        tokens = self._add(tokens, self.scale1(self.project(attended)))
-        return self._add(tokens, self.scale2(self.mlp(self.norm2(tokens))))
+        projected = self.project(attended)
+        if update is not None:
+            projected = projected + update("project", attended)
+        tokens = self._add(tokens, self.scale1(projected))
+        normed = self.norm2(tokens)
+        return self._add(tokens, self.scale2(self.mlp(normed) if update is None else self._updated_mlp(normed, update)))
+
+    def _updated_mlp(self, normed: Tensor, update: Update) -> Tensor:
+        parts = self.mlp_parts
+        hidden = parts.activate(parts.expand(normed) + update("expand", normed))
+        return parts.contract(hidden) + update("contract", hidden)
 
     def _add(self, residual: Tensor, change: Tensor) -> Tensor:
         return residual + change if self.residual_first else change + residual
@@ -102,7 +159,3 @@ def name_tensors(parts: Mapping[str, nn.Module | Tensor | None]) -> dict[str, Te
         elif part is not None:
             tensors |= {f"{name}.{number}": tensor for number, tensor in enumerate(part.parameters())}
     return tensors
-
-
-def identity(tensor: Tensor) -> Tensor:
-    return tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from memoro.backbones.anatomy import Anatomy, Block, Map, identity, name_tensors
+from memoro.backbones.anatomy import Anatomy, Block, Map, MlpParts, identity, name_tensors, split_mlp
 from memoro.backbones.backbone import Backbone
 from memoro.backbones.families import FAMILY_SPECS, FamilySpec, Model, as_pair, is_a
 from memoro.backbones.fingerprint import name_functions
@@ -84,8 +84,11 @@ def _block(layer: Model, family: FamilySpec) -> Block:
     def kv(tokens: Tensor) -> tuple[Tensor, Tensor]:
         return split(attention.k_proj(tokens)), split(attention.v_proj(tokens))
 
-    def qkv(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return split(attention.q_proj(tokens)), *kv(tokens)
+    def qkv(tokens: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = attention.q_proj(tokens), attention.k_proj(tokens), attention.v_proj(tokens)
+        if added is not None:
+            q, k, v = (own + part for own, part in zip((q, k, v), added.chunk(3, dim=-1), strict=True))
+        return split(q), split(k), split(v)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -106,12 +109,22 @@ def _block(layer: Model, family: FamilySpec) -> Block:
         kv=kv,
         attend=attend,
         scaling=scaling,
+        head_width=width,
         project=getattr(attention, family.project),
         scale1=scale1,
         norm2=getattr(layer, family.norm2),
         mlp=layer.mlp,
+        mlp_parts=_mlp_parts(layer.mlp),
         scale2=scale2,
     )
+
+
+def _mlp_parts(mlp: Model) -> MlpParts:
+    if hasattr(mlp, "gate_proj"):
+        return split_mlp([mlp.gate_proj, mlp.up_proj], mlp.act_fn, mlp.down_proj)
+    if hasattr(mlp, "up_proj"):
+        return split_mlp([mlp.up_proj], mlp.act_fn, mlp.down_proj)
+    return split_mlp([mlp.fc1], mlp.activation_fn, mlp.fc2)
 
 
 def _scale(scale: nn.Module | Tensor | float) -> Map:

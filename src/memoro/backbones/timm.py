@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memoro.backbones.anatomy import Anatomy, Block, Context, name_tensors
+from memoro.backbones.anatomy import Anatomy, Block, Context, MlpParts, name_tensors, split_mlp
 from memoro.backbones.backbone import Backbone
 from memoro.backbones.fingerprint import name_functions
 from memoro.backbones.frozen_view import frozen_view
@@ -191,8 +192,9 @@ def _block(layer: Model) -> Block:
         k, v = split(F.linear(tokens, weight, bias), 2)
         return attention.k_norm(k), v
 
-    def qkv(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = split(attention.qkv(tokens), 3)
+    def qkv(tokens: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        fused = attention.qkv(tokens)
+        q, k, v = split(fused if added is None else fused + added, 3)
         return attention.q_norm(q), attention.k_norm(k), v
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -210,12 +212,33 @@ def _block(layer: Model) -> Block:
         kv=kv,
         attend=attend,
         scaling=attention.scale,
+        head_width=width,
         project=nn.Sequential(attention.norm, attention.proj),
         scale1=layer.ls1,
         norm2=layer.norm2,
         mlp=layer.mlp,
+        mlp_parts=_mlp_parts(layer.mlp),
         scale2=layer.ls2,
     )
+
+
+def _mlp_parts(mlp: Model) -> MlpParts:
+    """A gate comes first, as in `_mlp_tensors`. Dropout is left out: in eval mode it does nothing."""
+    if hasattr(mlp, "fc1_g"):
+        return split_mlp([mlp.fc1_g, mlp.fc1_x], mlp.act, mlp.fc2, mlp.norm)
+    if not hasattr(mlp, "gate_last"):
+        return split_mlp([mlp.fc1], mlp.act, mlp.fc2, mlp.norm)
+
+    def expand(tokens: Tensor) -> Tensor:
+        first, second = mlp.fc1(tokens).chunk(2, dim=-1)
+        return torch.cat([second, first] if mlp.gate_last else [first, second], dim=-1)
+
+    def activate(expanded: Tensor) -> Tensor:
+        gate, value = expanded.chunk(2, dim=-1)
+        hidden: Tensor = mlp.norm(mlp.act(gate) * value)
+        return hidden
+
+    return MlpParts(expand, activate, mlp.fc2, mlp.fc1.out_features, mlp.fc2.in_features)
 
 
 def _name_tensors(model: Model) -> dict[str, Tensor]:

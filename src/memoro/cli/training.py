@@ -50,13 +50,14 @@ def train(
     memoro train pets=photos/pets rooms=rooms.zip --out tasks/
 
     Regimes that train a task, to compose with others:
+    side (class token, low-rank weights for the task's token, head),
     memory (class token, memory, head; the paper's) and head (linear).
 
     Regimes that train a baseline, for comparison (it cannot be composed):
     memory-full (memory without the mask), class-full (class token without it),
     vpt (prompts), adapter, adapter+memory-full, propagated and
-    propagated-additive (memory is passed from layer to layer), lora,
-    full (all weights).
+    propagated-additive (memory is passed from layer to layer), lora (on
+    queries and values), lora-all (on all matrices), full (all weights).
     """
     _train(data, backbone, device, as_json, settings)
 
@@ -70,10 +71,12 @@ def sweep(
 
     memoro sweep photos/pets --cells 0,5,10 --from-layer 0,8 --seeds 3
 
-    Regimes are those of memoro train: memory and head train tasks, in one pass
-    for all; the others train baselines, each in passes of its own.
+    Regimes are those of memoro train: side, memory and head train tasks, in one
+    pass for all; the others train baselines, each in passes of its own.
     """
-    for name, kind in (("cells", int), ("from_layer", int), ("lr", float)):
+    if settings["cells"] is None and settings["regime"] == "memory":
+        settings["cells"] = "0,5"
+    for name, kind in (("cells", int), ("rank", int), ("from_layer", int), ("lr", float)):
         if settings[name] is not None:
             settings[name] = numbers(settings[name], kind)
     _train(data, backbone, device, as_json, settings)

@@ -42,8 +42,16 @@ _CHOOSING, _CACHE, _OUTPUT, _BASELINES = "Choosing", "Cache", "Output", "Baselin
 TRAIN: dict[str, tuple[Any, Any]] = {
     "task": _option(str | None, None, _TASK, "Name of the task.", "--task", "-t", show_default="the set's name"),
     "regime": _option(str, "memory", _TASK, "What is trained; see above."),
-    "cells": _option(int, 5, _TASK, "Memory cells in each layer."),
-    "from_layer": _option(int, 0, _TASK, "Layer at which the task forks off the backbone; later is cheaper."),
+    "cells": _option(int | None, None, _TASK, "Memory cells in each layer.", show_default="5; 0 with side"),
+    "rank": _option(
+        int | None, None, _TASK,
+        "Rank of the task's own weights with regime side, 1 to 16 or so. With the baselines lora and lora-all: rank of "
+        "what they add to a copy of the backbone.", show_default="8",
+    ),
+    "from_layer": _option(
+        int | None, None, _TASK, "Layer at which the task forks off the backbone; later is cheaper.",
+        show_default="0; with side, two thirds of the depth",
+    ),
     "extends": _option(list[str] | None, None, _TASK, "Task file or hub id to build on; repeat for more."),
     "label_column": _option(
         list[str] | None, None, _DATA, "Label column of a table; repeat to train a task for each in the same pass."
@@ -114,12 +122,21 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "width": _option(
         int, 5, _BASELINES, "Width of an adapter's bottleneck (regimes adapter, adapter+memory-full)."
     ),
-    "rank": _option(int, 8, _BASELINES, "Rank of LoRA's matrices (regime lora)."),
 }  # fmt: skip
 
 SWEEP = {name: option for name, option in TRAIN.items() if name != "streaming"} | {
-    "cells": _option(str, "0,5", _TASK, "Numbers of memory cells to try, separated by commas."),
-    "from_layer": _option(str, "0", _TASK, "Layers to fork off at, to try, separated by commas."),
+    "cells": _option(
+        str | None, None, _TASK, "Numbers of memory cells to try, separated by commas.",
+        show_default="0,5; 0 with side",
+    ),
+    "rank": _option(
+        str | None, None, _TASK, "Ranks of the task's own weights to try, such as 0,4,8,16 (regime side).",
+        show_default="8 with side",
+    ),
+    "from_layer": _option(
+        str | None, None, _TASK, "Layers to fork off at, to try, separated by commas.",
+        show_default="0; with side, two thirds of the depth",
+    ),
     "lr": _option(
         str | None, None, _RECIPE, "Learning rates to try, separated by commas.",
         show_default="0.03,0.1,0.3; a hundredth of that with adamw",

@@ -1,8 +1,8 @@
-"""The tasks' weights as the engine reads them: class tokens, and memory as keys and values of each layer."""
+"""The tasks' weights as the engine reads them: class tokens, memory as keys and values, low-rank weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,31 @@ class Bank:
     """(t, dim)"""
     memory: tuple[tuple[Tensor, Tensor] | None, ...]
     """Keys and values (h, cells, d) of all tasks at each layer. They do not depend on the image."""
+    lora: tuple[Mapping[int, LowRank], ...]
+    """The low-rank weights of all tasks at each layer, by rank."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Low-rank weights of several tasks of one rank, at one layer."""
+
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    """By the name of the matrix: A (g, r, in) and B (g, out, r); of "qkv", (g, 3, r, in) and (g, 3, out, r)."""
+
+    def pick(self, places: Tensor) -> LowRank:
+        """Those of some of the tasks."""
+        return LowRank({name: (a[places], b[places]) for name, (a, b) in self.pairs.items()})
+
+    def update(self, matrix: str, inputs: Tensor) -> Tensor:
+        """What the tasks' weights add to a matrix's output, given the input (b, g, in) of each task: (b, g, out)."""
+        a, b = self.pairs[matrix]
+        inputs = inputs.transpose(0, 1)
+        if matrix != "qkv":
+            return torch.bmm(torch.bmm(inputs, a.mT), b.mT).transpose(0, 1)
+        tasks, batch, _ = inputs.shape
+        low = torch.bmm(inputs, a.flatten(1, 2).mT).reshape(tasks, batch, 3, -1).transpose(1, 2)
+        out = torch.bmm(low.flatten(0, 1), b.flatten(0, 1).mT)
+        return out.reshape(tasks, 3, batch, -1).permute(2, 0, 1, 3).flatten(2)
 
 
 def build_bank(anatomy: Anatomy, tasks: Sequence[Task]) -> Bank:
@@ -27,10 +52,11 @@ def build_bank(anatomy: Anatomy, tasks: Sequence[Task]) -> Bank:
     """
     weight = anatomy.tensors["patch.weight"]
     if not tasks:
-        return Bank(weight.new_zeros(0, anatomy.dim), (None,) * anatomy.depth)
+        return Bank(weight.new_zeros(0, anatomy.dim), (None,) * anatomy.depth, ({},) * anatomy.depth)
     tokens = torch.stack([task.class_token.to(weight) for task in tasks])
     memory = (_layer_memory(block, tasks, layer, weight) for layer, block in enumerate(anatomy.blocks))
-    return Bank(tokens, tuple(memory))
+    lora = (_layer_lora(tasks, layer, weight) for layer in range(anatomy.depth))
+    return Bank(tokens, tuple(memory), tuple(lora))
 
 
 def bank_offsets(tasks: Sequence[Task], layer: int) -> dict[int, int]:
@@ -40,6 +66,28 @@ def bank_offsets(tasks: Sequence[Task], layer: int) -> dict[int, int]:
         offsets[i] = at
         at += tasks[i].cells
     return offsets
+
+
+def lora_members(tasks: Sequence[Task], layer: int) -> dict[int, list[int]]:
+    """The tasks with low-rank weights at a layer, by rank, in the bank's order: by fork, as in a plan of all tasks."""
+    members: dict[int, list[int]] = {}
+    for i in sorted(range(len(tasks)), key=lambda i: tasks[i].from_layer):
+        if tasks[i].rank and tasks[i].from_layer <= layer:
+            members.setdefault(tasks[i].rank, []).append(i)
+    return members
+
+
+def _layer_lora(tasks: Sequence[Task], layer: int, like: Tensor) -> dict[int, LowRank]:
+    found = {}
+    for rank, members in lora_members(tasks, layer).items():
+        own = [tasks[i] for i in members]
+        stacked = {
+            name: torch.stack([task.lora[name][layer - task.from_layer] for task in own]).to(like)
+            for name in own[0].lora
+        }
+        names = dict.fromkeys(name[:-2] for name in stacked)
+        found[rank] = LowRank({name: (stacked[f"{name}_A"], stacked[f"{name}_B"]) for name in names})
+    return found
 
 
 def _in_bank(tasks: Sequence[Task], layer: int) -> list[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from memoro.engine.bank import bank_offsets
+from memoro.engine.bank import bank_offsets, lora_members
 from memoro.tasks.mask import Lineage
 from memoro.tasks.task import Task
 
@@ -27,12 +27,24 @@ class Group:
 
 
 @dataclass(frozen=True)
+class RankGroup:
+    """Tasks of one rank at a layer: their low-rank weights are one batched product."""
+
+    rank: int
+    rows: Tensor | None
+    """(g) rows of the task stream; None: all of them, in order."""
+    places: Tensor | None
+    """(g) places among the bank's tasks of this rank; None: all of them, in order."""
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     born: Tensor
     """Tasks (by index) whose stream starts at this layer; they are appended to the rows."""
     groups: tuple[Group, ...]
     restore: Tensor | None
     """Brings the rows of all groups, one after the other, back into stream order; None for a single group."""
+    ranks: tuple[RankGroup, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,9 +70,9 @@ def build_plan(
         elif layer == 0 or layer in lineage.forks:
             groups = _plan_groups(lineage, tasks, chosen, layer, device)
             restore = torch.cat([group.rows for group in groups]).argsort() if len(groups) > 1 else None
-            layers.append(LayerPlan(born, groups, restore))
+            layers.append(LayerPlan(born, groups, restore, _plan_ranks(lineage, tasks, chosen, layer, device)))
         else:  # no stream starts here: every task sees what it saw one layer before
-            layers.append(LayerPlan(born, layers[-1].groups, layers[-1].restore))
+            layers.append(replace(layers[-1], born=born))
     return Plan(tuple(layers), tuple(chosen))
 
 
@@ -79,4 +91,22 @@ def _plan_groups(
     for (tokens, cells_seen), members in sorted(alike.items()):
         rows, seen_rows, places = (torch.tensor(part, device=device) for part in zip(*members, strict=True))
         groups.append(Group(rows, seen_rows if tokens > 1 else None, places if cells_seen else None))
+    return tuple(groups)
+
+
+def _plan_ranks(
+    lineage: Lineage, tasks: Sequence[Task], chosen: Sequence[int], layer: int, device: torch.device
+) -> tuple[RankGroup, ...]:
+    present = [task for task in chosen if lineage.forks[task] <= layer]
+    row = {task: position for position, task in enumerate(present)}
+
+    def unless_all(positions: Sequence[int], count: int) -> Tensor | None:
+        return None if list(positions) == list(range(count)) else torch.tensor(positions, device=device)
+
+    groups = []
+    for rank, members in lora_members(tasks, layer).items():
+        places = [place for place, task in enumerate(members) if task in row]
+        if places:
+            rows = [row[members[place]] for place in places]
+            groups.append(RankGroup(rank, unless_all(rows, len(present)), unless_all(places, len(members))))
     return tuple(groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Anatomy, Block, Context
-from memoro.engine.bank import Bank
+from memoro.backbones.anatomy import Update
+from memoro.engine.bank import Bank, LowRank
 from memoro.engine.plan import Group, LayerPlan, Plan
 
 
@@ -104,6 +105,7 @@ class TaskStream:
                 self._anatomy.blocks[layer],
                 self._plan.layers[layer],
                 self._bank.memory[layer],
+                self._bank.lora[layer],
                 self._rows,
                 base,
                 watch and (lambda attention: watch(layer, attention)),
@@ -139,12 +141,15 @@ def step_stream(
     block: Block,
     plan: LayerPlan,
     memory: tuple[Tensor, Tensor] | None,
+    lora: Mapping[int, LowRank],
     stream: Tensor,
     base: BaseLayer,
     watch: Callable[[Attention], None] | None = None,
 ) -> Tensor:
-    """One layer of the task stream (b, t, dim), given what it reads of the base there and the memory of the bank."""
-    q, k, v = block.qkv(block.norm1(stream))
+    """One layer of the task stream (b, t, dim), given what it reads of the base there and the weights of the bank."""
+    update = _find_update(plan, lora)
+    normed = block.norm1(stream)
+    q, k, v = block.qkv(normed, None if update is None else update("qkv", normed))
     q = q * block.scaling
     scores = q @ base.keys.transpose(-1, -2)
     if base.bias is not None:
@@ -155,7 +160,31 @@ def step_stream(
         own_q, own_k, own_v, seen = (t if whole else t.index_select(2, group.rows) for t in (q, k, v, scores))
         outs.append(_attend(group, own_q, seen, own_k, own_v, k, v, memory, base, watch))
     out = outs[0] if plan.restore is None else torch.cat(outs, dim=2).index_select(2, plan.restore)
-    return block.mix(stream, out.transpose(1, 2).flatten(2))
+    return block.mix(stream, out.transpose(1, 2).flatten(2), update)
+
+
+def _find_update(plan: LayerPlan, lora: Mapping[int, LowRank]) -> Update | None:
+    """What the low-rank weights add for each row of the stream; None where no row has any."""
+    if not plan.ranks:
+        return None
+    groups = [
+        (group.rows, lora[group.rank] if group.places is None else lora[group.rank].pick(group.places))
+        for group in plan.ranks
+    ]
+
+    def update(matrix: str, inputs: Tensor) -> Tensor:
+        whole: Tensor | None = None
+        for rows, weights in groups:
+            if rows is None:
+                return weights.update(matrix, inputs)
+            change = weights.update(matrix, inputs.index_select(1, rows))
+            if whole is None:
+                whole = change.new_zeros(*inputs.shape[:2], change.shape[-1])
+            whole = whole.index_copy(1, rows, change)
+        assert whole is not None
+        return whole
+
+    return update
 
 
 def _attend(

@@ -19,6 +19,8 @@ from memoro.tasks.taskfile import load_tasks
 MAX_LABELS = 6
 MAX_LINES = 50
 MAX_TEXT = 200
+PARTS = {"class_token": "class token", "memory": "memory", "lora": "own weights", "head": "head"}
+"""The parts of a task in words, by the first name of their parameters."""
 
 
 def inspect_file(path: Path, backbone: Backbone | None = None) -> dict[str, Any]:
@@ -37,14 +39,25 @@ def inspect_tasks(path: Path, tasks: Sequence[Task], backbone: Backbone | None =
         spec = task.spec
         own = {
             "cells": spec.cells,
+            "rank": spec.rank,
             "from_layer": spec.from_layer,
             "memory_norm": spec.memory_norm,
             "parents": [parent.name for parent in task.parents],
             "parameters": sum(parameter.numel() for parameter in task.parameters()),
+            "parts": _part_bytes(task),
             "content": task.content_hash(),
         }
         entries.append(_describe(spec, own, backbone))
     return {"file": str(path), "bytes": path.stat().st_size, "tasks": entries}
+
+
+def _part_bytes(task: Task) -> dict[str, int]:
+    """The bytes of each part of a task."""
+    parts: dict[str, int] = {}
+    for name, parameter in task.named_parameters():
+        part = PARTS[name.split(".")[0]]
+        parts[part] = parts.get(part, 0) + parameter.numel() * parameter.element_size()
+    return {part: size for part, size in parts.items() if size}
 
 
 def _describe(spec: TaskSpec | BaselineSpec, own: dict[str, Any], backbone: Backbone | None) -> dict[str, Any]:
@@ -92,11 +105,13 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
         rows["sizes"] = ", ".join(f"{size} {name}" for name, size in entry["sizes"].items())
     else:
         norm = "before" if entry["memory_norm"] == "pre" else "after"
-        rows["memory"] = f"{entry['cells']} cells per layer, {norm} the norm"
+        rows["memory"] = f"{entry['cells']} cells per layer, {norm} the norm" if entry["cells"] else "none"
+        rows["own weights"] = f"rank {entry['rank']}" if entry["rank"] else "none"
         rows["stream"] = _layers(entry["from_layer"], backbone["depth"])
         rows["extends"] = ", ".join(entry["parents"]) or "nothing"
+    sizes = ", ".join(f"{part} {format_bytes(size)}" for part, size in entry.get("parts", {}).items())
     return rows | {
-        "parameters": f"{entry['parameters']:,}",
+        "parameters": f"{entry['parameters']:,}" + (f" ({sizes})" if sizes else ""),
         "backbone": [
             backbone["name"],
             f"{backbone['family']}, {backbone['depth']} layers of {backbone['dim']}, {backbone['dtype']}",

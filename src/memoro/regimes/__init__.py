@@ -4,8 +4,8 @@ from memoro.errors import TrainingError
 from memoro.regimes.adapter import ADAPTER, ADAPTER_MEMORY
 from memoro.regimes.baseline import Baseline, Method
 from memoro.regimes.full import FULL
-from memoro.regimes.lora import LORA
-from memoro.regimes.memory import HEAD, MEMORY
+from memoro.regimes.lora import LORA, LORA_ALL
+from memoro.regimes.memory import HEAD, MEMORY, SIDE
 from memoro.regimes.memory_full import CLASS_FULL, MEMORY_FULL, VPT
 from memoro.regimes.propagated import PROPAGATED, PROPAGATED_ADDITIVE
 from memoro.regimes.regime import Regime, TaskPlan
@@ -13,11 +13,11 @@ from memoro.regimes.regime import Regime, TaskPlan
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        MEMORY_FULL, CLASS_FULL, VPT, ADAPTER, ADAPTER_MEMORY, PROPAGATED, PROPAGATED_ADDITIVE, FULL, LORA,
+        MEMORY_FULL, CLASS_FULL, VPT, ADAPTER, ADAPTER_MEMORY, PROPAGATED, PROPAGATED_ADDITIVE, FULL, LORA, LORA_ALL,
     )
 }  # fmt: skip
 REGIMES: dict[str, Regime] = {
-    regime.name: regime for regime in (HEAD, MEMORY, *(method.regime for method in METHODS.values()))
+    regime.name: regime for regime in (HEAD, MEMORY, SIDE, *(method.regime for method in METHODS.values()))
 }
 
 

@@ -52,14 +52,20 @@ class Method:
 
     @property
     def regime(self) -> Regime:
-        return Regime(self.name, self.summary, self.build, all_parameters, composes=False)
+        sizes = {"cells": 5, "from_layer": 0, "rank": 8}
+        return Regime(self.name, self.summary, self.make, lambda depth: sizes, all_parameters, composes=False)
 
     def build(self, backbone: Backbone, plan: TaskPlan) -> Baseline:
-        """An untrained model."""
+        """An untrained model. Sizes that the plan leaves open are the regime's own."""
+        model: Baseline = self.regime.build(backbone, plan)
+        return model
+
+    def make(self, backbone: Backbone, plan: TaskPlan) -> Baseline:
+        """An untrained model from a plan with all sizes."""
         if plan.from_layer or plan.extends:
             raise TrainingError(
                 f"{plan.name!r}: regime {self.name!r} changes the backbone's tokens, so from_layer and extends do "
-                "not apply. Remove them, or use regime 'memory'."
+                "not apply. Remove them, or use regime 'memory' or 'side'."
             )
         sizes = {name: getattr(plan, name) for name in self.sizes}
         for name, size in sizes.items():
@@ -111,7 +117,7 @@ class BaselineSpec(ModelSpec):
         """Why it cannot be composed."""
         return (
             f"{self.name!r} was trained with regime {self.regime!r}, which changes the backbone's own tokens, so it "
-            "needs a separate pass and cannot be composed with tasks. To compose it, train it with 'memory' or 'head'."
+            "needs a separate pass and cannot be composed with tasks. To compose it, train it with 'side' or 'memory'."
         )
 
     def hash(self, tensors: Weights) -> str:
@@ -145,6 +151,10 @@ class Baseline(TaskModule[BaselineSpec]):
     @property
     def cells(self) -> int:
         return self.spec.sizes.get("cells", 0)
+
+    @property
+    def rank(self) -> int:
+        return self.spec.sizes.get("rank", 0)
 
     def features(self, pixel_values: Tensor) -> Tensor:
         """The final-normed token (b, dim) that the head reads; the mean of tokens where there is no class token."""

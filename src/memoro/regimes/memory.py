@@ -1,25 +1,42 @@
-"""`head` and `memory`: the mask keeps base tokens as they are, so what these regimes train composes."""
+"""`head`, `memory` and `side`: base tokens stay as they are, so what these regimes train composes."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import nn
 
 from memoro.backbones import Backbone
+from memoro.errors import TrainingError
 from memoro.regimes.regime import Regime, TaskPlan, all_parameters
 from memoro.tasks.task import Task, new_task
 
 
-def _build(backbone: Backbone, plan: TaskPlan, cells: int, from_layer: int) -> Task:
+def _make(backbone: Backbone, plan: TaskPlan) -> Task:
+    assert plan.cells is not None
+    assert plan.rank is not None
+    assert plan.from_layer is not None
     return new_task(
         backbone,
         plan.name,
         plan.labels,
-        cells=cells,
-        from_layer=from_layer,
+        cells=plan.cells,
+        rank=plan.rank,
+        from_layer=plan.from_layer,
         head=plan.head,
         extends=plan.extends,
         seed=plan.seed,
     )
+
+
+def _make_plain(backbone: Backbone, plan: TaskPlan, regime: str) -> Task:
+    """A task without low-rank weights."""
+    if plan.rank:
+        raise TrainingError(
+            f"{plan.name!r}: regime {regime!r} has no low-rank weights, so rank {plan.rank} does not apply. Use regime "
+            "'side', which has them, or leave rank out."
+        )
+    return _make(backbone, plan)
 
 
 def _head_parameters(task: Task) -> dict[str, nn.Parameter]:
@@ -30,12 +47,21 @@ HEAD = Regime(
     "head",
     "a linear head on the backbone's final class token",
     # A fork at the last layer: it composes like any other.
-    lambda backbone, plan: _build(backbone, plan, cells=0, from_layer=backbone.depth),
+    lambda backbone, plan: _make_plain(backbone, replace(plan, cells=0, from_layer=backbone.depth), "head"),
+    lambda depth: {"cells": 0, "from_layer": depth, "rank": 0},
     _head_parameters,
 )
 MEMORY = Regime(
     "memory",
     "class token, memory cells and head, masked (the paper's)",
-    lambda backbone, plan: _build(backbone, plan, plan.cells, plan.from_layer),
+    lambda backbone, plan: _make_plain(backbone, plan, "memory"),
+    lambda depth: {"cells": 5, "from_layer": 0, "rank": 0},
+    all_parameters,
+)
+SIDE = Regime(
+    "side",
+    "class token, low-rank weights of its own and head; memory cells if asked for",
+    _make,
+    lambda depth: {"cells": 0, "from_layer": depth * 2 // 3, "rank": 8},
     all_parameters,
 )

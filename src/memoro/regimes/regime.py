@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -15,19 +15,19 @@ from memoro.tasks.task import Task
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """What a user asks for before there is a task. A regime reads those of the sizes that it has."""
+    """What a user asks for before there is a task. A regime reads those of the sizes that it has; None: its default."""
 
     name: str
     labels: Sequence[str]
     head: HeadKind = "softmax"
-    cells: int = 5
-    from_layer: int = 0
+    cells: int | None = None
+    from_layer: int | None = None
     extends: Sequence[Task] = ()
     seed: int = 0
     width: int = 5
     """Bottleneck of adapters."""
-    rank: int = 8
-    """Of LoRA's matrices."""
+    rank: int | None = None
+    """Of a task's low-rank weights (regime `side`), or of the matrices that LoRA adds to a copy of the backbone."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,21 @@ class Regime:
 
     name: str
     summary: str
-    build: Callable[[Backbone, TaskPlan], Any]
-    """The untrained Task, or Baseline where the regime does not compose."""
+    make: Callable[[Backbone, TaskPlan], Any]
+    """The untrained Task, or Baseline where the regime does not compose, from a plan with all sizes."""
+    sizes: Callable[[int], Mapping[str, int]]
+    """The default sizes on a backbone of this depth."""
     trains: Callable[[Any], dict[str, nn.Parameter]]
     """The parameters that are trained, by name. All others stay as they are."""
     composes: bool = True
     """Whether base tokens stay as they are, so that what it trains composes with other tasks."""
+
+    def build(self, backbone: Backbone, plan: TaskPlan) -> Any:
+        """The untrained Task or Baseline. Sizes that the plan leaves open are the regime's own."""
+        open_sizes: dict[str, Any] = {
+            name: size for name, size in self.sizes(backbone.depth).items() if getattr(plan, name) is None
+        }
+        return self.make(backbone, replace(plan, **open_sizes))
 
 
 def all_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

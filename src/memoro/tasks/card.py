@@ -119,7 +119,8 @@ def _describe(task: Task, picture: str | None) -> Iterator[str]:
     labels = ", ".join(_text(label) for label in spec.labels[:MAX_LABELS])
     more = f", … ({len(spec.labels)} in all)" if len(spec.labels) > MAX_LABELS else ""
     yield f"## {_text(task.name)}"
-    yield f"Head: {spec.kind}. Labels: {labels}{more}."
+    stream = f"{spec.cells} memory cells per layer, rank {spec.rank}, from layer {spec.from_layer}"
+    yield f"Head: {spec.kind}, {stream}. Labels: {labels}{more}."
     if task.parents:
         names = ", ".join(_text(parent.name) for parent in task.parents)
         yield f"It extends {names}: attach that too, in the version that it was trained with."

@@ -23,7 +23,7 @@ from memoro.heads import HeadKind
 from memoro.images import Preprocessing
 from memoro.tasks.spec import BackboneRecord, ModelSpec, check_labels, check_name
 
-FORMAT = 1
+FORMAT = 2
 KEY = "memoro"
 MAX_HEADER = 64 << 20
 MAX_DIM = 16_384

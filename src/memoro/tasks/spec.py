@@ -20,6 +20,7 @@ from memoro.images import Preprocessing
 RESERVED = frozenset({"base"})
 MAX_NAME = 120
 MAX_CELLS = 4096
+MAX_RANK = 1024
 INIT_STD = 0.02  # PAPER: memory starts as N(0, 0.02); with zeros the cells of a layer would stay identical
 
 

@@ -1,4 +1,4 @@
-"""A task: a class token, memory cells for each layer, and a head."""
+"""A task: a class token, memory cells and low-rank weights for each layer, and a head."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from memoro.backbones import Backbone
-from memoro.errors import TaskError
+from memoro.backbones import Anatomy, Backbone
+from memoro.errors import CompositionError, TaskError
 from memoro.heads import HeadKind
-from memoro.tasks.spec import INIT_STD, MAX_CELLS, BackboneRecord, ModelSpec, TaskModule, check_labels, check_name
+from memoro.tasks.spec import (
+    INIT_STD,
+    MAX_CELLS,
+    MAX_RANK,
+    BackboneRecord,
+    ModelSpec,
+    TaskModule,
+    check_labels,
+    check_name,
+)
 
 MemoryNorm = Literal["pre", "post"]
 
@@ -27,6 +36,23 @@ class Parent:
     content: str
 
 
+@dataclass(frozen=True)
+class Widths:
+    """How wide a backbone's layers are inside. All its layers are alike."""
+
+    attention: int
+    """Of queries, keys and values each: heads * head width."""
+    expanded: int
+    """After the first matrix of the MLP."""
+    hidden: int
+    """Before the last one; a gate makes it narrower than `expanded`."""
+
+    @classmethod
+    def of(cls, anatomy: Anatomy) -> Widths:
+        block = anatomy.blocks[0]
+        return cls(anatomy.heads * block.head_width, block.mlp_parts.expanded, block.mlp_parts.hidden)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec(ModelSpec):
     """What a task is, without its weights."""
@@ -34,17 +60,42 @@ class TaskSpec(ModelSpec):
     from_layer: int
     cells: int
     memory_norm: MemoryNorm
+    rank: int = 0
+    """Of the low-rank weights that are added to the matrices of each layer from the fork on, for the task's token
+    alone; 0: it has none."""
+    widths: Widths | None = None
+    """None for rank 0, which does not depend on it."""
+
+    def check_backbone(self, backbone: Backbone) -> None:
+        super().check_backbone(backbone)
+        if self.widths is not None and self.widths != (here := Widths.of(backbone.anatomy)):
+            raise CompositionError(
+                f"{self.name!r} has low-rank weights for layers of {self.widths}, {backbone.name} has {here}: its file "
+                "is damaged. Train the task again."
+            )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each of its tensors."""
-        dim, classes = self.backbone.dim, len(self.labels)
-        return {
+        dim, classes, layers = self.backbone.dim, len(self.labels), self.backbone.depth - self.from_layer
+        shapes: dict[str, tuple[int, ...]] = {
             "class_token": (dim,),
-            "memory": (self.backbone.depth - self.from_layer, self.cells, dim),
+            "memory": (layers, self.cells, dim),
             "head.weight": (classes, dim),
             "head.bias": (classes,),
         }
+        if self.rank and self.widths is not None:
+            inner, expanded, hidden = self.widths.attention, self.widths.expanded, self.widths.hidden
+            # Queries, keys and values are three matrices of one input.
+            for name, three, read, written in (
+                ("qkv", (3,), dim, inner),
+                ("project", (), inner, dim),
+                ("expand", (), dim, expanded),
+                ("contract", (), hidden, dim),
+            ):
+                shapes[f"lora.{name}_A"] = (layers, *three, self.rank, read)
+                shapes[f"lora.{name}_B"] = (layers, *three, written, self.rank)
+        return shapes
 
 
 class Task(TaskModule[TaskSpec]):
@@ -57,11 +108,14 @@ class Task(TaskModule[TaskSpec]):
         memory: Tensor,
         head: nn.Linear,
         extends: Sequence[Task | Parent] = (),
+        lora: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(spec)
         self.class_token = nn.Parameter(class_token)
         self.memory = nn.Parameter(memory)
         self.head = head
+        self.lora = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in (lora or {}).items()})
+        """Low-rank weights: B @ A of each matrix, at each layer from the fork on; empty for rank 0."""
         # A tuple, so that torch does not take the parents' parameters for this task's own.
         self.extends = tuple(extends)
         self._trained_with = {parent.name: parent.content for parent in extends if isinstance(parent, Parent)}
@@ -71,7 +125,8 @@ class Task(TaskModule[TaskSpec]):
         """The task with the tensors of a state dict; they are not copied."""
         head = nn.Linear(spec.backbone.dim, len(spec.labels), device="meta")
         head.weight, head.bias = nn.Parameter(tensors["head.weight"]), nn.Parameter(tensors["head.bias"])
-        return cls(spec, tensors["class_token"], tensors["memory"], head, extends)
+        lora = {name.removeprefix("lora."): tensor for name, tensor in tensors.items() if name.startswith("lora.")}
+        return cls(spec, tensors["class_token"], tensors["memory"], head, extends, lora)
 
     @property
     def from_layer(self) -> int:
@@ -80,6 +135,10 @@ class Task(TaskModule[TaskSpec]):
     @property
     def cells(self) -> int:
         return self.spec.cells
+
+    @property
+    def rank(self) -> int:
+        return self.spec.rank
 
     @property
     def parents(self) -> tuple[Parent, ...]:
@@ -152,7 +211,8 @@ class Task(TaskModule[TaskSpec]):
         return push_task(self, repo_id, private=private, revision=revision, token=token, **card)
 
     def extra_repr(self) -> str:
-        return f"{self.name!r}, {len(self.labels)} labels, {self.cells} cells, from layer {self.from_layer}"
+        own = f"{self.cells} cells, rank {self.rank}" if self.rank else f"{self.cells} cells"
+        return f"{self.name!r}, {len(self.labels)} labels, {own}, from layer {self.from_layer}"
 
 
 def content_hashes(tasks: Iterable[Task]) -> dict[int, str]:
@@ -182,6 +242,7 @@ def new_task(
     labels: Sequence[str],
     *,
     cells: int = 5,
+    rank: int = 0,
     from_layer: int = 0,
     extends: Sequence[Task] = (),
     memory_norm: MemoryNorm = "pre",
@@ -191,8 +252,9 @@ def new_task(
 ) -> Task:
     """An untrained task for `backbone`, on its device, in float32 (float64 on a float64 backbone).
 
-    `from_layer` forks the stream off the base's class token there (0 is the paper, the backbone's depth a linear
-    head). `init="copy"` starts from the pre-trained class token; a fork then starts with a zero offset.
+    `rank` gives the task low-rank weights of its own at each layer from the fork on; base tokens do not see them.
+    They start at zero. `from_layer` forks the stream off the base's class token there (0 is the paper, the backbone's
+    depth a linear head). `init="copy"` starts from the pre-trained class token; a fork then starts with a zero offset.
     """
     depth, dim = backbone.depth, backbone.dim
     spec = TaskSpec(
@@ -203,6 +265,8 @@ def new_task(
         from_layer=from_layer,
         cells=cells,
         memory_norm=memory_norm,
+        rank=rank,
+        widths=Widths.of(backbone.anatomy) if rank else None,
     )
     choices = {"head": (head, get_args(HeadKind)), "memory_norm": (memory_norm, get_args(MemoryNorm))}
     for option, (value, allowed) in {**choices, "init": (init, ("copy", "normal"))}.items():
@@ -210,9 +274,18 @@ def new_task(
             raise TaskError(f"{name!r}: {option} must be one of {', '.join(allowed)}, not {value!r}.")
     if head == "softmax" and len(spec.labels) < 2:
         raise TaskError(f"{name!r}: a softmax head needs at least two labels; for yes/no use head='multilabel'.")
-    for option, number, high in (("from_layer", from_layer, depth), ("cells", cells, MAX_CELLS)):
+    for option, number, high in (
+        ("from_layer", from_layer, depth),
+        ("cells", cells, MAX_CELLS),
+        ("rank", rank, MAX_RANK),
+    ):
         if not isinstance(number, int) or not 0 <= number <= high:
             raise TaskError(f"{name!r}: {option} must be between 0 and {high}, not {number!r}.")
+    if rank and from_layer == depth:
+        raise TaskError(
+            f"{name!r}: from_layer={depth} is a linear head on the backbone's last token: no layer is left that rank "
+            f"{rank} could change. Choose an earlier layer, or rank 0."
+        )
     for parent in extends:
         if not isinstance(parent, Task):
             raise TaskError(f"{name!r}: extends takes tasks (load_task() returns one), not {type(parent).__name__}.")
@@ -239,4 +312,9 @@ def new_task(
     tensors = {"class_token": class_token}
     for part, draw in (("head.weight", uniform), ("head.bias", uniform), ("memory", normal)):
         tensors[part] = draw(spec.shapes[part])
+    for part, shape in spec.shapes.items():
+        if part.endswith("_A"):  # as PEFT's: uniform like nn.Linear's weights
+            tensors[part] = (torch.rand(shape, generator=generator, dtype=dtype) * 2 - 1) / math.sqrt(shape[-1])
+        elif part.endswith("_B"):
+            tensors[part] = torch.zeros(shape, dtype=dtype)
     return Task.from_tensors(spec, {part: tensor.to(backbone.device) for part, tensor in tensors.items()}, extends)

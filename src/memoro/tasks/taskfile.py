@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +18,7 @@ from memoro.tasks.record import (
     open_file,
     read_choice,
     read_list,
+    read_object,
     read_spec,
     read_tensors,
     read_text,
@@ -26,11 +27,12 @@ from memoro.tasks.record import (
     write_spec,
     write_tensors,
 )
-from memoro.tasks.spec import MAX_CELLS, by_name, check_name
-from memoro.tasks.task import MemoryNorm, Parent, Task, TaskSpec, content_hashes
+from memoro.tasks.spec import MAX_CELLS, MAX_RANK, by_name, check_name
+from memoro.tasks.task import MemoryNorm, Parent, Task, TaskSpec, Widths, content_hashes
 
 MAX_FILE = 2 << 30
 MAX_TASKS = 10_000
+MAX_WIDTH = 1 << 20
 
 
 def save_task(task: Task, path: str | Path) -> Path:
@@ -108,6 +110,7 @@ def _write_task(task: Task, hashes: Mapping[int, str]) -> dict[str, Any]:
         "from_layer": task.from_layer,
         "cells": task.cells,
         "memory_norm": task.spec.memory_norm,
+        **({} if task.spec.widths is None else {"rank": task.rank, "widths": asdict(task.spec.widths)}),
         "parents": [asdict(parent) for parent in task.parents_among(hashes)],
     }
 
@@ -116,9 +119,17 @@ def _read_spec(item: object) -> TaskSpec:
     if not isinstance(item, Mapping):
         raise TaskFileError("a task's record is not a JSON object.")
     common = read_spec(item)
+    depth = common["backbone"].depth
+    rank, widths = 0, None
+    if "rank" in item:
+        rank, found = read_whole(item, "rank", 1, MAX_RANK), read_object(item, "widths")
+        widths = Widths(**{field.name: read_whole(found, field.name, 1, MAX_WIDTH) for field in fields(Widths)})
     return TaskSpec(
         **common,
-        from_layer=read_whole(item, "from_layer", 0, common["backbone"].depth),
+        # A head has no layer for low-rank weights.
+        from_layer=read_whole(item, "from_layer", 0, depth - 1 if rank else depth),
+        rank=rank,
+        widths=widths,
         cells=read_whole(item, "cells", 0, MAX_CELLS),
         memory_norm=read_choice(item, "memory_norm", get_args(MemoryNorm)),
     )

@@ -208,6 +208,7 @@ def _spec_facts(task: Task | Baseline) -> dict[str, Any]:
     return {
         **facts,
         "cells": spec.cells,
+        "rank": spec.rank,
         "from_layer": spec.from_layer,
         "memory_norm": spec.memory_norm,
         "extends": [parent.content for parent in task.parents],

@@ -197,17 +197,18 @@ def draw_curve(path: Path, title: str, history: list[dict[str, Any]]) -> Path:
 
 
 def draw_sweep(path: Path, title: str, rows: Sequence[SweepRow], figure_name: str) -> Path:
-    """Validation score over learning rate: a line for each cell count and fork, its seeds as a band."""
+    """Validation score over learning rate: a line for each cell count, rank and fork, its seeds as a band."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    lines: dict[tuple[int, int], list[SweepRow]] = {}
+    lines: dict[tuple[int, int, int], list[SweepRow]] = {}
     for row in sorted(rows, key=lambda row: row.lr):
         if row.val:
-            lines.setdefault((row.cells, row.from_layer), []).append(row)
-    for (cells, layer), line in lines.items():
-        rates, label = [row.lr for row in line], f"{cells} cells, from layer {layer}"
+            lines.setdefault((row.cells, row.rank, row.from_layer), []).append(row)
+    for (cells, rank, layer), line in lines.items():
+        own = ", ".join([*([f"rank {rank}"] if rank else []), *([f"{cells} cells"] if cells or not rank else [])])
+        rates, label = [row.lr for row in line], f"{own}, from layer {layer}"
         (drawn,) = axes.plot(rates, [sum(row.val) / len(row.val) for row in line], "o-", label=label)
         lowest, highest = [min(row.val) for row in line], [max(row.val) for row in line]
         axes.fill_between(rates, lowest, highest, alpha=0.15, color=drawn.get_color())

@@ -1,11 +1,11 @@
-"""A sweep: every combination of cells, forks, learning rates and seeds is a run, and all runs share each pass."""
+"""A sweep: every combination of cells, forks, ranks, learning rates and seeds is a run; all runs share each pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,29 +26,40 @@ from memoro.training.recipe import Recipe, TrainOptions
 LEARNING_RATES = {"sgd": (0.03, 0.1, 0.3), "adamw": (0.0003, 0.001, 0.003)}
 """Tried where no learning rate is given, by optimiser."""
 
-Setting = tuple[int, int, float, int]
-"""(cells, from_layer, lr, seed)"""
+Sizes = tuple[int | None, ...]
+
+
+class Setting(NamedTuple):
+    """One combination. Sizes that are None are the regime's own."""
+
+    cells: int | None
+    from_layer: int | None
+    rank: int | None
+    lr: float
+    seed: int
 
 
 @dataclass(frozen=True)
 class Grid:
     """What is varied. `seeds` vary the initial weights; order and views of the images are the same for all."""
 
-    cells: tuple[int, ...] = (5,)
-    from_layers: tuple[int, ...] = (0,)
+    cells: Sizes = (None,)
+    from_layers: Sizes = (None,)
     rates: tuple[float, ...] = LEARNING_RATES["sgd"]
     seeds: int = 1
     first_seed: int = 0
+    ranks: Sizes = (None,)
 
     def __post_init__(self) -> None:
-        if not (self.cells and self.from_layers and self.rates) or self.seeds < 1:
-            raise TrainingError("a sweep needs at least one value each for cells, from_layer, lr and seeds.")
+        if not (self.cells and self.from_layers and self.ranks and self.rates) or self.seeds < 1:
+            raise TrainingError("a sweep needs at least one value each for cells, from_layer, rank, lr and seeds.")
 
     def settings(self) -> list[Setting]:
         return [
-            (cells, layer, rate, seed)
+            Setting(cells, layer, rank, rate, seed)
             for cells in dict.fromkeys(self.cells)
             for layer in dict.fromkeys(self.from_layers)
+            for rank in dict.fromkeys(self.ranks)
             for rate in dict.fromkeys(self.rates)
             for seed in range(self.first_seed, self.first_seed + self.seeds)
         ]
@@ -82,21 +93,23 @@ class SweepSpec:
             raise TrainingError(f"{self.splits.name} has no validation images to choose by: set val_fraction above 0.")
         found = []
         for setting in self.grid.settings():
-            cells, layer, rate, seed = setting
+            sizes = {name: size for name, size in setting._asdict().items() if name not in {"lr", "seed"}}
             for part in parts:
-                task = self.regime.build(backbone, replace(self.plan, cells=cells, from_layer=layer, seed=seed))
-                task.describe(training={"seed": seed})
-                recipe = replace(self.recipe, lr=rate, seed=seed)
-                found.append((setting, RunSpec(task, recipe, self.regime, self.splits, self.preprocessing, part)))
+                task = self.regime.build(backbone, replace(self.plan, **sizes, seed=setting.seed))
+                task.describe(training={"seed": setting.seed})
+                recipe = replace(self.recipe, lr=setting.lr, seed=setting.seed)
+                made = setting._replace(**{name: getattr(task, name) for name in sizes})
+                found.append((made, RunSpec(task, recipe, self.regime, self.splits, self.preprocessing, part)))
         return found
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One combination of cells, fork and learning rate, over its seeds."""
+    """One combination of cells, fork, rank and learning rate, over its seeds."""
 
     cells: int
     from_layer: int
+    rank: int
     lr: float
     val: tuple[float, ...]
     """Best validation score of each seed that did not diverge."""
@@ -105,7 +118,7 @@ class SweepRow:
     diverged: int
 
     @property
-    def rank(self) -> tuple[bool, float, float]:
+    def order(self) -> tuple[bool, float, float]:
         """Higher is better. A setting that diverged with some seed is not to be trusted: it comes after all others."""
         return self.diverged == 0, mean(self.val) if self.val else float("-inf"), -self.val_loss
 
@@ -142,7 +155,7 @@ def run_sweeps(
         chosen.append(_choose(sweep, gathered, options.halving))
         for row in chosen[-1].rows:
             if row.val and row.diverged:
-                which = f"{row.cells} cells, from layer {row.from_layer}, lr {row.lr:g}"
+                which = f"{row.cells} cells, rank {row.rank}, from layer {row.from_layer}, lr {row.lr:g}"
                 seeds = f"{row.diverged} of {row.diverged + len(row.val)} seeds"
                 options.note(f"{sweep.plan.name}: {which} diverged with {seeds} and is ranked last.")
     if not any(result.best.metrics for result in chosen):
@@ -157,19 +170,25 @@ Score = tuple[float, float]
 
 def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving: bool) -> SweepResult:
     figure = MAIN_FIGURE[sweep.splits.kind]
-    scored: dict[tuple[int, int, float], list[tuple[Score, FitResult] | None]] = {}
-    for (cells, layer, rate, _), results in gathered.items():
+    scored: dict[Setting, list[tuple[Score, FitResult] | None]] = {}
+    for setting, results in gathered.items():
         found = _score_folds(results, sweep.splits, figure) if sweep.folds else _score(results[0], figure)
-        scored.setdefault((cells, layer, rate), []).append(found)
+        scored.setdefault(setting._replace(seed=sweep.grid.first_seed), []).append(found)
     rows = []
-    for key, seeds in scored.items():
+    for setting, seeds in scored.items():
         finished = [one for one in seeds if one is not None]
         test = [result.metrics.get(figure) for _, result in finished if result.metrics["split"] == "test"]
         loss = -mean(score[1] for score, _ in finished) if finished else float("inf")
-        val = tuple(score[0] for score, _ in finished)
-        rows.append(SweepRow(*key, val, loss, tuple(x for x in test if x is not None), len(seeds) - len(finished)))
-    best = max(rows, key=lambda row: row.rank)
-    candidates = scored[best.cells, best.from_layer, best.lr]
+        rows.append(
+            SweepRow(
+                *(setting.cells or 0, setting.from_layer or 0, setting.rank or 0, setting.lr),
+                val=tuple(score[0] for score, _ in finished),
+                val_loss=loss,
+                test=tuple(x for x in test if x is not None),
+                diverged=len(seeds) - len(finished),
+            )
+        )
+    best, candidates = max(zip(rows, scored.values(), strict=True), key=lambda pair: pair[0].order)
     if halving:  # the seeds of a combination stopped at different times: their mean says nothing
         candidates = [one for seeds in scored.values() if best.diverged or None not in seeds for one in seeds]
     everything = [result for results in gathered.values() for result in results]
@@ -206,13 +225,16 @@ def _score_folds(results: Sequence[FitResult], splits: Splits | Streams, figure:
 
 def sweep_table(name: str, rows: Sequence[SweepRow]) -> Table:
     """Every combination, best first by validation; the first is the chosen one."""
-    ranked = sorted(rows, key=lambda row: row.rank, reverse=True)
+    ranked = sorted(rows, key=lambda row: row.order, reverse=True)
     columns = {
         "cells": [str(row.cells) for row in ranked],
+        "rank": [str(row.rank) for row in ranked],
         "from layer": [str(row.from_layer) for row in ranked],
         "rate": [f"{row.lr:g}" for row in ranked],
         "validation": [_mean_and_range(row.val) for row in ranked],
     }
+    if not any(row.rank for row in rows):
+        del columns["rank"]
     if any(row.test for row in rows):
         columns["test"] = [_mean_and_range(row.test) for row in ranked]
     if any(row.diverged for row in rows):

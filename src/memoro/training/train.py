@@ -67,7 +67,8 @@ class TrainResult(FitResult):
             "skipped": [list(entry) for entry in self.skipped],
         }
         if self.rows:
-            chosen = {"cells": task.cells, "from_layer": task.from_layer, "lr": task.spec.training["lr"]}
+            sizes = {"cells": task.cells, "rank": task.rank, "from_layer": task.from_layer}
+            chosen = {**sizes, "lr": task.spec.training["lr"]}
             plot = None if self.plot is None else str(self.plot)
             record |= {"picture": plot, "chosen": chosen, "runs": [asdict(row) for row in self.rows]}
         return record
@@ -94,8 +95,9 @@ def train(
     dtype: str | None = None,
     task: str | None = None,
     regime: str = "memory",
-    cells: int | Sequence[int] = 5,
-    from_layer: int | Sequence[int] = 0,
+    cells: int | Sequence[int] | None = None,
+    rank: int | Sequence[int] | None = None,
+    from_layer: int | Sequence[int] | None = None,
     lr: float | Sequence[float] | None = None,
     seeds: int = 1,
     folds: int | None = None,
@@ -103,7 +105,6 @@ def train(
     label_column: str | list[str] | None = None,
     streaming: bool = False,
     width: int = 5,
-    rank: int = 8,
     out: str | Path | None = None,
     recipe: Recipe | None = None,
     options: TrainOptions | None = None,
@@ -115,7 +116,8 @@ def train(
     dict of results is returned. A list of label columns does the same for the columns of one table. `backbone` is a
     Backbone, or anything that load_backbone takes; then `device` (None: a GPU if there is one) and `dtype` are used.
 
-    Several values of `cells`, `from_layer` or `lr`, or several `seeds`, are tried in one pass, and the best by
+    `regime` decides what is trained, and `cells`, `rank` and `from_layer` where they are not given: see `REGIMES`.
+    Several values of `cells`, `rank`, `from_layer` or `lr`, or several `seeds`, are tried in one pass, and the best by
     validation is kept; without `lr`, a few learning rates are tried. Small sets are compared by cross-validation
     (`folds`; 0: on a validation split).
 
@@ -135,13 +137,15 @@ def train(
         options = replace(options, quiet=True, log=None)
 
     rates = LEARNING_RATES[recipe.optimizer][1:2] if streaming else LEARNING_RATES[recipe.optimizer]
-    grid = Grid(_several(cells), _several(from_layer), rates if lr is None else _several(lr), seeds, recipe.seed)
+    grid = Grid(
+        _several(cells), _several(from_layer), rates if lr is None else _several(lr), seeds, recipe.seed, _several(rank)
+    )
     if chosen.name == "head":
-        grid = replace(grid, cells=(0,), from_layers=(backbone.depth,))
+        grid = replace(grid, cells=(None,), from_layers=(None,))
     elif not chosen.composes:  # each run has its own passes: no folds unless asked for, and no settings that do nothing
         uses_cells = "cells" in METHODS[chosen.name].sizes
         grid, folds = replace(grid, cells=grid.cells if uses_cells else grid.cells[:1]), folds or 0
-    plan = TaskPlan("", (), extends=_link_parents(extends), width=width, rank=rank)
+    plan = TaskPlan("", (), extends=_link_parents(extends), width=width)
     sets = _load(sources, columns, streaming, recipe, options)
     files = {} if target is None else {name: _file_of(name, target, several=len(sets) > 1) for name in sets}
     leftovers = [part for file in files.values() for part in file.parent.glob(f".{glob.escape(file.name[:40])}.*.part")]
@@ -154,7 +158,7 @@ def train(
         )
         for (name, splits), number in zip(sets.items(), compared, strict=True)
     ]  # fmt: skip
-    asked = lr is not None or seeds > 1 or isinstance(cells, Sequence) or isinstance(from_layer, Sequence)
+    asked = lr is not None or seeds > 1 or any(isinstance(sizes, Sequence) for sizes in (cells, rank, from_layer))
     if not asked and not all(sweep.folds or sweep.splits.val is not None for sweep in sweeps):
         grid = replace(grid, rates=(grid.rates[len(grid.rates) // 2],))
         sweeps = [replace(sweep, grid=grid, folds=0) for sweep in sweeps]
