@@ -1,8 +1,8 @@
-# make demo | test | test-all | check | format | bench | test-slow | test-timm | clean
+# make demo | test | test-all | check | format | bench | test-slow | test-timm | test-serve | clean
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all check format bench test-slow test-timm clean
+.PHONY: demo test test-all check format bench test-slow test-timm test-serve clean
 
 demo: .venv/ready
 	$(BIN)/memoro demo
@@ -11,7 +11,7 @@ test: .venv/ready
 	$(BIN)/python -m pytest
 
 # The slow lanes, each with an environment or downloads of its own, are added here.
-test-all: test test-slow test-timm
+test-all: test test-slow test-timm test-serve
 
 test-slow: .venv/ready
 	$(BIN)/python -m pytest -m slow
@@ -32,6 +32,10 @@ bench: .venv/ready
 test-timm: .venv-timm/ready
 	.venv-timm/bin/python -m pytest tests_timm
 
+# Other people's clients against `memoro serve`, which runs in .venv: they know it by its address only.
+test-serve: .venv/ready .venv-serve/ready
+	.venv-serve/bin/python -m pytest tests_serve
+
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -43,5 +47,10 @@ test-timm: .venv-timm/ready
 	.venv-timm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
+.venv-serve/ready: tests_serve/requirements.txt
+	$(PYTHON) -m venv .venv-serve
+	.venv-serve/bin/pip install --quiet --disable-pip-version-check -r tests_serve/requirements.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-timm .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-timm .venv-serve .mypy_cache .ruff_cache .pytest_cache .hypothesis

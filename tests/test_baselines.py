@@ -73,10 +73,10 @@ def state_of(model: torch.nn.Module) -> dict[str, tuple[Tensor, bool, bool]]:
 def test_the_registry() -> None:
     assert set(METHODS) == {
         "memory-full", "class-full", "vpt", "adapter", "adapter+memory-full", "propagated", "propagated-additive",
-        "full", "lora",
+        "full", "lora", "lora-all",
     }  # fmt: skip
-    assert {name for name, regime in REGIMES.items() if regime.composes} == {"head", "memory"}
-    assert set(REGIMES) == {"head", "memory", *METHODS}
+    assert {name for name, regime in REGIMES.items() if regime.composes} == {"head", "memory", "side"}
+    assert set(REGIMES) == {"head", "memory", "side", *METHODS}
     assert all(name == regime.name and regime.summary for name, regime in REGIMES.items())
 
 
@@ -142,6 +142,7 @@ def test_parameter_counts_of_the_paper() -> None:
     assert sizes(backbone, "adapter", width=20) == 737_280  # the paper's figure: see regimes/adapter.py
     assert sizes(backbone, "adapter+memory-full", width=20, cells=5) == 737_280 + 46_080 + 768
     assert sizes(backbone, "lora", rank=8) == 12 * 2 * 2 * 768 * 8
+    assert sizes(backbone, "lora-all", rank=8) == 12 * 8 * (4 * 2 * 768 + 2 * (768 + 3072))
     assert 80e6 < sizes(backbone, "full") < 90e6
 
 

@@ -21,7 +21,6 @@ from memoro.console import bar, make_table, plain_console, printable
 from memoro.demo.page import Cost, DemoResult, write_page
 from memoro.errors import ImageError
 from memoro.evaluation.metrics import measure
-from memoro.evaluation.predictions import predict_files
 from memoro.images import open_image
 from memoro.regimes import METHODS, TaskPlan
 
@@ -56,34 +55,28 @@ def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbon
     assert len({json.dumps(answers) for answers in found.values()}) == 3
     (tmp_path / "bad.jpg").write_bytes(b"junk")
     said = shell("predict", "bad.jpg", *names, "-b", "vit", *files, "--json")
-    assert "skipped bad.jpg: not a readable image" in said.err
-    again = json.loads(said.out)
-    assert list(again) == names
-    for name in names:
-        for task_name, answer in found[name].items():
-            # Predicted one at a time after the failure: products of other shapes sum in another order.
-            assert again[name][task_name]["probabilities"] == pytest.approx(answer["probabilities"], abs=1e-6)
+    assert "1 of 4 images could not be read, such as bad.jpg: not a readable image" in said.err
+    assert json.loads(said.out) == {"bad.jpg": {"error": "not a readable image (no known format)."}, **found}
 
 
-def test_file_that_fails_only_as_a_draft_is_skipped(
+def test_file_that_fails_only_as_a_draft_has_a_row_with_the_error(
     backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [tmp_path / f"{number}.jpg" for number in range(4)]
     for path in paths:
         Image.new("RGB", (30, 30)).save(path)
 
-    def open_draft(source: Any, *, draft: Any = None) -> Image.Image:
+    def open_draft(source: Any, *, draft: Any = None, **options: Any) -> Image.Image:
         if source == paths[2] and draft is not None:
             raise ImageError(f"{source}: not a readable image.")
-        return open_image(source, draft=draft)
+        return open_image(source, draft=draft, **options)
 
     monkeypatch.setattr("memoro.engine.answers.open_image", open_draft)
     model = memoro.compose(backbone, [random_task(backbone, "pets")])
-    counts: list[int] = []
-    answers, skipped = predict_files([model], paths, batch_size=3, tick=counts.append)
-    assert list(answers) == [str(paths[at]) for at in (0, 1, 3)]
-    assert skipped == {str(paths[2]): f"{paths[2]}: not a readable image."}
-    assert counts == [3, 1]
+    rows = list(model.predict_stream(paths, batch_size=3))
+    assert [row.image for row in rows] == [str(path) for path in paths]
+    assert [row.error for row in rows] == [None, None, "not a readable image.", None]
+    assert [list(row.answers) for row in rows] == [["pets"], ["pets"], [], ["pets"]]
 
 
 # ------------------------------------------------------------------------------------------- control characters

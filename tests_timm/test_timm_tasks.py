@@ -78,7 +78,7 @@ def test_a_task_among_a_hundred_is_the_task_alone(case: Case) -> None:
         alone = composition.alone(task.name)(pixels)[task.name]
         assert (together[task.name] - alone).abs().max() < CLOSE
     child = next(task for task in tasks if task.extends and 0 < task.from_layer < backbone.depth)
-    orphan = Task(child.spec, child.class_token, child.memory, child.head)
+    orphan = Task.from_tensors(child.spec, child.state_dict(), ())
     assert (memoro.compose(backbone, [orphan])(pixels)[child.name] - together[child.name]).abs().max() > 1e-3
 
 

@@ -121,6 +121,7 @@ def make_tasks(backbone: memoro.Backbone, count: int) -> list[Task]:
             f"task {i}",
             ["a", "b", "c"],
             cells=(0, 1, 3)[i % 3],
+            rank=(0, 2)[i % 2] if i % (backbone.depth + 1) < backbone.depth else 0,
             from_layer=i % (backbone.depth + 1),
             extends=[tasks[-1]] if i % 4 == 3 or i % 8 == 4 else [],
             memory_norm="post" if i % 5 == 2 else "pre",
@@ -128,7 +129,10 @@ def make_tasks(backbone: memoro.Backbone, count: int) -> list[Task]:
             seed=i,
         )
         with torch.no_grad():
-            for parameter in task.parameters():
-                parameter.mul_(20)  # far from the start, so that every part of a task counts
+            for name, parameter in task.named_parameters():  # far from the start, so that every part of a task counts
+                if name.endswith("_B"):
+                    parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(i))
+                elif not name.startswith("lora."):
+                    parameter.mul_(20)
         tasks.append(task)
     return tasks

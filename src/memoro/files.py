@@ -1,13 +1,39 @@
-"""Files that are written whole or not at all."""
+"""Files that appear only once they are whole."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from memoro.errors import TaskFileError
+
+
+def free_names(files: Sequence[Path]) -> list[Path]:
+    """A name beside each file: all get the same number, the first that none of them has."""
+    for number in itertools.count(1):
+        names = [file.with_name(f"{file.stem}-{number}{file.suffix}") for file in files]
+        if not any(name.exists() for name in names):
+            break
+    return names
+
+
+def keep_copy(path: Path) -> Path:
+    """Gives a file a second name, under which it stays when the first is overwritten."""
+    [name] = free_names([path])
+    try:
+        try:
+            os.link(path, name)
+        except OSError:  # a file system without links
+            shutil.copy2(path, name)
+    except OSError as error:
+        raise TaskFileError(f"cannot keep {path} as {name.name} ({error.strerror}), so it is not replaced.") from None
+    return name
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -20,8 +46,40 @@ def write_whole(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        sync_folder(path.parent)
     except OSError as error:
         raise TaskFileError(f"cannot write {path} ({error.strerror}); any existing file is unchanged.") from None
     finally:
         with suppress(OSError):  # where its folder is not a folder
             temporary.unlink(missing_ok=True)
+
+
+def part_of(path: Path) -> Path:
+    """Where `write_gradually` writes until the file is whole."""
+    return path.with_name(f"{path.name}.part")
+
+
+@contextmanager
+def write_gradually(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to piece by piece. It replaces `path` at the end; an interrupted one stays beside it."""
+    special = path.exists() and not path.is_file()  # such as /dev/stdout, or a pipe
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (path if special else part_of(path)).open("wb") as file:
+            yield file
+        if not special:
+            os.replace(part_of(path), path)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise TaskFileError(f"cannot write {path} ({error.strerror}); any existing file is unchanged.") from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes sure that a renamed or removed file stays so after a power failure, where the system allows it."""
+    with suppress(OSError):  # Windows does not open folders
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,8 +1,8 @@
 """Frozen Vision Transformers behind one protocol."""
 
 from memoro.backbones.anatomy import Anatomy, Block, Context
-from memoro.backbones.backbone import Backbone, TrainableCopy
+from memoro.backbones.backbone import Backbone, BackboneRecord, TrainableCopy
 from memoro.backbones.fingerprint import Fingerprint
 from memoro.backbones.load import load_backbone
 
-__all__ = ["Anatomy", "Backbone", "Block", "Context", "Fingerprint", "TrainableCopy", "load_backbone"]
+__all__ = ["Anatomy", "Backbone", "BackboneRecord", "Block", "Context", "Fingerprint", "TrainableCopy", "load_backbone"]

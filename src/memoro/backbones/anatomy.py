@@ -87,12 +87,15 @@ class Block:
     mlp: Map
     mlp_parts: MlpParts
     scale2: Map
+    attention_norm: Map = identity
+    """Between attention and `project`, where the model has a norm there."""
     residual_first: bool = False
     """The order of the operands in the original's sums: a sum takes its memory layout from the first, and by that
     torch picks the order in which a later mean over tokens is added up."""
 
     def mix(self, tokens: Tensor, attended: Tensor, update: Update | None = None) -> Tensor:
         """The rest of the layer after attention, for base tokens (b, n, dim) and task tokens alike."""
+        attended = self.attention_norm(attended)
         projected = self.project(attended)
         if update is not None:
             projected = projected + update("project", attended)

@@ -40,7 +40,7 @@ class Backbone:
     """What `load_backbone` returns. It reads the model that it was built around and never changes it."""
 
     name: str
-    """Hub id, folder or class: how a person finds it again."""
+    """Hub id, name of the folder or class: how a person finds it again. Task files store it, so it is no path."""
     family: str
     model: nn.Module = field(repr=False)
     """What it was built around."""
@@ -144,6 +144,24 @@ class Backbone:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.family}, {self.depth} layers of {self.dim})"
+
+
+@dataclass(frozen=True)
+class BackboneRecord:
+    """Which backbone a model belongs to: what `load_backbone` needs to find it again."""
+
+    name: str
+    family: str
+    dim: int
+    depth: int
+    fingerprint: Fingerprint
+
+    @classmethod
+    def of(cls, backbone: Backbone) -> BackboneRecord:
+        return cls(backbone.name, backbone.family, backbone.dim, backbone.depth, backbone.fingerprint)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.family}, {self.depth} layers of {self.dim}, fingerprint {self.fingerprint.short})"
 
 
 def _mover(device: torch.device | str | None, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:

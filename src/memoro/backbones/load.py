@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from memoro.backbones.backbone import Backbone
+from memoro.backbones.backbone import Backbone, BackboneRecord
 from memoro.errors import BackboneError
 
 TINY = "memoro-tiny"
@@ -18,7 +19,7 @@ TINY = "memoro-tiny"
 
 
 def load_backbone(
-    source: str | Path | nn.Module | Backbone = TINY,
+    source: str | Path | nn.Module | Backbone | BackboneRecord = TINY,
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
@@ -26,7 +27,8 @@ def load_backbone(
 ) -> Backbone:
     """A frozen view of a Vision Transformer: of a hub id, a folder, or a model of `transformers` or `timm`.
 
-    `memoro-tiny`, the default, comes with memoro: small, for 64 x 64 pixels, no download.
+    `memoro-tiny`, the default, comes with memoro: small, for 64 x 64 pixels, no download. For `task.spec.backbone` it
+    finds the one that a task was made for (see `find_backbone`). Code that comes with a checkpoint is never run.
 
     A model object is read, never changed, and its weights are shared, not copied, unless `dtype` or `device` ask for
     others. `processor` (an image processor of `transformers`, or memoro's Preprocessing) overrides the checkpoint's.
@@ -36,11 +38,23 @@ def load_backbone(
         return source.to(device, kind)
     if isinstance(source, nn.Module):
         return _wrap(source, type(source).__name__, processor).to(device, kind)
-    folder = str(Path(__file__).parents[1] / "weights" / TINY) if str(source) == TINY else str(source)
-    model = _from_pretrained(folder, kind)
+    if isinstance(source, BackboneRecord):
+        from memoro.backbones.find import find_backbone
+
+        return find_backbone(source, dtype=kind, device=device, processor=processor)
+    return load_checkpoint(str(source), kind, device, processor)
+
+
+def load_checkpoint(
+    source: str, dtype: torch.dtype | None, device: torch.device | str | None, processor: Any, **options: Any
+) -> Backbone:
+    """The backbone of a folder, a hub id or `memoro-tiny`; `options` are those of `from_pretrained`."""
+    folder = str(Path(__file__).parents[1] / "weights" / TINY) if source == TINY else source
+    model = _from_pretrained(folder, dtype, options)
     if device is not None:
         model.to(device)  # nobody else holds it, so no copy is kept
-    return _wrap(model, str(source), folder if processor is None else processor)
+    name = source if folder != source or not Path(source).is_dir() else Path(source).resolve().name
+    return _wrap(model, name, folder if processor is None else processor)
 
 
 def own_device(name: str | None = None) -> torch.device:
@@ -83,7 +97,7 @@ def unsupported(what: str) -> BackboneError:
     )
 
 
-def _from_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
+def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[str, Any]) -> nn.Module:
     """The class that the checkpoint's config names, without any part that would start from random weights."""
     import transformers
 
@@ -93,7 +107,8 @@ def _from_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise BackboneError(f"{source} has no config.json, so it is not a `transformers` checkpoint.")
     try:
-        config = transformers.AutoConfig.from_pretrained(source)
+        # Without trust_remote_code=False, transformers asks on the terminal whether to run a checkpoint's own code.
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise BackboneError(
             f"cannot load a backbone from {source!r}: it is neither a folder with a readable config.json nor a hub id "
@@ -103,12 +118,18 @@ def _from_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
     vision = getattr(config, "vision_config", config)
     if vision.model_type not in FAMILY_SPECS:
         raise unsupported(f"{source} ({config.model_type})")
+    for part in (config, vision):
+        if "/" in str(part._attn_implementation):
+            raise BackboneError(
+                f"{source} asks for attention code from the hub ({part._attn_implementation}), which memoro never "
+                "loads: remove attn_implementation from its config.json."
+            )
     name = next(iter(config.architectures or []), None)
     tower = {"clip": "CLIPVisionModel", "siglip": "SiglipVisionModel"}.get(config.model_type)
     if tower is not None and not str(name).endswith("ForImageClassification"):
         name = tower
     architecture = getattr(transformers, str(name), None) or transformers.AutoModel
-    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    options = {**options, "trust_remote_code": False, **({} if dtype is None else {"dtype": dtype})}
     try:
         model, info = architecture.from_pretrained(source, output_loading_info=True, **options)
         if info["missing_keys"] and (trunk := find_trunk(model)) is not None:

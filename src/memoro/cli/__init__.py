@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from memoro.cli import tasks, training
+from memoro.cli import predict, serving, tasks, training
 from memoro.cli.benches import bench
 from memoro.console import plain_console
 from memoro.errors import MemoroError
@@ -25,6 +25,7 @@ and the backbone's own output stays bitwise the same.
   memoro eval photos/ --tasks pets.safetensors           how good a task is on a set's test split
   memoro predict new/*.jpg --tasks pets.safetensors --tasks flowers.safetensors
                                                          predict with all tasks in one pass
+  memoro serve --tasks tasks/                            answer over HTTP; tasks come and go without a restart
   memoro inspect pets.safetensors                        what a task file contains
   memoro compose pets.safetensors flowers.safetensors -o both.safetensors
                                                          put tasks into one file
@@ -36,15 +37,18 @@ and the backbone's own output stays bitwise the same.
   memoro cache                                           show the size of the feature cache; --clear empties it
   memoro bench engine                                    what 1 to 100 tasks cost here
   memoro bench train                                     what a training step costs here
+  memoro bench serve                                     throughput and latency of the server here
   memoro bench export                                    ONNX Runtime beside torch
 
-Commands that read images take [bold]--backbone[/], a hub id or a folder; the default is the small one that ships with
-memoro. A task file may also be a hub id, such as me/pets. Run [bold]memoro COMMAND --help[/] for details; most commands
-take [bold]--json[/]."""
+Training takes [bold]--backbone[/], a hub id or a folder; the default is the small one that ships with memoro. A task
+file knows its backbone, and may be a hub id too (me/pets). Run [bold]memoro COMMAND --help[/] for details; most
+commands take [bold]--json[/]."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 app.add_typer(training.app)
+app.add_typer(predict.app)
 app.add_typer(tasks.app)
+app.add_typer(serving.app)
 app.add_typer(bench, name="bench")
 
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from memoro.console import plain_console, quoted
 from memoro.errors import CompositionError, DataError
 
 if TYPE_CHECKING:
-    from memoro.backbones import Backbone
+    from memoro.backbones import Backbone, BackboneRecord
     from memoro.regimes import Baseline
+    from memoro.regimes.baseline import BaselineSpec
     from memoro.tasks.task import Task
 
 Number = TypeVar("Number", int, float)
@@ -22,6 +24,12 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout,
 BackboneOption = Annotated[
     str | None,
     typer.Option("--backbone", "-b", help="Hub id or folder of a Vision Transformer.", show_default="memoro-tiny"),
+]
+TaskBackboneOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backbone", "-b", help="Hub id or folder of the tasks' backbone.", show_default="the one that the files name"
+    ),
 ]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or mps.", show_default="a GPU if there is one")
@@ -36,12 +44,20 @@ TaskFiles = Annotated[
 ]  # fmt: skip
 
 
-def load(backbone: str | None, device: str | None = None) -> Backbone:
-    """The backbone of a command, on this device or on the GPU if there is one."""
-    from memoro.backbones import load_backbone
-    from memoro.backbones.load import own_device
+def load(backbone: str | None, device: str | None = None, made_for: BackboneRecord | None = None) -> Backbone:
+    """The backbone of a command, on this device or on the GPU if there is one.
 
-    return load_backbone(name_backbone(backbone), device=own_device(device))
+    Without a name, the one that a task was made for, or the shipped one.
+    """
+    from memoro.backbones import load_backbone
+    from memoro.backbones.load import TINY, own_device
+
+    name = name_backbone(backbone)
+    if backbone is not None or made_for is None:
+        return load_backbone(name, device=own_device(device))
+    if made_for.name != TINY:
+        plain_console(stderr=True, soft_wrap=True).print(f"backbone: {made_for.name}")
+    return load_backbone(made_for, device=own_device(device))
 
 
 def name_backbone(backbone: str | None, *, hint: bool = False) -> str:
@@ -83,17 +99,23 @@ def gather_tasks(files: Iterable[str], option: str = "-t") -> list[Task]:
     return _checked(found, option)
 
 
-def gather_models(files: Iterable[str], backbone: Backbone) -> list[Task | Baseline]:
-    """The tasks and baselines of some files or hub ids."""
-    from memoro.regimes.baselinefile import is_baseline, load_baseline
+def load_models(
+    files: Iterable[str], backbone: str | None, device: str | None
+) -> tuple[Backbone, list[Task | Baseline]]:
+    """The backbone of some files or hub ids, and their tasks and baselines."""
+    from memoro.regimes.baselinefile import is_baseline, load_baseline, read_baseline
+    from memoro.tasks.task import Task
     from memoro.tasks.taskfile import find_task_file, load_tasks
 
-    found: list[tuple[str, Task | Baseline]] = []
+    paths = {file: find_task_file(file) for file in files}
+    found: list[tuple[str, Task | BaselineSpec]] = []
     for file in files:
-        path = find_task_file(file)
-        models = [load_baseline(path, backbone)] if is_baseline(path) else load_tasks(path)
+        path = paths[file]
+        models = [read_baseline(path)[0]] if is_baseline(path) else load_tasks(path)
         found += [(file, model) for model in models]
-    return _checked(found, "-t")
+    first = _checked(found, "-t")[0]
+    frozen = load(backbone, device, (first.spec if isinstance(first, Task) else first).backbone)
+    return frozen, [model if isinstance(model, Task) else load_baseline(paths[file], frozen) for file, model in found]
 
 
 def _checked(found: Sequence[tuple[str, Any]], option: str) -> list[Any]:
@@ -110,7 +132,7 @@ def _checked(found: Sequence[tuple[str, Any]], option: str) -> list[Any]:
     for _, model in found:
         for parent in getattr(model, "extends", ()):
             if parent.name not in places:
-                more = f"{option} {parent.name}.safetensors".strip()
+                more = quoted(*filter(None, [option]), f"{parent.name}.safetensors")
                 raise CompositionError(
                     f"{model.name!r} extends {parent.name!r}, which is not here: attach {parent.name!r} too; "
                     f"add {more} (or where that file is)."

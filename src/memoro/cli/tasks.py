@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from memoro.cli.options import BackboneOption, DeviceOption, Files, Json, TaskFiles, gather_tasks, load, print_json
+from memoro.cli.options import (
+    BackboneOption,
+    DeviceOption,
+    Files,
+    Json,
+    TaskBackboneOption,
+    TaskFiles,
+    gather_tasks,
+    load,
+    print_json,
+)
 from memoro.console import plain_console
 
 app = typer.Typer()
@@ -23,7 +33,7 @@ def inspect(
 
     memoro inspect pets.safetensors
     """
-    from memoro.evaluation.inspect import inspect_file, inspect_table
+    from memoro.evaluation.inspect import inspect_file, inspect_tables
     from memoro.tasks.taskfile import find_task_file
 
     found = inspect_file(find_task_file(file), None if backbone is None else load(backbone, "cpu"))
@@ -31,7 +41,8 @@ def inspect(
     if as_json:
         print_json(record)
     else:
-        plain_console().print(inspect_table(record))
+        for table in inspect_tables(record):
+            plain_console().print(table)
 
 
 @app.command("compose")
@@ -57,7 +68,7 @@ def compose_files(
 @app.command()
 def verify(
     tasks: TaskFiles,
-    backbone: BackboneOption = None,
+    backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
     images: Annotated[
         list[Path] | None, typer.Argument(help="Images to run on; without any, random pixels.", show_default=False)
@@ -78,7 +89,7 @@ def verify(
     from memoro.engine.verify import sample_pixels
 
     members = gather_tasks(tasks)
-    loaded = load(backbone, device)
+    loaded = load(backbone, device, members[0].spec.backbone)
     model = compose(loaded, members)
     receipt = model.verify(sample_pixels(loaded, images or []))
     if as_json:
@@ -93,7 +104,7 @@ def verify(
 def export(
     tasks: TaskFiles,
     out: Annotated[Path, typer.Option("--out", "-o", help="The ONNX file to write.", show_default=False)],
-    backbone: BackboneOption = None,
+    backbone: TaskBackboneOption = None,
     images: Annotated[
         bool, typer.Option("--images", help="Take bytes (uint8, NHWC) of resized images; normalise in the graph.")
     ] = False,
@@ -114,7 +125,8 @@ def export(
     from memoro.engine.composition import compose
 
     members = gather_tasks(tasks)
-    compose(load_backbone(load(backbone, "cpu"), dtype=dtype), members).export(out, images=images)
+    loaded = load_backbone(load(backbone, "cpu", members[0].spec.backbone), dtype=dtype)
+    compose(loaded, members).export(out, images=images)
     names = ", ".join(task.name for task in members)
     plain_console(soft_wrap=True).print(f"{out}: {names} ({format_bytes(out.stat().st_size)})")
 

@@ -1,4 +1,4 @@
-"""Commands about images: train, sweep, eval, predict."""
+"""Commands about datasets: train, sweep, eval."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from memoro.cli.options import (
     BackboneOption,
     DeviceOption,
     Json,
+    TaskBackboneOption,
     TaskFiles,
-    gather_models,
     gather_tasks,
-    load,
+    load_models,
     name_backbone,
     numbers,
     print_json,
@@ -22,6 +22,7 @@ from memoro.cli.options import (
 )
 from memoro.cli.trainoptions import SWEEP, TRAIN, add_options
 from memoro.console import plain_console
+from memoro.phases import Phases
 
 app = typer.Typer()
 
@@ -45,7 +46,15 @@ def train(
     by validation is kept. If there is no validation split, one is held out.
     Ctrl-C saves a checkpoint; --resume continues from it.
 
+    Training images are cropped at random and mirrored. Where left and right
+    or letters matter, mirror images hurt: use --flip 0. Numbers are learned
+    from plain images unless --crop or --flip is given.
+
     memoro train photos/pets -b facebook/dinov2-small
+
+    memoro train houses.csv --label-column price --kind number
+
+    memoro train photos/pets --start-from pets.safetensors   (more images, more classes)
 
     memoro train pets=photos/pets rooms=rooms.zip --out tasks/
 
@@ -84,6 +93,7 @@ def sweep(
 
 def _train(data: list[str], backbone: str | None, device: str | None, as_json: bool, settings: dict[str, Any]) -> None:
     """Calls `memoro.train` with the options of the command line, and prints."""
+    phases = Phases()  # before the imports, which are part of the user's wait
     from memoro.backbones.load import own_device
     from memoro.data import Augment
     from memoro.training import Cache
@@ -106,8 +116,8 @@ def _train(data: list[str], backbone: str | None, device: str | None, as_json: b
     errors = plain_console(stderr=True, soft_wrap=True, quiet=not here.main)
     name = name_backbone(backbone, hint=here.main)
     try:
-        quiet = as_json or not here.main
-        results = train(read_data(data), backbone=name, device=device, log=errors.print, quiet=quiet, **settings)
+        how = {"log": errors.print, "quiet": not here.main, "phases": phases}
+        results = train(read_data(data), backbone=name, device=device, **how, **settings)
     except KeyboardInterrupt as stop:
         errors.print(f"{stop or 'stopped'}. Run the same command with --resume to continue from the last checkpoint.")
         raise typer.Exit(130) from None
@@ -127,8 +137,9 @@ def evaluate_tasks(
         list[str], typer.Argument(help="One set for all tasks, or NAME=DATA for each.", show_default=False)
     ],
     tasks: TaskFiles,
-    backbone: BackboneOption = None,
+    backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
+    label_column: Annotated[str | None, typer.Option(help="Label column of a table.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
     workers: Annotated[
         int | None, typer.Option(help="Processes that decode images.", show_default="one per core")
@@ -137,69 +148,21 @@ def evaluate_tasks(
 ) -> None:
     """Evaluate tasks on the test split of their data, or on all of it if there is none.
 
+    Images of classes that a task does not know are left out and listed.
+
     memoro eval photos/pets -t pets.safetensors
 
     memoro eval pets=photos/pets rooms=rooms.zip -t pets.safetensors -t rooms.safetensors
     """
     from memoro.evaluation.evaluate import evaluate
-    from memoro.evaluation.metrics import metrics_table
+    from memoro.evaluation.metrics import metrics_tables
 
-    frozen = load(backbone, device)
-    loaded = gather_models(tasks, frozen)
+    frozen, loaded = load_models(tasks, backbone, device)
     errors = plain_console(stderr=True, soft_wrap=True)
-    results = evaluate(
-        frozen, loaded, read_data(data), batch_size=batch_size, workers=workers, quiet=as_json, log=errors.print
-    )
+    how: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "quiet": False, "log": errors.print}
+    results = evaluate(frozen, loaded, read_data(data), label_column=label_column, **how)
     if as_json:
         print_json(results)
     else:
-        plain_console().print(metrics_table(results))
-
-
-@app.command()
-def predict(
-    images: Annotated[list[str], typer.Argument(help="Files, folders or globs.", show_default=False)],
-    tasks: TaskFiles,
-    backbone: BackboneOption = None,
-    device: DeviceOption = None,
-    form: Annotated[str, typer.Option("--format", "-f", help="table, json, csv or parquet.")] = "table",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write to instead of stdout.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
-    as_json: Json = False,
-) -> None:
-    """Predict with all tasks in one pass.
-
-    memoro predict new/*.jpg -t pets.safetensors -t rooms.safetensors
-
-    memoro predict new/ -t pets.safetensors --format csv --out answers.csv
-    """
-    from memoro.console import bar, format_count
-    from memoro.engine.composition import compose
-    from memoro.evaluation.predictions import find_images, predict_files, predictions_table, write_predictions
-    from memoro.regimes import Baseline
-
-    form = "json" if as_json else form
-    if form not in {"table", "json", "csv", "parquet"}:
-        raise typer.BadParameter(f"{form!r} is not one of table, json, csv, parquet")
-    errors = plain_console(stderr=True, soft_wrap=True)
-    frozen = load(backbone, device)
-    loaded = gather_models(tasks, frozen)
-    apart = [model for model in loaded if isinstance(model, Baseline)]
-    model = compose(frozen, [task for task in loaded if not isinstance(task, Baseline)])
-    paths = find_images(images)
-    if len(model.passes()) > 1:
-        errors.print(f"{len(model.passes())} passes, because the tasks were trained with different preprocessing.")
-    if apart:
-        errors.print(f"{', '.join(one.name for one in apart)}: baselines, which need a separate pass each.")
-    with bar("predicting", len(paths)) as tick:
-        answers, skipped = predict_files([model, *apart], paths, batch_size=batch_size, tick=tick)
-    for reason in list(skipped.values())[:5]:
-        errors.print(f"skipped {reason}")
-    if skipped:
-        errors.print(f"{len(skipped)} of {format_count(len(paths), 'image')} could not be read.")
-    if form == "table" and out is None:
-        if answers:
-            plain_console().print(predictions_table(answers))
-    elif (text := write_predictions(answers, "csv" if form == "table" else form, out)) is not None:  # type: ignore[arg-type]
-        typer.echo(text, nl=False)
-    raise typer.Exit(0 if answers else 1)
+        for table in metrics_tables(results):
+            plain_console().print(table)

@@ -8,17 +8,16 @@ import stat
 import unicodedata
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from memoro.data.annotations import SPLIT_NAMES, RawDataset, RawSplit, left_out
-from memoro.data.dataset import Skipped, Source, SplitName, unreadable_size
+from memoro.data.dataset import Skipped, SplitName, unreadable_size
 from memoro.errors import DataError, ImageError
-from memoro.images import IMAGE_SUFFIXES
-
-_CLUTTER = frozenset({"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin"})
+from memoro.images.finding import HEAD_BYTES, IMAGE_SUFFIXES, is_clutter, is_image, read_head
 
 # Photos hardly shrink in a zip: one that unpacks to more than a hundred times its size is no set of photos.
 MAX_RATIO = 100
@@ -33,14 +32,17 @@ Tree = dict[SplitName, list[tuple[int, str]]]
 """For each split the (position of the file, class) of its images."""
 
 
-def read_tree(files: Sequence[str], folders: Iterable[str], name: str) -> tuple[Tree, list[str]]:
+def read_tree(
+    files: Sequence[str], folders: Iterable[str], name: str, head: Callable[[int], bytes] = lambda at: b""
+) -> tuple[Tree, list[str]]:
     """The classes and splits of files given as relative paths with forward slashes, and notes on what was left out.
 
     Class folders may be at the top, or below `train`, `val` and `test` (in their usual spellings), and all of it
-    below further folders, as archives have it. Images deeper inside a class folder belong to the class.
+    below further folders, as archives have it. Images deeper inside a class folder belong to the class. `head` gives
+    the first bytes of the file at a position, which tell what an unknown suffix does not.
     """
-    clean = [at for at, path in enumerate(files) if not _is_clutter(path)]
-    paths = {at: files[at].split("/") for at in clean if _suffix(files[at]) in IMAGE_SUFFIXES}
+    clean = [at for at, path in enumerate(files) if not is_clutter(path)]
+    paths = {at: files[at].split("/") for at in clean if is_image(files[at], partial(head, at))}
     if not paths:
         raise DataError(
             f"{name} contains no images ({', '.join(sorted(IMAGE_SUFFIXES))}); "
@@ -78,18 +80,13 @@ def read_tree(files: Sequence[str], folders: Iterable[str], name: str) -> tuple[
     filled = {(split, label) for split, pairs in splits.items() for _, label in pairs}
     for folder in sorted(set(folders)):
         path = folder.split("/")[top:]
-        if len(path) == need - 1 and not _is_clutter(folder) and place(path)[0] and place(path) not in filled:
+        if len(path) == need - 1 and not is_clutter(folder) and place(path)[0] and place(path) not in filled:
             notes.append(f"the class folder {'/'.join(path)} is empty: it was left out.")
     kinds = Counter(_suffix(files[at]) or "no suffix" for at in clean if at not in paths)
     if kinds:
         counts = ", ".join(f"{count} {suffix}" for suffix, count in kinds.most_common(5))
-        notes.append(f"files without the suffix of an image were left out: {counts}.")
+        notes.append(f"files that are not images were left out: {counts}.")
     return splits, notes
-
-
-def _is_clutter(path: str) -> bool:
-    """Whether a file system or an archiver left it behind: hidden files, resource forks, thumbnails."""
-    return any(part.startswith(".") or part.lower() in _CLUTTER for part in path.split("/"))
 
 
 def _suffix(path: str) -> str:
@@ -124,10 +121,10 @@ def _has_splits(paths: Iterable[list[str]]) -> bool:
 
 
 def _raw_dataset(
-    source: Source, files: Sequence[str], folders: Iterable[str], bad: Mapping[int, str], name: str
+    source: FileImages | ZipImages, files: Sequence[str], folders: Iterable[str], bad: Mapping[int, str], name: str
 ) -> RawDataset:
     """The dataset of a tree of files, without the bad ones."""
-    tree, notes = read_tree(files, folders, name)
+    tree, notes = read_tree(files, folders, name, lambda row: b"" if row in bad else source.head(row))
     splits, skipped = {}, []
     for split, pairs in tree.items():
         good = [(row, label) for row, label in pairs if row not in bad]
@@ -149,6 +146,9 @@ class FileImages:
         except OSError as error:
             raise ImageError(f"{self.where(row)}: {error.strerror or error}.") from None
 
+    def head(self, row: int) -> bytes:
+        return read_head(self.where(row))
+
     def where(self, row: int) -> str:
         return os.path.join(self.root, self.paths[row])
 
@@ -167,7 +167,7 @@ def read_folder(folder: Path) -> RawDataset:
         seen.add((status.st_dev, status.st_ino))
         with os.scandir(path) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
-                if _is_clutter(entry.name):
+                if is_clutter(entry.name):
                     continue
                 try:
                     is_folder, size = entry.is_dir(), entry.stat().st_size
@@ -198,16 +198,24 @@ class ZipImages:
     names: tuple[str, ...]
     _open: tuple[int, zipfile.ZipFile, list[zipfile.ZipInfo]] | None = field(default=None, repr=False, compare=False)
 
-    def read(self, row: int) -> bytes:
+    def read(self, row: int, most: int = -1) -> bytes:
+        """The image's bytes, at most this many of them."""
         try:
             # A handle that was inherited by a fork shares its file offset with the parent: never use it.
             if self._open is None or self._open[0] != os.getpid():
                 archive = zipfile.ZipFile(self.archive)
                 self._open = (os.getpid(), archive, archive.infolist())
             _, archive, directory = self._open
-            return archive.read(directory[self.positions[row]])
+            with archive.open(directory[self.positions[row]]) as member:
+                return member.read(most)
         except Exception as error:  # zipfile, zlib, lzma and the file system each have their own
             raise ImageError(f"{self.where(row)}: cannot be unpacked ({error}).") from None
+
+    def head(self, row: int) -> bytes:
+        try:
+            return self.read(row, HEAD_BYTES)
+        except ImageError:
+            return b""
 
     def where(self, row: int) -> str:
         return f"{self.archive}/{self.names[row]}"
@@ -249,7 +257,7 @@ def _refuse_attacks(path: Path, members: list[zipfile.ZipInfo], names: list[str]
             raise DataError(f"{path}: the member {name!r} leaves the folder; do not trust this zip, create it again.")
         if stat.S_ISLNK(member.external_attr >> 16):
             raise DataError(f"{path}: the member {name!r} is a symbolic link; pack the files themselves.")
-        if member.flag_bits & _ENCRYPTED and not _is_clutter(name):
+        if member.flag_bits & _ENCRYPTED and not is_clutter(name):
             raise DataError(f"{path}: the member {name!r} is encrypted; pack it without a password.")
     packed, unpacked = path.stat().st_size, sum(member.file_size for member in members)
     if unpacked > MAX_UNCHECKED_BYTES and unpacked > MAX_RATIO * packed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Backbone
-from memoro.engine.answers import Picture, predict_images
+from memoro.engine.answers import Answers, Pass, Pictures, Prediction, read_predictions, stream_predictions
 from memoro.engine.bank import Bank, build_bank
 from memoro.engine.explain import Explanation, explain_task
 from memoro.engine.plan import Plan, build_plan
@@ -92,19 +92,24 @@ class Composition(nn.Module):
         return Composition(self.backbone, [self._list[i] for i in members], live=self.live)
 
     def forward(
-        self, pixel_values: Tensor, tasks: Sequence[str] | None = None, *, any_size: bool = False
+        self,
+        pixel_values: Tensor,
+        tasks: Sequence[str] | None = None,
+        *,
+        any_size: bool = False,
+        seconds: list[float] | None = None,
     ) -> dict[str, Tensor]:
         """`{"base": the backbone's own answer, "pets": logits, …}` for a batch of normalised images.
 
         `tasks` names the ones to answer; only those and what they extend are computed. Tasks that were trained at
-        another input size are refused, unless `any_size`.
+        another input size are refused, unless `any_size`. `seconds` receives the time of each backbone layer.
         """
         pixels = self.backbone.check_pixels(pixel_values)
         wanted = self._pick(tasks)
         if not any_size:
-            self._check_size(wanted, (pixels.shape[-2], pixels.shape[-1]))
+            self.check_size(tasks, (pixels.shape[-2], pixels.shape[-1]))
         plan = self._plan(wanted)
-        base, stream = run_streams(self.backbone.anatomy, pixels, plan, self._bank())
+        base, stream = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), seconds=seconds)
         answers = {"base": base}
         row = {task: position for position, task in enumerate(plan.order)}
         for i in wanted:
@@ -117,20 +122,36 @@ class Composition(nn.Module):
         __call__ = forward
 
     def predict(
-        self, images: Picture | Iterable[Picture], tasks: Sequence[str] | None = None, *, batch_size: int = 32
-    ) -> list[dict[str, dict[str, Any]]]:
-        """What each task answers for each image (PIL images or paths): one dictionary per image, by task name.
+        self, images: Pictures, tasks: Sequence[str] | None = None, *, batch_size: int = 32, top: int | None = None
+    ) -> list[Answers]:
+        """What each task answers for each image: one dictionary per image, by task name.
 
-        Tasks with the same preprocessing share a pass; `passes` tells which do.
+        An image is a path, encoded bytes, a PIL image, an array (height, width, channels) or a tensor (channels,
+        height, width), of bytes or of floats from 0 to 1. A folder stands for the images in it, by name, and an array
+        with one more axis for a batch. `top` limits `probabilities` to that many labels. Tasks with the same
+        preprocessing share a pass; `passes` tells which do. An image that cannot be read is an error: for rows with
+        errors, and for more images than fit into memory, use `predict_stream`.
         """
-        wanted = {self._list[i].name: self._list[i] for i in self._pick(tasks)}
-        return predict_images(
-            images,
-            wanted,
-            self.passes(tasks),
-            lambda pixels, names: self(pixels.to(self.backbone.dtype), names),
-            batch_size,
-        )
+        return read_predictions(self.predict_stream(images, tasks, batch_size=batch_size, top=top))
+
+    def predict_stream(
+        self, images: Pictures, tasks: Sequence[str] | None = None, *, batch_size: int = 32, top: int | None = None
+    ) -> Iterator[Prediction]:
+        """The same as it goes: yields for each image its `image` (path), its `answers` by task, and its `error`, which
+        is None where it could be read."""
+        names = [self._list[i].name for i in self._pick(tasks)]
+        return stream_predictions(images, self.prediction_passes(names), names, batch_size=batch_size, top=top)
+
+    def prediction_passes(self, tasks: Sequence[str] | None = None) -> list[Pass]:
+        """What `predict` runs: the tasks by preprocessing."""
+
+        def run(names: list[str]) -> Callable[[Tensor], Mapping[str, Tensor]]:
+            return lambda pixels: self(pixels.to(self.backbone.dtype), names)
+
+        return [
+            Pass(preprocessing, [self.tasks[name] for name in names], run(names))
+            for preprocessing, names in self.passes(tasks).items()
+        ]
 
     def passes(self, tasks: Sequence[str] | None = None) -> dict[Preprocessing, list[str]]:
         """The tasks by preprocessing: each entry is one pass of the backbone."""
@@ -200,8 +221,9 @@ class Composition(nn.Module):
                 self._plans[wanted] = plan
         return plan
 
-    def _check_size(self, wanted: tuple[int, ...], size: tuple[int, int]) -> None:
-        for i in wanted:
+    def check_size(self, tasks: Sequence[str] | None, size: tuple[int, int]) -> None:
+        """Raises if one of the tasks was trained on images of another (height, width)."""
+        for i in self._pick(tasks):
             preprocessing = self._list[i].spec.preprocessing
             trained = None if preprocessing is None else preprocessing.size
             if trained is not None and trained != size:

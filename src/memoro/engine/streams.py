@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -127,14 +128,31 @@ class TaskStream:
 
 
 def run_streams(
-    anatomy: Anatomy, pixels: Tensor, plan: Plan, bank: Bank, *, watch: Watch | None = None
+    anatomy: Anatomy,
+    pixels: Tensor,
+    plan: Plan,
+    bank: Bank,
+    *,
+    watch: Watch | None = None,
+    seconds: list[float] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The base's own answer, and the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks)."""
+    """The base's own answer, and the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks).
+
+    `seconds` receives the time that each of the backbone's layers took; on a GPU, the time to launch it.
+    """
     base, stream = BasePass(anatomy, pixels), TaskStream(anatomy, plan, bank, watch)
-    for layer, found in enumerate(base):
+    for layer, found in enumerate(base if seconds is None else _timed(base, seconds)):
         stream.read(layer, found)
     rows = stream.finish(base.token)
     return base.answer(), rows
+
+
+def _timed(layers: Iterable[BaseLayer], seconds: list[float]) -> Iterator[BaseLayer]:
+    start = perf_counter()
+    for layer in layers:
+        seconds.append(perf_counter() - start)
+        yield layer
+        start = perf_counter()
 
 
 def step_stream(

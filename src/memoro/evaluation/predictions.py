@@ -1,141 +1,163 @@
-"""Predictions for many images: finding the files, and writing the answers."""
+"""Predictions written as they come: CSV, JSON, JSON lines, Parquet, or a table for the eye."""
 
 from __future__ import annotations
 
 import csv
-import glob
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, BinaryIO
 
 from rich.table import Table
 
-from memoro.console import format_count, make_table
-from memoro.engine.composition import Composition
-from memoro.errors import DataError, ImageError
-from memoro.files import write_whole
-from memoro.images import IMAGE_SUFFIXES
-from memoro.regimes import Baseline
-
-Form = Literal["table", "json", "csv", "parquet"]
-Answers = dict[str, dict[str, Any]]
-"""By image and by task: what `read_answers` gives."""
+from memoro.console import Cell, format_count, make_table
+from memoro.engine.answers import Prediction
+from memoro.errors import DataError
 
 MAX_ROWS = 200
-FIELDS = ("image", "task", "answer", "probability")
+"""Images that a table shows."""
+ROW_GROUP = 20_000
+"""Rows of a Parquet file that are collected before they are written."""
+
+FIELDS = ("image", "task", "label", "probability", "value", "predicted", "error")
+"""The columns of CSV and Parquet: see `flat_rows`."""
 
 
-def find_images(places: Iterable[str | Path]) -> list[Path]:
-    """The image files of paths, folders (recursively) and globs, each once, in order."""
-    found: dict[Path, None] = {}
-    for place in places:
-        path = Path(place)
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
-        elif path.is_file():
-            inside = [path]
-        else:
-            inside = sorted(Path(match) for match in glob.glob(str(place), recursive=True) if Path(match).is_file())
-        if not inside:
-            raise DataError(f"{place}: no images there. Give files, folders or globs such as 'photos/**/*.jpg'.")
-        found.update(dict.fromkeys(inside))
-    return list(found)
+@dataclass
+class Tally:
+    """What a stream of predictions held so far."""
+
+    images: int = 0
+    unreadable: int = 0
+    first: Prediction | None = None
+    """The first that could not be read."""
+
+    def count(self, predictions: Iterable[Prediction], tick: Callable[[], None]) -> Iterator[Prediction]:
+        """The same predictions, counted; `tick` is called after each."""
+        for prediction in predictions:
+            self.images += 1
+            if prediction.error is not None:
+                self.unreadable += 1
+                self.first = self.first or prediction
+            yield prediction
+            tick()
 
 
-def predict_files(
-    models: Sequence[Composition | Baseline],
-    paths: Sequence[Path],
-    *,
-    batch_size: int = 32,
-    tick: Callable[[int], None] = lambda n: None,
-) -> tuple[Answers, dict[str, str]]:
-    """The answers of all models for each readable image, by path, and why each of the others could not be read."""
-    answers: Answers = {}
-    skipped: dict[str, str] = {}
+def flat_rows(prediction: Prediction, top: int | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a prediction, with all `FIELDS`, None where there is nothing to say.
 
-    def predict(batch: Sequence[Path]) -> None:
-        # The models open the images, at the size that each of them needs.
-        found = [model.predict(batch, batch_size=batch_size) for model in models]
-        for path, *own in zip(batch, *found, strict=True):
-            answers[str(path)] = {name: answer for one in own for name, answer in one.items()}
+    One for each label: the answer or the `top` ones of a softmax task, all labels or the `top` ones of a multilabel
+    task, with their `probability` and whether they are `predicted`; one for each `value` of a regression. An image that
+    could not be read has a single row with its `error`.
+    """
 
-    for at in range(0, len(paths), batch_size):
-        batch = paths[at : at + batch_size]
-        try:
-            predict(batch)
-        except ImageError:  # of one of them
-            for path in batch:
-                try:
-                    predict([path])
-                except ImageError as error:
-                    skipped[str(path)] = str(error)
-        tick(len(batch))
-    return answers, skipped
+    def row(**fields: Any) -> dict[str, Any]:
+        named = {"image": prediction.image, **fields}
+        return {name: _utf8(named.get(name)) for name in FIELDS}
+
+    if prediction.error is not None:
+        yield row(error=prediction.error)
+    for task, answer in prediction.answers.items():
+        if "values" in answer:
+            for name, value in answer["values"].items():
+                yield row(task=task, label=name, value=value)
+            continue
+        chosen, most = ([answer["label"]], top or 1) if "label" in answer else (answer["labels"], top)
+        for label, probability in islice(answer["probabilities"].items(), most):
+            yield row(task=task, label=label, probability=probability, predicted=label in chosen)
 
 
-def flat_rows(answers: Answers) -> list[dict[str, Any]]:
-    """Rows of image, task, answer and probability (None for numbers): one for each answer."""
-    rows = []
-    for image, found in answers.items():
-        for task, answer in found.items():
-            values: list[tuple[str, float | None]]
-            if "label" in answer:
-                values = [(answer["label"], answer["probability"])]
-            elif "labels" in answer:
-                values = [(label, answer["probabilities"][label]) for label in answer["labels"]] or [("", None)]
-            else:
-                values = [(f"{name}={value:.6g}", None) for name, value in answer["values"].items()]
-            rows += [dict(zip(FIELDS, (_utf8(image), task, _utf8(text), p), strict=True)) for text, p in values]
-    return rows
+def write_predictions(predictions: Iterable[Prediction], form: str, file: BinaryIO, top: int | None = None) -> None:
+    """Writes each prediction in one of the `FORMS` as it comes; Parquet in groups of `ROW_GROUP` rows."""
+    FORMS[form](predictions, file, top)
 
 
-def write_predictions(answers: Answers, form: Form, out: Path | None) -> str | None:
-    """Writes the predictions to the file `out`; without one, returns them as text."""
-    if form == "parquet":
-        if out is None:
-            raise DataError("parquet is a binary format: name a file with --out predictions.parquet.")
-        try:
-            import pyarrow
-            from pyarrow import parquet
-        except ImportError:
-            raise DataError(
-                "writing parquet needs pyarrow: pip install 'memoro[train]', or use --format csv."
-            ) from None
-        buffer = io.BytesIO()
-        parquet.write_table(pyarrow.Table.from_pylist(flat_rows(answers)), buffer)
-        data = buffer.getvalue()
-    elif form == "csv":
-        lines = io.StringIO()
-        writer = csv.DictWriter(lines, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(flat_rows(answers))
-        data = lines.getvalue().encode()
-    else:
-        data = (json.dumps(answers, ensure_ascii=False, indent=2) + "\n").encode(errors="backslashreplace")
-    if out is None:
-        return data.decode()
-    write_whole(out, data)
-    return None
+def _write_csv(predictions: Iterable[Prediction], file: BinaryIO, top: int | None) -> None:
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    for prediction in predictions:
+        for row in flat_rows(prediction, top):
+            flag = row["predicted"]
+            writer.writerow(row if flag is None else {**row, "predicted": str(flag).lower()})
+        _write(file, lines.getvalue())
+        lines.seek(0)
+        lines.truncate()
+    _write(file, lines.getvalue())
 
 
-def predictions_table(answers: Answers) -> Table:
-    """A row for each image, a column for each task."""
-    names = list(next(iter(answers.values()), {}))
-    rows = [[image, *(_brief(found[name]) for name in names)] for image, found in list(answers.items())[:MAX_ROWS]]
-    title = format_count(len(answers), "image") + (f", the first {MAX_ROWS}" if len(answers) > MAX_ROWS else "")
-    return make_table(["image", *names], rows, title, left=1 + len(names))
+def _write_json(predictions: Iterable[Prediction], file: BinaryIO, top: int | None) -> None:
+    """One object: by image its answers by task, or `{"error": …}`."""
+    start = "{"
+    for one in predictions:
+        entry = {one.image: one.answers if one.error is None else {"error": one.error}}
+        _write(file, start + json.dumps(entry, ensure_ascii=False, indent=2)[1:-2])
+        start = ","
+    _write(file, "{}\n" if start == "{" else "\n}\n")
 
 
-def _utf8(text: str) -> str:
+def _write_json_lines(predictions: Iterable[Prediction], file: BinaryIO, top: int | None) -> None:
+    """An object for each image: its name in `image`, and `answers` by task, or `error`."""
+    for one in predictions:
+        rest = {"answers": one.answers} if one.error is None else {"error": one.error}
+        _write(file, json.dumps({"image": one.image, **rest}, ensure_ascii=False) + "\n")
+
+
+def _write_parquet(predictions: Iterable[Prediction], file: BinaryIO, top: int | None) -> None:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError("writing parquet needs pyarrow: pip install 'memoro[train]', or use --format csv.") from None
+    types = {"probability": pyarrow.float64(), "value": pyarrow.float64(), "predicted": pyarrow.bool_()}
+    schema = pyarrow.schema([(name, types.get(name, pyarrow.string())) for name in FIELDS])
+    rows = (row for prediction in predictions for row in flat_rows(prediction, top))
+    with parquet.ParquetWriter(file, schema) as writer:
+        while group := list(islice(rows, ROW_GROUP)):
+            writer.write_table(pyarrow.Table.from_pylist(group, schema))
+
+
+FORMS: dict[str, Callable[[Iterable[Prediction], BinaryIO, int | None], None]] = {
+    "csv": _write_csv,
+    "json": _write_json,
+    "jsonl": _write_json_lines,
+    "parquet": _write_parquet,
+}
+
+
+def predictions_table(predictions: Sequence[Prediction], total: int, top: int | None = None) -> Table:
+    """A row for each of the first images, a column for each task, and one for errors if there are any."""
+    names = list(next((one.answers for one in predictions if one.answers), {}))
+    errors = any(one.error is not None for one in predictions)
+    rows: list[list[Cell]] = []
+    for one in predictions:
+        cells = [_brief(one.answers[name], top) if one.answers else "" for name in names]
+        rows.append([one.image, *cells, *([one.error or ""] if errors else [])])
+    title = format_count(total, "image")
+    if total > len(predictions):
+        title += f", the first {len(predictions)}; for all, use --out predictions.csv"
+    return make_table(["image", *names, *(["error"] if errors else [])], rows, title, left=2 + len(names))
+
+
+def _write(file: BinaryIO, text: str) -> None:
+    file.write(text.encode(errors="backslashreplace"))
+    file.flush()
+
+
+def _utf8(value: Any) -> Any:
     """File names may contain bytes that are not UTF-8, and labels any code point: those are escaped."""
-    return text.encode(errors="backslashreplace").decode()
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
-def _brief(answer: dict[str, Any]) -> str:
+def _brief(answer: dict[str, Any], top: int | None) -> Cell:
+    if "values" in answer:
+        return [f"{name} {value:.4g}" for name, value in answer["values"].items()]
+    ranked = {label: f"{label} {p:.2f}" for label, p in answer["probabilities"].items()}
+    best = next(iter(ranked.values()))
+    if top is not None:
+        return list(ranked.values())
     if "label" in answer:
-        return f"{answer['label']} {answer['probability']:.2f}"
-    if "labels" in answer:
-        return ", ".join(answer["labels"]) or "-"
-    return ", ".join(f"{name} {value:.4g}" for name, value in answer["values"].items())
+        return best
+    return [ranked[label] for label in answer["labels"]] or f"none, best {best}"

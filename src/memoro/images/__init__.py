@@ -1,6 +1,16 @@
-"""Opening untrusted image files, and turning images into tensors."""
+"""Finding and opening untrusted image files, and turning images into tensors."""
 
-from memoro.images.opening import IMAGE_SUFFIXES, MAX_PIXELS, Draft, open_image
+from memoro.images.finding import find_images, walk_images
+from memoro.images.opening import MAX_PIXELS, PICTURE_TYPES, Draft, Picture, open_image
 from memoro.images.preprocessing import Preprocessing
 
-__all__ = ["IMAGE_SUFFIXES", "MAX_PIXELS", "Draft", "Preprocessing", "open_image"]
+__all__ = [
+    "MAX_PIXELS",
+    "PICTURE_TYPES",
+    "Draft",
+    "Picture",
+    "Preprocessing",
+    "find_images",
+    "open_image",
+    "walk_images",
+]

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
 
 from memoro.errors import ImageError
+from memoro.images.finding import HEAD_BYTES, is_heif
 
 # 3 bytes a pixel: no single image may decode to more than about 510 MB. Pillow's own limit is a little above it.
 # 16-bit, integer and float images take about three times as much while they are scaled to bytes.
@@ -18,42 +24,43 @@ MAX_PIXELS = 170_000_000
 # The shortest edge that a caller needs, as a number or as a function of the upright (width, height).
 Draft = int | Callable[[tuple[int, int]], int] | None
 
-IMAGE_SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
-)
+Picture = str | Path | bytes | Image.Image | npt.NDArray[Any] | Tensor
+"""A path, an encoded image, or a decoded one: see `open_image`."""
+PICTURE_TYPES = (str, Path, bytes, Image.Image, np.ndarray, Tensor)
 
-# The formats of these suffixes, whatever the file is called: EPS would be handed to Ghostscript, and TGA has no magic
-# number. JPEG includes files of several pictures (MPO), which phones write.
+# Raster formats only, whatever the file is called: EPS would be handed to Ghostscript, and TGA has no magic number.
+# JPEG includes files of several pictures (MPO), which phones write. HEIF has a plugin of its own.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM")
 
 
 def open_image(
-    source: str | Path | bytes | Image.Image, *, draft: Draft = None, name: str | None = None
+    source: Picture, *, draft: Draft = None, name: str | None = None, max_pixels: int = MAX_PIXELS
 ) -> Image.Image:
-    """The image of a path, of encoded bytes or of a PIL image as upright RGB, its first frame if it is animated.
+    """The image of a path, of encoded bytes, of a PIL image or of an array as upright RGB, its first frame if it is
+    animated.
 
-    `draft` is the shortest edge that the caller needs: big JPEGs are then decoded at a fraction of their size. Errors
-    call the image by its `name`.
+    An array is (height, width) or (height, width, channels), a tensor (channels, height, width), of bytes or of floats
+    from 0 to 1. `draft` is the shortest edge that the caller needs: big JPEGs are then decoded at a fraction of their
+    size. Errors call the image by its `name`. A file of more than `max_pixels` is refused before it is decoded.
     """
-    name = name or ("image" if isinstance(source, (bytes, Image.Image)) else str(source))
-    if source == b"":
-        raise ImageError(f"{name}: the file is empty (0 bytes).")
+    name = name or (str(source) if isinstance(source, (str, Path)) else "image")
     try:
         if isinstance(source, Image.Image):
             return _upright_rgb(source)
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
+        if isinstance(source, (np.ndarray, Tensor)):
+            return _upright_rgb(_from_array(source))
+        with _open_encoded(source) as image:
             width, height = image.size
-            if width * height > MAX_PIXELS:
+            if width * height > max_pixels:
                 raise ImageError(
-                    f"{name}: {width}x{height} pixels would decode to over {MAX_PIXELS // 1_000_000} million; "
-                    "scale it down first."
+                    f"{width}x{height} pixels are more than the limit of {max_pixels:,}; scale it down first."
                 )
             if draft is not None and image.format == "JPEG":
                 edge = draft(_upright_size(image)) if callable(draft) else draft
                 image.draft("RGB", (edge, edge))
             return _upright_rgb(image)
-    except ImageError:
-        raise
+    except ImageError as error:
+        raise ImageError(f"{name}: {error}") from None
     except FileNotFoundError:
         raise ImageError(f"{name}: no such file.") from None
     except UnidentifiedImageError:
@@ -62,8 +69,61 @@ def open_image(
         raise ImageError(f"{name}: not a readable image ({error or type(error).__name__}).") from None
 
 
+@contextmanager
+def _open_encoded(source: str | Path | bytes) -> Iterator[Image.Image]:
+    with io.BytesIO(source) if isinstance(source, bytes) else open(os.fspath(source), "rb") as file:
+        head = file.read(HEAD_BYTES)
+        if not head:
+            raise ImageError("the file is empty (0 bytes).")
+        file.seek(0)
+        with _open_heif(file) if is_heif(head) else Image.open(file, formats=FORMATS) as image:
+            yield image
+
+
+def _open_heif(file: Any) -> Image.Image:
+    try:
+        from pillow_heif import HeifImageFile
+    except ImportError:
+        raise ImageError("a HEIC photo: to read these, pip install 'memoro[heif]'.") from None
+    # Not registered with Pillow: that would change what Image.open does for other code.
+    image: Image.Image = HeifImageFile(file)
+    return image
+
+
+def _from_array(array: npt.NDArray[Any] | Tensor) -> Image.Image:
+    if isinstance(array, Tensor):
+        array = array.detach().cpu()
+        values, channels = (array.float() if array.is_floating_point() else array).numpy(), 0
+    else:
+        values, channels = array, 2
+    if values.ndim == 3:
+        other = 2 - channels  # both orders are in use
+        if values.shape[channels] not in {1, 3, 4} and values.shape[other] in {1, 3, 4}:
+            channels = other
+        values = np.moveaxis(values, channels, 2)
+    if values.ndim not in {2, 3} or (values.ndim == 3 and values.shape[2] not in {1, 3, 4}) or not values.size:
+        raise ImageError(
+            f"an array of shape {tuple(array.shape)} is no image: give (height, width) or (height, width, channels), "
+            "or a tensor (channels, height, width), with 1, 3 or 4 channels."
+        )
+    if np.issubdtype(values.dtype, np.floating):
+        low, high = float(values.min()), float(values.max())
+        if not 0 <= low <= high <= 1:  # NaN fails too
+            raise ImageError(
+                f"an array of floats must be from 0 to 1, this one is from {low:.3g} to {high:.3g}. Divide by 255, or "
+                "call model(pixels) if these are normalised pixels."
+            )
+        values = np.rint(values * 255)
+    elif values.dtype == np.bool_:
+        values = values * 255
+    elif values.dtype != np.uint8:
+        raise ImageError(f"an array of {values.dtype} is no image: give uint8, or floats from 0 to 1.")
+    values = values[..., 0] if values.ndim == 3 and values.shape[2] == 1 else values
+    return Image.fromarray(np.ascontiguousarray(values, dtype=np.uint8))
+
+
 def _upright_rgb(image: Image.Image) -> Image.Image:
-    if getattr(image, "is_animated", False):
+    if getattr(image, "is_animated", False) and image.format != "HEIF":  # which opens at its primary image
         image.seek(0)
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16") or image.mode in {"I", "F"}:

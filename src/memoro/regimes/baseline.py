@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Anatomy, Backbone
-from memoro.engine.answers import Picture, predict_images
+from memoro.engine.answers import Answers, Pass, Pictures, read_predictions, stream_predictions
 from memoro.errors import TrainingError
 from memoro.regimes.dense import Weights
 from memoro.regimes.regime import Regime, TaskPlan, all_parameters
@@ -165,16 +165,15 @@ class Baseline(TaskModule[BaselineSpec]):
         logits: Tensor = self.head(self.features(pixel_values).to(self.head.weight.dtype))
         return logits
 
-    def predict(self, images: Picture | Iterable[Picture], *, batch_size: int = 32) -> list[dict[str, dict[str, Any]]]:
-        """What it answers for each image (PIL images or paths), by its name, as a composition of one task would."""
+    def predict(self, images: Pictures, *, batch_size: int = 32, top: int | None = None) -> list[Answers]:
+        """What it answers for each image, by its name, as a composition of one task would."""
+        rows = stream_predictions(images, self.prediction_passes(), [self.name], batch_size=batch_size, top=top)
+        return read_predictions(rows)
+
+    def prediction_passes(self) -> list[Pass]:
+        """What `predict` runs: its one pass."""
         preprocessing = self.spec.preprocessing or self.backbone.preprocessing
-        return predict_images(
-            images,
-            {self.name: self},
-            {preprocessing: [self.name]},
-            lambda pixels, _: {self.name: self(pixels.to(self.backbone.dtype))},
-            batch_size,
-        )
+        return [Pass(preprocessing, [self], lambda pixels: {self.name: self(pixels.to(self.backbone.dtype))})]
 
     def trained(self) -> dict[str, nn.Parameter]:
         """All that the regime trains, by name."""

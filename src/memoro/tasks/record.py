@@ -16,12 +16,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from memoro.backbones import Fingerprint
+from memoro.backbones import BackboneRecord, Fingerprint
 from memoro.errors import MemoroError, TaskFileError
 from memoro.files import write_whole
 from memoro.heads import HeadKind
 from memoro.images import Preprocessing
-from memoro.tasks.spec import BackboneRecord, ModelSpec, check_labels, check_name
+from memoro.tasks.spec import ModelSpec, check_labels, check_name
 
 FORMAT = 2
 KEY = "memoro"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memoro.backbones import Backbone
+from memoro.backbones import Backbone, BackboneRecord
 from memoro.errors import TaskFileError
-from memoro.tasks.spec import BackboneRecord, check_name
+from memoro.tasks.spec import check_name
 from memoro.tasks.task import Task, TaskSpec
 
 _MEMORY = re.compile(r"(?:.*\.)?layer\.(\d+)\.attention\.attention\.memory_tokens\.(\d+)$")

@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from memoro.backbones import Backbone, Fingerprint
+from memoro.backbones import Backbone, BackboneRecord
+from memoro.console import quoted
 from memoro.errors import CompositionError, TaskError
 from memoro.heads import HeadKind
 from memoro.images import Preprocessing
@@ -22,21 +23,6 @@ MAX_NAME = 120
 MAX_CELLS = 4096
 MAX_RANK = 1024
 INIT_STD = 0.02  # PAPER: memory starts as N(0, 0.02); with zeros the cells of a layer would stay identical
-
-
-@dataclass(frozen=True)
-class BackboneRecord:
-    """Which backbone a model belongs to."""
-
-    name: str
-    family: str
-    dim: int
-    depth: int
-    fingerprint: Fingerprint
-
-    @classmethod
-    def of(cls, backbone: Backbone) -> BackboneRecord:
-        return cls(backbone.name, backbone.family, backbone.dim, backbone.depth, backbone.fingerprint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +70,7 @@ class ModelSpec:
             return
         raise CompositionError(
             f"{self.name!r} was trained for {made.name} ({made.family}, {why}). Load that backbone, or train the task "
-            f"again on this one: memoro train DATA --backbone {backbone.name} --task {self.name}"
+            f"again on this one: {quoted('memoro', 'train', 'DATA', '--backbone', backbone.name, '--task', self.name)}"
         )
 
 

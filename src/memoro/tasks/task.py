@@ -11,19 +11,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from memoro.backbones import Anatomy, Backbone
+from memoro.backbones import Anatomy, Backbone, BackboneRecord
 from memoro.errors import CompositionError, TaskError
 from memoro.heads import HeadKind
-from memoro.tasks.spec import (
-    INIT_STD,
-    MAX_CELLS,
-    MAX_RANK,
-    BackboneRecord,
-    ModelSpec,
-    TaskModule,
-    check_labels,
-    check_name,
-)
+from memoro.tasks.spec import INIT_STD, MAX_CELLS, MAX_RANK, ModelSpec, TaskModule, check_labels, check_name
 
 MemoryNorm = Literal["pre", "post"]
 

@@ -1,0 +1,95 @@
+"""Which files are images: by their suffix, or by their first bytes."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from memoro.errors import DataError
+
+IMAGE_SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".heic", ".heif", ".hif", ".bmp", ".gif", ".tif", ".tiff"}
+    | {".ppm", ".pgm"}
+)
+
+HEAD_BYTES = 64
+"""How many of a file's first bytes `is_image` and `is_heif` need."""
+
+_HEIF = rb".{4}ftyp(?:he(?:i[cxms]|v[cxms])|m(?:if|sf)1(?!.*avi[fs]))"  # mif1 and msf1 are containers of both
+# TIFF is not among them: the raw files of cameras begin with the same bytes.
+_SIGNATURE = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|RIFF.{4}WEBP|BM.{4}\0{4}|P[1-6]\s+[\d#]|.{4}ftyp(?:avi[fs]|mif1|msf1)|"
+    + _HEIF,
+    re.DOTALL,
+)
+_CLUTTER = frozenset({"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin"})
+
+
+def is_heif(head: bytes) -> bool:
+    """Whether a file that begins with these bytes is HEIF, as phones write it: Pillow needs a plugin to read it."""
+    return re.match(_HEIF, head, re.DOTALL) is not None
+
+
+def is_image(path: str, read_head: Callable[[], bytes]) -> bool:
+    """Whether a file's suffix or, where that is none of an image, its first bytes are those of a known format."""
+    return PurePosixPath(path).suffix.lower() in IMAGE_SUFFIXES or _SIGNATURE.match(read_head()) is not None
+
+
+def is_clutter(path: str) -> bool:
+    """Whether a file system or an archiver left it behind: hidden files, resource forks, thumbnails."""
+    return any(part.startswith(".") or part.lower() in _CLUTTER for part in path.split("/"))
+
+
+def read_head(path: str | Path) -> bytes:
+    """The first bytes of a regular file; nothing of a file that cannot be read."""
+    try:
+        if not os.path.isfile(path):  # opening a FIFO would block
+            return b""
+        with open(path, "rb") as file:
+            return file.read(HEAD_BYTES)
+    except OSError:
+        return b""
+
+
+def find_images(places: Iterable[str | Path]) -> Iterator[Path]:
+    """The image files of paths, folders (recursively) and globs, in order, each of them once.
+
+    Names are read folder by folder. A place without images is an error.
+    """
+    places = list(places)
+    seen: set[Path] = set()
+    for place in places:
+        empty = True
+        for path in _find(place):
+            empty = False
+            if path not in seen:
+                yield path
+            if len(places) > 1:  # a single folder has no file twice
+                seen.add(path)
+        if empty:
+            raise DataError(f"{place}: no images there. Give files, folders or globs such as 'photos/**/*.jpg'.")
+
+
+def walk_images(folder: str | Path) -> Iterator[Path]:
+    """The image files of a folder and of those inside it, by name. Links to folders are not followed."""
+    for here, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not is_clutter(name))
+        for name in sorted(files):
+            path = os.path.join(here, name)
+            if not is_clutter(name) and is_image(name, partial(read_head, path)) and os.path.isfile(path):
+                yield Path(path)
+
+
+def _find(place: str | Path) -> Iterator[Path]:
+    if os.path.isfile(place):
+        yield Path(place)
+    elif os.path.isdir(place):
+        yield from walk_images(place)
+    else:
+        for match in sorted(glob.glob(str(place), recursive=True)):
+            if os.path.isfile(match) and is_image(match, partial(read_head, match)):
+                yield Path(match)

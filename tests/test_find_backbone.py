@@ -1,0 +1,177 @@
+"""A task file knows its backbone: the shipped one, one of the user's folders, or one of the hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import random_task
+from PIL import Image
+from test_cli_words import Shell, shell  # noqa: F401
+
+import memoro
+from memoro.backbones import Backbone
+from memoro.backbones.find import FOLDERS
+from memoro.errors import BackboneError, CompositionError
+from memoro.regimes import METHODS, TaskPlan
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+def saved(folder: Path, tmp_path: Path, name: str = "pets", **options: Any) -> Path:
+    task = random_task(memoro.load_backbone(folder), name, **options)
+    return memoro.save_task(task, tmp_path / f"{name}.safetensors")
+
+
+def renamed(file: Path, name: str, into: Path) -> Path:
+    """The same task, whose file claims another name for its backbone."""
+    text = file.read_bytes()
+    size = int.from_bytes(text[:8], "little")
+    header = json.loads(text[8 : 8 + size])
+    record = json.loads(header["__metadata__"]["memoro"])
+    record["tasks"][0]["backbone"]["name"] = name
+    header["__metadata__"]["memoro"] = json.dumps(record)
+    whole = json.dumps(header).encode()
+    into.write_bytes(len(whole).to_bytes(8, "little") + whole + text[8 + size :])
+    return into
+
+
+def test_a_task_of_the_shipped_backbone_needs_no_b(shell: Shell, photo: Path, tmp_path: Path) -> None:  # noqa: F811
+    task = random_task(memoro.load_backbone(), "pets")
+    memoro.save_task(task, tmp_path / "pets.safetensors")
+    assert memoro.load_backbone(task.spec.backbone).name == "memoro-tiny"
+    shell("predict", photo, "-t", "pets.safetensors")
+    said = shell("predict", photo, "-t", "pets.safetensors", "-b", "vit", code=1)
+    assert "'pets' was trained for memoro-tiny" in said.err, "-b overrides"
+
+
+def test_a_folder_is_found_by_its_fingerprint(
+    shell: Shell,  # noqa: F811
+    vit: Any,
+    photo: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = saved(tmp_path / "vit", tmp_path)
+    assert memoro.load_task(file).spec.backbone.name == "vit"
+    assert str(tmp_path).encode() not in file.read_bytes(), "no path of this machine is in the file"
+    told = shell("predict", photo, "-t", file, code=1).err
+    assert "the tasks were trained on vit (ViT," in told
+    assert "pass it with -b FOLDER" in told
+    assert "set MEMORO_BACKBONES" in told
+    shell("predict", photo, "-t", file, "-b", "vit")
+    # Other weights under the same name come first and do not match; the right ones have another name.
+    models = tmp_path / "models"
+    models.mkdir()
+    (tmp_path / "vit").rename(models / "other")
+    next(vit.parameters()).data.add_(1)
+    vit.save_pretrained(models / "vit")
+    (models / "broken").mkdir()
+    (models / "broken" / "config.json").write_text("{")
+    monkeypatch.setenv(FOLDERS, f"{tmp_path / 'mess'}")
+    assert "is not a folder" in shell("predict", photo, "-t", file, code=1).err
+    (tmp_path / "mess").mkdir()
+    monkeypatch.setenv(FOLDERS, f"{tmp_path / 'mess'}:{models}")
+    answer = json.loads(shell("predict", photo, "-t", file, "--json").out)
+    explicit = json.loads(shell("predict", photo, "-t", file, "-b", models / "other", "--json").out)
+    assert answer == explicit
+    assert "pets" in shell("verify", "-t", file).out
+    assert memoro.load_backbone(memoro.load_task(file).spec.backbone).name == "other"
+    monkeypatch.setenv(FOLDERS, str(models / "other"))
+    shell("predict", photo, "-t", file)
+    monkeypatch.setenv(FOLDERS, str(models / "vit"))
+    assert "set MEMORO_BACKBONES" in shell("predict", photo, "-t", file, code=1).err
+
+
+def test_a_folder_that_a_file_names_is_never_opened(shell: Shell, photo: Path, tmp_path: Path) -> None:  # noqa: F811
+    file = saved(tmp_path / "vit", tmp_path)
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "vit").rename(tmp_path / "owner" / "vit")
+    for number, name in enumerate((str(tmp_path / "owner" / "vit"), "owner/vit", "./owner/vit", "owner\\vit", "..")):
+        other = renamed(file, name, tmp_path / f"{number}.safetensors")
+        assert "pass it with -b FOLDER" in shell("predict", photo, "-t", other, code=1).err
+    shell("predict", photo, "-t", tmp_path / "0.safetensors", "-b", "owner/vit")
+
+
+def test_a_baseline_finds_its_backbone_too(
+    shell: Shell,  # noqa: F811
+    photo: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backbone = memoro.load_backbone(tmp_path / "vit")
+    memoro.save_baseline(METHODS["lora"].build(backbone, TaskPlan("wide", ("a", "b"))), tmp_path / "wide.safetensors")
+    assert "set MEMORO_BACKBONES" in shell("predict", photo, "-t", "wide.safetensors", code=1).err
+    monkeypatch.setenv(FOLDERS, str(tmp_path))
+    shell("predict", photo, "-t", "wide.safetensors")
+
+
+def offline_hub(folder: Path, source: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache that holds one model, and no network. Returns the folder of the model's files."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
+    place = folder / f"models--{name.replace('/', '--')}"
+    snapshot = place / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0" * 40)
+    for file in source.iterdir():
+        (snapshot / file.name).write_bytes(file.read_bytes())
+    return snapshot
+
+
+def test_a_hub_id_is_loaded_and_its_fingerprint_checked(
+    shell: Shell,  # noqa: F811
+    vit: Any,
+    photo: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = renamed(saved(tmp_path / "vit", tmp_path), "owner/vit", tmp_path / "hub.safetensors")
+    snapshot = offline_hub(tmp_path / "hub", tmp_path / "vit", "owner/vit", monkeypatch)
+    said = shell("predict", photo, "-t", file)
+    assert "backbone: owner/vit" in said.err
+    assert memoro.load_backbone(memoro.load_task(file).spec.backbone).name == "owner/vit"
+    next(vit.parameters()).data.add_(1)
+    vit.save_pretrained(snapshot)
+    told = shell("predict", photo, "-t", file, code=1).err
+    assert "trained on owner/vit (ViT" in told
+    assert "has other weights now" in told
+
+
+def test_code_of_a_checkpoint_is_never_run(
+    shell: Shell,  # noqa: F811
+    photo: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = renamed(saved(tmp_path / "vit", tmp_path), "owner/vit", tmp_path / "hub.safetensors")
+    snapshot = offline_hub(tmp_path / "hub", tmp_path / "vit", "owner/vit", monkeypatch)
+    config = json.loads((snapshot / "config.json").read_text())
+    trace = tmp_path / "was-run"
+    (snapshot / "evil.py").write_text(f"open({str(trace)!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    evil = {"auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}}
+    for change in ({**evil, "model_type": "evil"}, {"attn_implementation": "owner/kernel"}):
+        (snapshot / "config.json").write_text(json.dumps({**config, **change}))
+        shell("predict", photo, "-t", file, code=1)
+        with pytest.raises(BackboneError, match="owner/vit"):
+            memoro.load_backbone("owner/vit")
+        assert not trace.exists()
+    (snapshot / "config.json").write_text(json.dumps({**config, **evil}))
+    shell("predict", photo, "-t", file)
+    assert not trace.exists()
+
+
+def test_tasks_of_two_backbones_are_told(vit: Any, backbone: Backbone) -> None:
+    other = random_task(memoro.load_backbone(), "other")
+    with pytest.raises(CompositionError, match="'other' was trained for memoro-tiny"):
+        memoro.compose(backbone, [random_task(backbone, "pets"), other])

@@ -1,0 +1,347 @@
+"""Predicting as a user does it: messy folders, every format, answers as they come, arrays and bytes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pillow_heif
+import pytest
+import torch
+from conftest import random_task
+from PIL import ExifTags, Image
+from pyarrow import parquet
+from test_cli_words import Shell, shell  # noqa: F401
+
+import memoro
+from memoro.backbones import Backbone
+from memoro.data import load_data
+from memoro.engine.answers import Prediction
+from memoro.errors import CompositionError, ImageError
+from memoro.evaluation.predictions import FORMS, write_predictions
+from memoro.images import open_image
+
+
+def picture(seed: int, width: int = 36, height: int = 24) -> Image.Image:
+    colours = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+    return Image.fromarray(colours).resize((width, height), Image.Resampling.NEAREST)
+
+
+def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    if form == "HEIF":
+        pillow_heif.register_heif_opener()  # to save: memoro opens these without
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+READABLE = ["a.avif", "b.heic", "c.png", "deep/photo", "deep/wrong.txt"]
+UNREADABLE = {"empty.png": "the file is empty", "junk.jpg": "not a readable image"}
+
+
+@pytest.fixture
+def mess(tmp_path: Path) -> Path:
+    """A folder as people have them: images of all suffixes and none, damaged ones, and other files."""
+    folder = tmp_path / "mess"
+    (folder / "deep").mkdir(parents=True)
+    (folder / ".trash").mkdir()
+    for number, (name, form) in enumerate(zip(READABLE, ["AVIF", "HEIF", "PNG", "JPEG", "WEBP"], strict=True)):
+        (folder / name).write_bytes(encoded(picture(number), form))
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "junk.jpg").write_bytes(b"no image at all")
+    for name in ("notes.txt", "._c.png", ".trash/c.png", "Thumbs.db", "raw.cr2", "BMW.md"):
+        (folder / name).write_bytes({"raw.cr2": b"II*\0" + bytes(60), "BMW.md": b"BMW builds cars."}.get(name, b"P1 x"))
+    return folder
+
+
+@pytest.fixture
+def tasks(backbone: Backbone, tmp_path: Path) -> list[str]:
+    """The -t options of a task of each kind."""
+    kinds = {"pets": "softmax", "tags": "multilabel", "age": "regression"}
+    labels = {"pets": ["cat", "dog", "fish"], "tags": ["red", "old", "wide"], "age": ["years"]}
+    options: list[str] = []
+    for seed, (name, kind) in enumerate(kinds.items()):
+        task = random_task(backbone, name, seed=seed, labels=labels[name], head=kind)
+        options += ["-t", str(memoro.save_task(task, tmp_path / f"{name}.safetensors"))]
+    return options
+
+
+def read_csv(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+# ------------------------------------------------------------------------------------------------- rows with errors
+
+
+def test_every_format_has_a_row_for_every_image(shell: Shell, mess: Path, tasks: list[str], tmp_path: Path) -> None:  # noqa: F811
+    names = sorted([*READABLE[:3], *UNREADABLE]) + READABLE[3:]
+    common = ("mess", "-b", "vit", *tasks)
+    shell("predict", *common, "-o", "out.parquet")
+    document = json.loads(shell("predict", *common, "--json").out)
+    lines = [json.loads(line) for line in shell("predict", *common, "-f", "jsonl").out.splitlines()]
+    rows = read_csv(shell("predict", *common, "-f", "csv").out)
+    table = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    said = shell("predict", *common)
+    assert list(document) == [line["image"] for line in lines] == [f"mess/{name}" for name in names]
+    assert list(dict.fromkeys(row["image"] for row in rows)) == list(document)
+    assert [row["image"] for row in table] == [row["image"] for row in rows]
+    for name, reason in UNREADABLE.items():
+        where = f"mess/{name}"
+        error = document[where]["error"]
+        assert error.startswith(reason)
+        assert {"image": where, "error": error} in lines
+        assert [row["error"] for row in rows if row["image"] == where] == [error]
+        assert [row["error"] for row in table if row["image"] == where] == [error]
+        assert where in said.out
+        assert reason in said.out
+    assert "2 of 7 images could not be read, such as mess/empty.png: the file is empty (0 bytes)." in said.err
+    answers = {line["image"]: line["answers"] for line in lines if "answers" in line}
+    assert answers == {name: found for name, found in document.items() if "error" not in found}
+    assert all(list(found) == ["pets", "tags", "age"] for found in answers.values())
+
+
+def test_strict_fails_if_an_image_cannot_be_read(shell: Shell, mess: Path, tasks: list[str], tmp_path: Path) -> None:  # noqa: F811
+    shell("predict", "mess", "-b", "vit", *tasks, "--strict", "-o", "all.csv", code=1)
+    assert {row["image"] for row in read_csv((tmp_path / "all.csv").read_text())} >= {"mess/a.avif", "mess/junk.jpg"}
+    shell("predict", "mess", "-b", "vit", *tasks, "-o", "all.csv")
+    shell("predict", "mess/deep", "-b", "vit", *tasks, "--strict", "-o", "all.csv")
+
+
+def test_heic_says_what_to_install(mess: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_image(mess / "b.heic").size == (36, 24)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    assert open_image(encoded(picture(0), "HEIF", exif=exif.tobytes())).size == (24, 36), "upright"
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(ImageError, match=r"b\.heic: a HEIC photo: to read these, pip install 'memoro\[heif\]'"):
+        open_image(mess / "b.heic")
+    assert open_image(mess / "a.avif").size == (36, 24), "AVIF needs no plugin"
+
+
+def test_damaged_heic_is_an_image_or_an_image_error() -> None:
+    generator = np.random.default_rng(0)
+    whole = encoded(picture(0), "HEIF")
+    outcomes = set()
+    for _ in range(60):
+        data = bytearray(whole)
+        for at in generator.integers(12, len(data), generator.integers(1, 9)):
+            data[at] = generator.integers(0, 256)
+        try:
+            outcomes.add(open_image(bytes(data)).mode)
+        except ImageError:
+            outcomes.add("refused")
+    assert outcomes == {"RGB", "refused"}
+
+
+def test_training_folders_recognise_images_by_their_first_bytes(tmp_path: Path) -> None:
+    for label in ("cat", "dog"):
+        for number in range(3):
+            place = tmp_path / "set" / label / f"{number}"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(encoded(picture(number + 3 * (label == "dog")), ["JPEG", "AVIF", "HEIF"][number]))
+        (tmp_path / "set" / label / "notes.txt").write_text("not one")
+    splits = load_data(tmp_path / "set", val_fraction=0)
+    assert splits.train is not None
+    assert len(splits.train) == 6
+    assert any("files that are not images were left out: 2 .txt" in note for note in splits.notes)
+
+
+# -------------------------------------------------------------------------------------------------- probabilities
+
+
+def test_csv_gives_every_label_of_a_multilabel_task(shell: Shell, mess: Path, tasks: list[str]) -> None:  # noqa: F811
+    common = ("mess/c.png", "-b", "vit", *tasks)
+    rows = read_csv(shell("predict", *common, "-f", "csv").out)
+    found = json.loads(shell("predict", *common, "--json").out)["mess/c.png"]
+    tags = [row for row in rows if row["task"] == "tags"]
+    assert {row["label"]: float(row["probability"]) for row in tags} == found["tags"]["probabilities"]
+    assert [row["label"] for row in tags if row["predicted"] == "true"] == found["tags"]["labels"]
+    assert {row["predicted"] for row in tags} <= {"true", "false"}
+    [pet] = [row for row in rows if row["task"] == "pets"]
+    assert (pet["label"], float(pet["probability"])) == (found["pets"]["label"], found["pets"]["probability"])
+    [age] = [row for row in rows if row["task"] == "age"]
+    assert (age["label"], float(age["value"]), age["probability"]) == ("years", found["age"]["values"]["years"], "")
+
+
+def test_a_table_shows_a_probability_where_no_label_is_predicted(
+    shell: Shell,  # noqa: F811
+    backbone: Backbone,
+    mess: Path,
+    tmp_path: Path,
+) -> None:
+    task = random_task(backbone, "tags", labels=["red", "old"], head="multilabel")
+    with torch.no_grad():
+        task.head.weight.zero_()
+        task.head.bias.copy_(torch.tensor([-2.0, -1.0]))
+    memoro.save_task(task, tmp_path / "tags.safetensors")
+    said = shell("predict", "mess/c.png", "-b", "vit", "-t", "tags.safetensors").out
+    assert "none, best old 0.27" in said
+
+
+def test_top_gives_the_best_labels(shell: Shell, mess: Path, tasks: list[str], backbone: Backbone) -> None:  # noqa: F811
+    common = ("mess/c.png", "-b", "vit", *tasks)
+    whole = json.loads(shell("predict", *common, "--json").out)["mess/c.png"]
+    short = json.loads(shell("predict", *common, "--json", "--top", 2).out)["mess/c.png"]
+    best = list(whole["pets"]["probabilities"].items())[:2]
+    assert list(short["pets"]["probabilities"].items()) == best
+    assert short["pets"]["label"] == whole["pets"]["label"]
+    assert short["tags"]["labels"] == whole["tags"]["labels"]
+    rows = read_csv(shell("predict", *common, "-f", "csv", "--top", 2).out)
+    pets = [row for row in rows if row["task"] == "pets"]
+    assert [(row["label"], float(row["probability"])) for row in pets] == best
+    assert [row["predicted"] for row in pets] == ["true", "false"]
+    shown = shell("predict", *common, "--top", 2).out
+    assert all(f"{label} {p:.2f}" in shown for label, p in best)
+    model = memoro.compose(backbone, [memoro.load_task("pets.safetensors")])
+    assert model.predict("mess/c.png", top=2)[0]["pets"] == short["pets"]
+
+
+# ---------------------------------------------------------------------------------------------------------- streams
+
+
+def test_predict_reads_no_further_than_a_batch_ahead(backbone: Backbone) -> None:
+    read: list[int] = []
+
+    def camera() -> Iterator[Image.Image]:  # never ends
+        while True:
+            read.append(len(read))
+            yield picture(len(read))
+
+    model = memoro.compose(backbone, [random_task(backbone, "pets")])
+    stream = model.predict_stream(camera(), batch_size=3)
+    for number in range(7):
+        row = next(stream)
+        assert (row.image, row.error) == (f"image {number}", None)
+        assert len(read) == 3 * (number // 3 + 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_writing_keeps_no_predictions(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memoro.evaluation.predictions.ROW_GROUP", 7)
+    alive: list[int] = [0]
+    most, sizes = 0, []
+
+    def end() -> None:
+        alive[0] -= 1
+
+    def rows(file: Any) -> Iterator[Prediction]:
+        nonlocal most
+        for number in range(100):
+            sizes.append(file.tell())
+            row = Prediction(f"{number}.jpg", {"pets": {"label": "a", "probability": 1.0, "probabilities": {"a": 1.0}}})
+            weakref.finalize(row, end)
+            alive[0] += 1
+            most = max(most, alive[0])
+            yield row
+
+    with (tmp_path / "out").open("wb") as file:
+        write_predictions(rows(file), form, file)
+    assert most <= 3, "constant memory"
+    assert sizes[90] > sizes[50] > sizes[10], "written as they come"
+
+
+def test_interrupted_predictions_keep_what_was_answered(
+    shell: Shell,  # noqa: F811
+    mess: Path,
+    tasks: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "out.csv").write_text("older answers")
+
+    def stop(source: Any, **options: Any) -> Image.Image:
+        if Path(source).name == "junk.jpg":
+            raise KeyboardInterrupt
+        return open_image(source, **options)
+
+    monkeypatch.setattr("memoro.engine.answers.open_image", stop)
+    said = shell("predict", "mess", "-b", "vit", *tasks, "-o", "out.csv", "--batch-size", 1, code=130)
+    assert "stopped after 4 images; the answers so far are in out.csv.part" in said.err
+    assert (tmp_path / "out.csv").read_text() == "older answers"
+    rows = read_csv((tmp_path / "out.csv.part").read_text())
+    assert list(dict.fromkeys(row["image"] for row in rows)) == [
+        "mess/a.avif",
+        "mess/b.heic",
+        "mess/c.png",
+        "mess/empty.png",
+    ]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    shell("predict", "mess", "-b", "vit", *tasks, "-o", "out.csv")
+    assert len({row["image"] for row in read_csv((tmp_path / "out.csv").read_text())}) == 7
+    assert not (tmp_path / "out.csv.part").exists()
+
+
+def test_out_names_a_file(shell: Shell, mess: Path, tasks: list[str]) -> None:  # noqa: F811
+    assert "mess is a folder" in shell("predict", "mess", "-b", "vit", *tasks, "-o", "mess", code=2).err
+    assert "name a file with --out" in shell("predict", "mess", "-b", "vit", *tasks, "-f", "parquet", code=2).err
+    assert "jsonl" in shell("predict", "mess", "-b", "vit", *tasks, "-f", "xml", code=2).err
+    assert "no images there" in shell("predict", "mess", "nothing", "-b", "vit", *tasks, code=1).err
+
+
+# ---------------------------------------------------------------------------------------- folders, arrays, bytes
+
+
+def test_python_predicts_folders_arrays_tensors_and_bytes(backbone: Backbone, tmp_path: Path) -> None:
+    model = memoro.compose(backbone, [random_task(backbone, "pets")])
+    images = [picture(seed) for seed in range(3)]
+    (tmp_path / "photos" / "more").mkdir(parents=True)
+    for image, name in zip(images, ("1.png", "2.png", "more/3"), strict=True):
+        image.save(tmp_path / "photos" / name, "PNG")
+    arrays = np.stack([np.asarray(image) for image in images])
+    tensors = torch.from_numpy(arrays).permute(0, 3, 1, 2)
+    expected = model.predict(images)
+    assert len({str(answer) for answer in expected}) == 3
+    for given in (
+        tmp_path / "photos",
+        str(tmp_path / "photos"),
+        [tmp_path / "photos" / "1.png", tmp_path / "photos" / "2.png", tmp_path / "photos" / "more"],
+        arrays,
+        list(arrays),
+        arrays / 255,
+        np.moveaxis(arrays, -1, 1),
+        tensors,
+        list(tensors),
+        tensors / 255,
+        [encoded(image, "PNG") for image in images],
+        [images[0], arrays[1], encoded(images[2], "PNG")],
+    ):
+        assert model.predict(given) == expected
+    [one] = model.predict([images[1]])
+    assert model.predict(encoded(images[1], "PNG")) == model.predict(tensors[1]) == model.predict(arrays[1]) == [one]
+    rows = list(model.predict_stream(tmp_path / "photos"))
+    assert [Path(row.image).name for row in rows] == ["1.png", "2.png", "3"]
+    grey = np.asarray(images[0].convert("L"))
+    assert model.predict([grey, grey[..., None], grey > 300]) == model.predict(
+        [images[0].convert("L"), images[0].convert("L"), Image.new("RGB", images[0].size)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.randn(3, 20, 20), r"image 0: an array of floats must be from 0 to 1.*call model\(pixels\)"),
+        (np.full((20, 20, 3), np.nan), "from nan to nan"),
+        (np.zeros((20, 20, 3), dtype=np.int64), "an array of int64 is no image: give uint8, or floats"),
+        (np.zeros((20, 20, 5), dtype=np.uint8), r"an array of shape \(20, 20, 5\) is no image"),
+        (np.zeros((0, 20, 3), dtype=np.uint8), r"shape \(0, 20, 3\) is no image"),
+        (b"", "image 0: the file is empty"),
+        ([0], "image 0: not a readable image"),
+    ],
+)
+def test_what_is_no_image_is_told(backbone: Backbone, given: Any, message: str) -> None:
+    model = memoro.compose(backbone, [random_task(backbone, "pets")])
+    with pytest.raises(ImageError, match=message):
+        model.predict(given)
+    [row] = model.predict_stream(given)
+    assert row.answers == {}
+    assert row.error is not None
+    with pytest.raises(CompositionError, match="no task 'two'"):
+        model.predict_stream(given, ["two"])
