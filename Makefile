@@ -1,8 +1,8 @@
-# make demo | test | test-all | check | format | bench | test-timm | test-serve | clean
+# make demo | test | test-all | check | format | bench | test-slow | test-timm | test-serve | clean
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all check format bench test-timm test-serve clean
+.PHONY: demo test test-all check format bench test-slow test-timm test-serve clean
 
 demo: .venv/ready
 	$(BIN)/memoro demo
@@ -11,7 +11,10 @@ test: .venv/ready
 	$(BIN)/python -m pytest
 
 # The slow lanes, each with an environment or downloads of its own, are added here.
-test-all: test test-timm test-serve
+test-all: test test-slow test-timm test-serve
+
+test-slow: .venv/ready
+	$(BIN)/python -m pytest -m slow
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

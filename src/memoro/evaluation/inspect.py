@@ -168,7 +168,8 @@ def _lines(record: dict[str, Any]) -> list[str]:
             **record,
             "phases": ", ".join(f"{_brief(name)} {_brief(value)}" for name, value in record["phases"].items()),
         }
-    lines = [f"{_brief(name.replace('_', ' '))} {_brief(value)}" for name, value in record.items() if value != ""]
+    shown = {name: value for name, value in record.items() if value != "" and name != "confusion"}
+    lines = [f"{_brief(name.replace('_', ' '))} {_brief(value)}" for name, value in shown.items()]
     more = [f"… and {len(lines) - MAX_LINES:,} more"] if len(lines) > MAX_LINES else []
     return [*lines[:MAX_LINES], *more] or ["-"]
 
