@@ -1,17 +1,18 @@
-# make demo | test | test-all | check | format | bench | test-slow | test-timm | test-serve | clean
+# make demo | test | test-all | check | format | bench | test-slow | test-timm | test-serve | test-browser | clean
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all check format bench test-slow test-timm test-serve clean
+.PHONY: demo test test-all check format bench test-slow test-timm test-serve test-browser clean
 
 demo: .venv/ready
 	$(BIN)/memoro demo
 
 test: .venv/ready
+	@echo "left out: the tests in a browser (make test-browser), with timm (make test-timm) and other lanes (make test-all)"
 	$(BIN)/python -m pytest
 
 # The slow lanes, each with an environment or downloads of its own, are added here.
-test-all: test test-slow test-timm test-serve
+test-all: test test-slow test-timm test-serve test-browser
 
 test-slow: .venv/ready
 	$(BIN)/python -m pytest -m slow
@@ -31,6 +32,12 @@ bench: .venv/ready
 # timm needs torchvision, which needs its own build of torch: a separate environment of several gigabytes.
 test-timm: .venv-timm/ready
 	.venv-timm/bin/python -m pytest tests_timm
+
+# The pages in a real browser. Screenshots are left in tests_browser/screenshots.
+test-browser: .venv/ready
+	@command -v chromium >/dev/null || { echo "chromium is not on the PATH. Install it with: sudo apt-get install chromium"; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r tests_browser/requirements.txt
+	$(BIN)/python -m pytest -n 0 tests_browser
 
 # Other people's clients against `memoro serve`, which runs in .venv: they know it by its address only.
 test-serve: .venv/ready .venv-serve/ready

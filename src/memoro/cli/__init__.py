@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from memoro.cli import predict, serving, tasks, training
+from memoro.cli import explain, predict, serving, tasks, training
 from memoro.cli.benches import bench
 from memoro.console import plain_console
 from memoro.errors import MemoroError
@@ -25,6 +25,7 @@ and the backbone's own output stays bitwise the same.
   memoro eval photos/ --tasks pets.safetensors           how good a task is on a set's test split
   memoro predict new/*.jpg --tasks pets.safetensors --tasks flowers.safetensors
                                                          predict with all tasks in one pass
+  memoro explain photo.jpg -t pets.safetensors           where a task looked, as a picture
   memoro serve --tasks tasks/                            answer over HTTP; tasks come and go without a restart
   memoro inspect pets.safetensors                        what a task file contains
   memoro compose pets.safetensors flowers.safetensors -o both.safetensors
@@ -47,6 +48,7 @@ commands take [bold]--json[/]."""
 app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 app.add_typer(training.app)
 app.add_typer(predict.app)
+app.add_typer(explain.app)
 app.add_typer(tasks.app)
 app.add_typer(serving.app)
 app.add_typer(bench, name="bench")

@@ -144,6 +144,10 @@ def evaluate_tasks(
     workers: Annotated[
         int | None, typer.Option(help="Processes that decode images.", show_default="one per core")
     ] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Also write a page: confusions, each class, the worst mistakes.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where --report writes its page.")] = Path("report.html"),
     as_json: Json = False,
 ) -> None:
     """Evaluate tasks on the test split of their data, or on all of it if there is none.
@@ -151,6 +155,8 @@ def evaluate_tasks(
     Images of classes that a task does not know are left out and listed.
 
     memoro eval photos/pets -t pets.safetensors
+
+    memoro eval photos/pets -t pets.safetensors --report     (writes report.html)
 
     memoro eval pets=photos/pets rooms=rooms.zip -t pets.safetensors -t rooms.safetensors
     """
@@ -160,7 +166,10 @@ def evaluate_tasks(
     frozen, loaded = load_models(tasks, backbone, device)
     errors = plain_console(stderr=True, soft_wrap=True)
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "quiet": False, "log": errors.print}
-    results = evaluate(frozen, loaded, read_data(data), label_column=label_column, **how)
+    page = out if report else None
+    results = evaluate(frozen, loaded, read_data(data), label_column=label_column, report=page, **how)
+    if report:
+        errors.print(f"report: {out}")
     if as_json:
         print_json(results)
     else:

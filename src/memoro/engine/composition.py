@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from memoro.backbones import Backbone
 from memoro.engine.answers import Answers, Pass, Pictures, Prediction, read_predictions, stream_predictions
 from memoro.engine.bank import Bank, build_bank
-from memoro.engine.explain import Explanation, explain_task
+from memoro.engine.explain import Explanation, explain_task, read_views
 from memoro.engine.plan import Plan, build_plan
 from memoro.engine.streams import run_streams
 from memoro.engine.verify import Verification, verify_composition
@@ -161,12 +163,21 @@ class Composition(nn.Module):
             groups.setdefault(task.spec.preprocessing or self.backbone.preprocessing, []).append(task.name)
         return groups
 
-    def explain(self, pixel_values: Tensor, task: str) -> Explanation:
-        """What a task's token attends to at each layer: patches, memory, the tasks that it extends."""
-        pixels = self.backbone.check_pixels(pixel_values)
+    def explain(self, images: Tensor | Pictures, task: str) -> Explanation:
+        """What a task's token attends to at each layer: patches, memory, the tasks that it extends.
+
+        Takes images as `predict` does, and `overlay()` draws on them; or a tensor of normalised pixels.
+        """
         (index,) = self._pick([task])
+        views: list[Image.Image] = []
+        if not isinstance(images, Tensor):
+            preprocessing = self._list[index].spec.preprocessing or self.backbone.preprocessing
+            pixels, views = read_views(images, preprocessing)
+            images = pixels.to(self.backbone.dtype)
+        pixels = self.backbone.check_pixels(images)
         with torch.no_grad():
-            return explain_task(self.backbone.anatomy, pixels, self._plan((index,)), self._bank(), self._list, index)
+            found = explain_task(self.backbone.anatomy, pixels, self._plan((index,)), self._bank(), self._list, index)
+        return replace(found, images=tuple(views))
 
     def verify(self, pixel_values: Tensor) -> Verification:
         """Runs the original model and each task alone beside the composition, and says what differs."""

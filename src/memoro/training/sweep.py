@@ -235,7 +235,10 @@ def _score_folds(results: Sequence[FitResult], splits: Splits | Streams, figure:
     targets = torch.cat([fold.targets for fold in folds if fold.targets is not None])
     found = measure(splits.kind, splits.labels, logits, targets)
     if splits.test is None:
-        whole = replace(whole, metrics={"split": f"{len(folds)} folds", **found}, logits=logits, targets=targets)
+        parts = [fold.images for fold in folds if isinstance(fold.images, ImageSet)]
+        images = replace(parts[0], rows=np.concatenate([part.rows for part in parts]), targets=targets)
+        measured = {"split": f"{len(folds)} folds", **found}
+        whole = replace(whole, metrics=measured, logits=logits, targets=targets, images=images)
         whole.task.describe(metrics=recorded(splits.kind, whole.metrics, logits, targets))
     return score(splits.kind, found), whole
 
