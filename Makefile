@@ -1,18 +1,21 @@
-# make demo | test | test-all | check | format | bench | test-timm | test-serve | test-browser | clean
+# make demo | test | test-all | check | format | bench | test-slow | test-timm | test-serve | test-browser | clean
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all check format bench test-timm test-serve test-browser clean
+.PHONY: demo test test-all check format bench test-slow test-timm test-serve test-browser clean
 
 demo: .venv/ready
 	$(BIN)/memoro demo
 
 test: .venv/ready
+	@echo "left out: the tests in a browser (make test-browser), with timm (make test-timm) and other lanes (make test-all)"
 	$(BIN)/python -m pytest
-	@echo "skipped: the tests in a browser (make test-browser) and with timm (make test-timm)"
 
 # The slow lanes, each with an environment or downloads of its own, are added here.
-test-all: test test-timm test-serve test-browser
+test-all: test test-slow test-timm test-serve test-browser
+
+test-slow: .venv/ready
+	$(BIN)/python -m pytest -m slow
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

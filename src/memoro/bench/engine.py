@@ -70,7 +70,7 @@ def bench_engine(
             fork=fork,
             engine=best[f"engine {fork} {count}"] / base,
             limit=1 + count * (backbone.depth - fork) / backbone.depth / tokens,
-            dense=best[f"dense {count}"] / base if f"dense {count}" in best else None,
+            dense=best[f"dense {count}"] / base if fork == 0 and not rank else None,
             separate=count * best[f"engine {fork} 1"] / base,
         )
         for fork in forks

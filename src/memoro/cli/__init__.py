@@ -31,15 +31,19 @@ and the backbone's own output stays bitwise the same.
   memoro compose pets.safetensors flowers.safetensors -o both.safetensors
                                                          put tasks into one file
   memoro verify --tasks both.safetensors photo.jpg       prove that the backbone is untouched
+  memoro export --tasks both.safetensors -o model.onnx   backbone and tasks as one ONNX file
+  memoro card pets.safetensors                           a folder for the Hugging Face hub, with a model card
   memoro import model.pt --backbone FOLDER -o tasks.safetensors
                                                          tasks of the paper's public reproduction
   memoro cache                                           show the size of the feature cache; --clear empties it
   memoro bench engine                                    what 1 to 100 tasks cost here
   memoro bench train                                     what a training step costs here
   memoro bench serve                                     throughput and latency of the server here
+  memoro bench export                                    ONNX Runtime beside torch
 
 Training takes [bold]--backbone[/], a hub id or a folder; the default is the small one that ships with memoro. A task
-file knows its backbone. Run [bold]memoro COMMAND --help[/] for details; most commands take [bold]--json[/]."""
+file knows its backbone, and may be a hub id too (me/pets). Run [bold]memoro COMMAND --help[/] for details; most
+commands take [bold]--json[/]."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 app.add_typer(training.app)

@@ -1,4 +1,4 @@
-"""Commands that measure: bench engine, bench train, bench serve."""
+"""Commands that measure: bench engine, bench train, bench serve, bench export."""
 
 from __future__ import annotations
 
@@ -50,6 +50,28 @@ def bench_engine_command(
             plain_console().print(engine_table(f"ViT-B/{size} at 224, batch {batch}, {dtype}, {own}", rows))
     if as_json:
         print_json(results)
+
+
+@bench.command("export")
+def bench_export_command(
+    backbone: BackboneOption = None,
+    batch: Annotated[int, typer.Option(help="Images in a pass.")] = 8,
+    tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,100",
+    cells: Annotated[int, typer.Option(help="Memory cells in each layer.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Runs of each candidate; the best counts.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """An exported ONNX file in ONNX Runtime against the same tasks in torch, on the CPU."""
+    from memoro.bench.export import bench_export, export_table
+    from memoro.console import bar
+
+    counts, frozen = numbers(tasks), load(backbone, "cpu")
+    with bar("exporting and timing", 2 * rounds * len(counts)) as tick:
+        rows = bench_export(frozen, counts=counts, cells=cells, batch=batch, rounds=rounds, tick=tick)
+    if as_json:
+        print_json([asdict(row) for row in rows])
+    else:
+        plain_console().print(export_table(f"{frozen.name}, batch {batch}", rows))
 
 
 @bench.command("train")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -181,6 +182,17 @@ class Composition(nn.Module):
     def verify(self, pixel_values: Tensor) -> Verification:
         """Runs the original model and each task alone beside the composition, and says what differs."""
         return verify_composition(self, pixel_values)
+
+    def export(self, path: str | Path, *, images: bool = False) -> Path:
+        """Writes an ONNX file with one input and a free batch dimension; returns its path.
+
+        Its outputs are `base` and for each task `NAME` (logits) and `NAME.probabilities`. The input is `pixel_values`,
+        or with `images` the bytes of resized images (batch, height, width, 3), which are normalised in the graph.
+        Labels, preprocessing and fingerprint are in the file's metadata, as JSON under the key `memoro`.
+        """
+        from memoro.engine.export import export_onnx
+
+        return export_onnx(Composition(self.backbone.to("cpu"), self._list), path, images=images)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Composition:
         # What to(), cuda(), half() and the like call. Tasks keep their dtype: they are computed in the backbone's.

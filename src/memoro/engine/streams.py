@@ -123,7 +123,7 @@ class TaskStream:
         if not len(born):
             return
         own = self._bank.tokens[born]
-        new = token.unsqueeze(1) + own if layer else self._anatomy.start(own).expand(len(token), -1, -1)
+        new = token.unsqueeze(1) + own if layer else self._anatomy.start(own).expand(token.shape[0], -1, -1)
         self._rows = new if self._rows is None else torch.cat([self._rows, new], dim=1)
 
 

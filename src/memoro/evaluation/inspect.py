@@ -163,7 +163,13 @@ def _lines(record: dict[str, Any]) -> list[str]:
     """A line for each entry that is not empty, as far as it can be shown: a file may record any JSON."""
     if isinstance(record.get("worst_classes"), dict):
         record = {**record, "worst_classes": format_worst(record, 5)}
-    lines = [f"{_brief(name.replace('_', ' '))} {_brief(value)}" for name, value in record.items() if value != ""]
+    if isinstance(record.get("phases"), dict):
+        record = {
+            **record,
+            "phases": ", ".join(f"{_brief(name)} {_brief(value)}" for name, value in record["phases"].items()),
+        }
+    shown = {name: value for name, value in record.items() if value != "" and name != "confusion"}
+    lines = [f"{_brief(name.replace('_', ' '))} {_brief(value)}" for name, value in shown.items()]
     more = [f"… and {len(lines) - MAX_LINES:,} more"] if len(lines) > MAX_LINES else []
     return [*lines[:MAX_LINES], *more] or ["-"]
 

@@ -20,7 +20,7 @@ from memoro.engine.featurestore import default_folder, total_bytes
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
-from memoro.evaluation.metrics import measure, warn_of
+from memoro.evaluation.metrics import measure, recorded, warn_of
 from memoro.extras import need
 from memoro.images import Preprocessing
 from memoro.phases import Phases
@@ -326,7 +326,7 @@ def evaluate_runs(trainer: Trainer) -> list[FitResult]:
             continue
         out, targets = answers[id(run)]
         metrics = {"split": spec.final[0], **measure(run.task.kind, run.task.labels, out, targets)}
-        _describe(spec, run, metrics)
+        _describe(spec, run, recorded(run.task.kind, metrics, out, targets))
         results.append(FitResult(run.task, run.history, metrics, folder, notes, out, targets, spec.final[1]))
     return results
 
@@ -350,5 +350,5 @@ def _describe(spec: RunSpec, run: Run, metrics: dict[str, Any]) -> None:
             "trained_parameters": sum(parameter.numel() for parameter in run.trained.values()),
             **{name: known[name] for name in ("seed", "history") if name in known},
         },
-        metrics={name: value for name, value in metrics.items() if value is not None},
+        metrics=metrics,
     )
