@@ -19,7 +19,7 @@ import memoro
 from memoro.data.near import near_duplicates
 from memoro.evaluation.breakdown import class_figures, find_mistakes
 from memoro.images import open_image
-from memoro.pages.charts import line_chart, scatter_chart
+from memoro.pages.charts import line_chart, matrix_chart, scatter_chart, text_width
 from memoro.pages.page import Html, render_page, tag
 
 HOSTILE = '<script>alert("x")<|script>'
@@ -178,6 +178,15 @@ def test_elements_escape_what_is_not_html() -> None:
     assert "<script" not in page
     assert "<b><i>ours</i></b>" in page
     assert not set(page) & set("\x1b\u202e")
+
+
+def test_a_small_matrix_has_room_for_its_heading() -> None:
+    chart = matrix_chart([[3, 1], [0, 2]], ["a", "b"])
+    width = float(re.findall(r'<svg width="(\d+)"', chart)[0])
+    start = float(re.findall(r'<text x="([\d.]+)" y="12"', chart)[0])
+    assert width - start >= text_width("predicted →")
+    assert "b, predicted a" not in chart
+    assert "a, predicted b: 1 of 4" in chart
 
 
 @pytest.mark.parametrize("values", [[], [2.0], [3.0, 3.0], [0.0, 1e-9], [-1e6, 1e6], [1e-12, 2e-12]])

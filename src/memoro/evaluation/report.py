@@ -280,7 +280,10 @@ def _facts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     own = {
         name: value for name, value in training.items() if isinstance(value, (str, int, float)) and name not in given
     }
-    rows += [(name.replace("_", " "), f"{v:,}" if isinstance(v, int) else v) for name, v in own.items()]
+    names = {"data": "trained on", "images": "training images"}
+    rows += [
+        (names.get(name, name.replace("_", " ")), f"{v:,}" if isinstance(v, int) else v) for name, v in own.items()
+    ]
     yield tag("h2", "What was trained on what" if report.history else "What was evaluated on what")
     yield table([], [row for row in rows if row[1] != ""], left=2)
     spent = {str(name): float(value) for name, value in phases.items() if value >= 0.05}

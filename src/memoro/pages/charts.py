@@ -60,9 +60,10 @@ def matrix_chart(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> Html
     """True by predicted classes, with counts; the colour is the fraction of the true class."""
     count, names = len(labels), [shorten(label, _NAMES) for label in labels]
     room = 14 + max((text_width(name) for name in names), default=0)
-    head = room + 18
+    head, heading = room + 18, "predicted →"
+    width = room + max(count * _CELL, text_width(heading)) + 2
     parts = [
-        tag("text", "predicted →", x=room, y=12, class_="soft"),
+        tag("text", heading, x=room, y=12, class_="soft"),
         tag("text", "true ↓", x=0, y=head - 6, class_="soft"),
     ]
     for at, (name, label) in enumerate(zip(names, labels, strict=True)):
@@ -81,7 +82,7 @@ def matrix_chart(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> Html
             look = "right" if true == predicted else "wrong"
             parts.append(tag("rect", tip, x=x, y=y, width=_CELL, height=_CELL, fill_opacity=shade, class_=look))
             parts.append(tag("text", _brief(number), x=x + _CELL / 2, y=y + _CELL / 2 + 4, text_anchor="middle"))
-    return _svg(math.ceil(room + count * _CELL + 2), math.ceil(head + count * _CELL + 2), parts, "confusion matrix")
+    return _svg(math.ceil(width), math.ceil(head + count * _CELL + 2), parts, "confusion matrix")
 
 
 def shorten(text: str, width: float) -> str:
