@@ -211,7 +211,7 @@ def test_predict_in_every_form(root: Path, tmp_path: Path) -> None:
     from pyarrow import parquet
 
     assert parquet.read_table(out).column("label").to_pylist() == [row["label"] for row in rows]
-    assert "name a file" in run(root, "predict", red, *tasks, "-f", "parquet", code=1).stderr
+    assert "--out" in run(root, "predict", red, *tasks, "-f", "parquet", code=2).stderr
     table = run(root, "predict", "set/test/**/*.png", *tasks).stdout
     assert "9 images" in table
     assert "warmth" in table
