@@ -185,7 +185,9 @@ def test_explain(server: Running) -> None:
         parts = [attention[part][layer] for part in ("patches", "prefix", "itself", "memory")]
         assert sum(parts) + attention["parents"]["pets"][layer] == pytest.approx(1, abs=1e-5)
     assert max(attention["parents"]["pets"]) > 0
-    assert answers["top"]["attention"]["heatmap"] is None  # a head has no layers of its own
+    head = answers["top"]["attention"]  # which has no layers of its own
+    assert (head["source"], len(head["heatmap"])) == ("the base's class token", 5)
+    assert attention["source"] != head["source"]
     assert len(answers["large"]["attention"]["heatmap"]) == 7
     body, headers = multipart(*[IMAGES[0]] * 11)
     status, _, found = server.request("POST", "/v1/explain", body, **headers)

@@ -20,8 +20,10 @@ class Attention(BaseModel):
     """Where a task looked. Shares are by layer, averaged over heads; together they sum to one."""
 
     layers: list[int]
-    heatmap: list[list[float]] | None
-    """Rows and columns of patches; None for a task that is a head on the backbone's final token."""
+    source: str
+    """Whose attention it is: the task's own token, or, for a linear head, the token of the base that it reads."""
+    heatmap: list[list[float]]
+    """Rows and columns of patches."""
     patches: list[float]
     prefix: list[float]
     itself: list[float]

@@ -225,7 +225,8 @@ def describe_attention(maps: Explanation) -> dict[str, Any]:
 
     return {
         "layers": list(maps.layers),
-        "heatmap": maps.heatmap()[0].tolist() if maps.layers else None,
+        "source": maps.source,
+        "heatmap": maps.heatmap()[0].tolist(),
         "patches": shares(maps.patches),
         "prefix": shares(maps.prefix),
         "itself": shares(maps.itself),
