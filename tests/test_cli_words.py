@@ -25,8 +25,8 @@ from memoro.data import Augment, load_data
 from memoro.engine import verify
 from memoro.engine.answers import Prediction
 from memoro.errors import BackboneError, DataError
-from memoro.evaluation.inspect import inspect_table, inspect_tasks
-from memoro.evaluation.metrics import metrics_table
+from memoro.evaluation.inspect import inspect_tables, inspect_tasks
+from memoro.evaluation.metrics import metrics_tables
 from memoro.evaluation.predictions import predictions_table
 from memoro.regimes import METHODS, TaskPlan
 from memoro.training.checkpoint import compare_identities
@@ -80,9 +80,10 @@ def save_images(folder: Path, *places: str) -> Path:
     return folder
 
 
-def rendered(thing: Any, console: Console | None = None) -> str:
+def rendered(*things: Any, console: Console | None = None) -> str:
     console = console or Console(file=io.StringIO(), width=200)
-    console.print(thing)
+    for thing in things:
+        console.print(thing)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -113,18 +114,20 @@ def test_tables_and_bars_escape_for_every_console(
     answer = {"label": STRANGE, "probability": 0.5, "probabilities": {STRANGE: 0.5}}
     assert rendered(predictions_table([Prediction(f"{STRANGE}.jpg", {STRANGE: answer})], 1)).count(STRANGE) == 3
     figures = {"split": "test", "images": 3, "accuracy": 0.5, "worst_classes": {STRANGE: 0.5}}
-    assert rendered(metrics_table({STRANGE: figures})).count(STRANGE) == 2
-    assert STRANGE in rendered(sweep_table(STRANGE, [SweepRow(1, 0, 0.1, (0.5,), 1.0, (), 0)]))
+    assert rendered(*metrics_tables({STRANGE: figures})).count(STRANGE) == 3
+    assert STRANGE in rendered(
+        sweep_table(STRANGE, [SweepRow(1, 0, 0, 0.1, (0.5,), 1.0, (), 0)], "validation accuracy")
+    )
     record = inspect_tasks(pets, [random_task(backbone, STRANGE, labels=[STRANGE, "b"])])
-    assert rendered(inspect_table(record)).count(STRANGE) == 2
+    assert rendered(*inspect_tables(record)).count(STRANGE) == 2
     with bar(f"{STRANGE} a:train:b", 1):
         pass
     shown = ProgressBar(STRANGE, 1, quiet=False)
     with shown:
         pass
     assert "🐱" not in capsys.readouterr().err
-    assert rendered(STRANGE, plain_console(file=io.StringIO(), width=80)) == f"{STRANGE}\n"
-    assert f"{STRANGE} " in rendered(shown.bar.get_renderable())
+    assert rendered(STRANGE, console=plain_console(file=io.StringIO(), width=80)) == f"{STRANGE}\n"
+    assert f"{STRANGE} " in rendered(shown.progress.get_renderable())
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -133,8 +136,8 @@ def test_tables_and_bars_escape_for_every_console(
 def test_eval_warns_of_data_without_a_test_split(shell: Shell, pets: Path, tmp_path: Path) -> None:
     common = ("-b", "vit", "-t", pets, "--workers", 0)
     save_images(tmp_path / "all", "cat/1.png", "dog/1.png", "dog/2.png")
-    note = shell("eval", "all", *common).err.splitlines()[0]
-    assert note == (
+    notes = [line for line in shell("eval", "all", *common).err.splitlines() if line.startswith("note")]
+    assert notes[0] == (
         "note: all has no test split: evaluated on all 3 images. If pets was trained on them, this overestimates "
         "accuracy on new images."
     )
@@ -176,13 +179,13 @@ def test_tables_leave_out_what_is_empty(backbone: Backbone, kind: str) -> None:
     figures = {"split": "test", "images": 2, "loss": 1.0, "r2": None}
     if kind == "softmax":
         figures |= {"accuracy": 1.0, "worst_classes": {"cat": 1.0, "dog": 1.0}}
-    text = rendered(metrics_table({"pets": figures}))
+    text = rendered(*metrics_tables({"pets": figures}))
     assert "worst" not in text
-    assert "r2" not in text
-    rows = [SweepRow(5, 0, 0.1, (0.5,), 1.0, (), 0)]
-    assert "test" not in rendered(sweep_table("pets", rows))
-    assert "diverged" not in rendered(sweep_table("pets", rows))
-    assert "diverged" in rendered(sweep_table("pets", [*rows, SweepRow(5, 0, 9.0, (), 1.0, (0.5,), 1)]))
+    assert "R²" not in text
+    rows = [SweepRow(5, 0, 0, 0.1, (0.5,), 1.0, (), 0)]
+    assert "test" not in rendered(sweep_table("pets", rows, "validation accuracy"))
+    assert "diverged" not in rendered(sweep_table("pets", rows, "validation accuracy"))
+    assert "diverged" in rendered(sweep_table("pets", [*rows, SweepRow(5, 0, 0, 9.0, (), 1.0, (0.5,), 1)], "x"))
 
 
 def test_the_worst_classes_are_those_with_mistakes(backbone: Backbone, pets: Path) -> None:
@@ -194,8 +197,8 @@ def test_the_worst_classes_are_those_with_mistakes(backbone: Backbone, pets: Pat
     assert "g 0.000, b 0.500, a 0.750, e 0.900 " in text
     assert "1.000" not in text
     assert "(test, 1 image)" in text
-    assert "g 0.000, b 0.500, a 0.750 " in rendered(metrics_table({"pets": figures}))
-    inspected = rendered(inspect_table(inspect_tasks(pets, [task])))
+    assert "pets, worst classes: g 0.000, b 0.500, a 0.750, e 0.900\n" in rendered(*metrics_tables({"pets": figures}))
+    inspected = rendered(*inspect_tables(inspect_tasks(pets, [task])))
     assert "worst classes g 0.000, b 0.500, a 0.750, e 0.900" in inspected
     assert "{" not in inspected
 
@@ -208,7 +211,7 @@ def test_layers_and_sizes_are_counted_right(backbone: Backbone, pets: Path) -> N
         (depth, "none: a head on"),
     ):
         task = random_task(backbone, "pets", from_layer=first)
-        assert words in rendered(inspect_table(inspect_tasks(pets, [task])))
+        assert words in rendered(*inspect_tables(inspect_tasks(pets, [task])))
     assert [format_bytes(size) for size in (999, 50_800, 2.5e6, 3e9)] == ["1.0 kB", "50.8 kB", "2.5 MB", "3.0 GB"]
 
 
@@ -221,18 +224,19 @@ def test_predict_without_a_readable_image_fails(shell: Shell, pets: Path, tmp_pa
 
 def test_the_bar_ends_on_the_last_validation_and_says_whose() -> None:
     def group(runs: int) -> Any:
-        return SimpleNamespace(runs=[None] * runs, progress=SimpleNamespace(step=0))
+        run = SimpleNamespace(history=[], sample_weight=None)
+        return SimpleNamespace(runs=[run] * runs, progress=SimpleNamespace(step=0))
 
-    for runs, title in ((1, "pets"), (15, "best of 15 runs")):
+    for runs, title in ((1, "training pets"), (15, "training, best of 15 runs")):
         shown = ProgressBar("pets", 2, quiet=True)
         shown.on_train_begin([group(runs)])
         shown.on_step_end(group(runs), {"epoch": 1, "loss": 0.5})
         shown.on_epoch_end(group(runs), [{"val_accuracy": 0.25}])
         shown.on_step_end(group(runs), {"epoch": 2, "loss": 0.4})
-        shown.on_epoch_end(group(runs), [{"val_accuracy": 0.5}, {"val_accuracy": 0.75}])
-        [job] = shown.bar.tasks
+        shown.on_epoch_end(group(runs), [{"val_accuracy": 0.5}, {"val_accuracy": 0.75}, {"val_r2": 0.1}])
+        [job] = shown.progress.tasks
         assert (job.description, job.completed) == (title, 2)
-        assert job.fields["figures"] == "epoch 2 loss 0.400 val 0.750"
+        assert job.fields["figures"] == "epoch 2, train loss 0.4, validation accuracy 0.750, validation R² 0.100"
 
 
 # --------------------------------------------------------------------------------------------------------------- help
@@ -342,7 +346,7 @@ def test_a_refused_resume_names_what_differs() -> None:
     flipped = identity(0.1, augment=Augment(flip=0.0), epochs=3)
     assert compare_identities(identity(0.1), flipped) == (
         ["recipe"],
-        "epochs 15 there, 3 here; augment.flip 0.5 there, 0.0 here",
+        "epochs 15 there, 3 here; augment.flip null there, 0.0 here",
     )
     assert compare_identities(identity(0.03, 0.1, 0.3), identity(0.5)) == (
         ["recipe"],

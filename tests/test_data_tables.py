@@ -136,7 +136,7 @@ def test_missing_files_count_as_unreadable(tmp_path: Path) -> None:
 
 def test_column_and_kind_as_asked(tmp_path: Path) -> None:
     path = csv(tmp_path, "f,what,label\n0.png,3,a\n1.png,4,b\n")
-    assert load_data(path, image_column="f", label_column="what").labels == ("3", "4")
+    assert load_data(path, image_column="f", label_column="what", kind="class").labels == ("3", "4")
     assert load_data(path, image_column="f", label_column="what", kind="regression").labels == ("what",)
     with pytest.raises(DataError, match="no column 'nix'; it has 'what', 'label'"):
         load_data(path, image_column="f", label_column="nix")

@@ -44,8 +44,8 @@ def test_columns_of_a_table_are_one_course(double: Backbone, root: Path, monkeyp
     def specs() -> list[RunSpec]:
         return [run_spec(double, name, one, seed=at) for at, (name, one) in enumerate(columns.items())]
 
-    [group] = Trainer(double, specs(), TrainOptions(workers=0)).groups
-    assert (len(group.runs), len(group.val_sets)) == (4, 1)
+    groups = Trainer(double, specs(), TrainOptions(workers=0)).groups
+    assert [(len(group.runs), len(group.val_sets)) for group in groups] == [(3, 1), (1, 1)], "numbers have plain views"
     together = train_runs(double, specs(), **FRESH)
     for number in (1, 2, 3):
         same_result(together[number], train_runs(double, [specs()[number]], **FRESH)[0])

@@ -104,9 +104,9 @@ def test_a_model_that_was_changed_after_loading(vit: Any, root: Path) -> None:
 
 
 def test_what_went_beyond_all_bounds_is_never_the_best() -> None:
-    lost = SweepRow(0, 0, 0.1, val=(), val_loss=float("inf"), test=(), diverged=1)
-    blank = SweepRow(0, 0, 0.2, val=(float("-inf"),), val_loss=0.5, test=(), diverged=0)  # a figure nobody can take
-    assert max([lost, blank], key=lambda row: row.rank) is blank
+    lost = SweepRow(0, 0, 0, 0.1, val=(), val_loss=float("inf"), test=(), diverged=1)
+    blank = SweepRow(0, 0, 0, 0.2, val=(float("-inf"),), val_loss=0.5, test=(), diverged=0)  # a figure nobody can take
+    assert max([lost, blank], key=lambda row: row.order) is blank
 
 
 def test_a_set_with_few_classes_is_chosen_on_folds(shell: Callable[..., Any], tmp_path: Path) -> None:

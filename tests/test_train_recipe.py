@@ -210,8 +210,9 @@ def test_multilabel_metrics_by_hand() -> None:
     targets = torch.tensor([[1.0, 0, 0], [0, 1, 0], [1, 1, 0], [0, 0, 0]])
     logits = torch.tensor([[3.0, -2, -5], [2, 1, -4], [1, 2, -3], [-1, -1, -2]])
     found = measure("multilabel", ["x", "y", "never"], logits, targets)
-    assert found["accuracy"] == pytest.approx(11 / 12)
+    assert found["label_accuracy"] == pytest.approx(11 / 12)
     assert found["exact_match"] == pytest.approx(3 / 4)
+    assert found["f1"] == pytest.approx((4 / 5 + 1) / 2)
     # x: right at ranks 1 and 3; y: at ranks 1 and 2; a label that no image has says nothing.
     assert found["mean_average_precision"] == pytest.approx(((1 + 2 / 3) / 2 + 1) / 2)
     one = measure("multilabel", ["x"], logits[:, :1], targets[:, :1])

@@ -238,10 +238,10 @@ def test_fit_keeps_features_by_default_like_the_command(backbone: Backbone, squa
 def test_a_setting_that_diverged_with_some_seeds_is_ranked_last(
     double: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lucky = SweepRow(5, 0, 3.0, val=(0.99,), val_loss=0.1, test=(), diverged=2)
-    steady = SweepRow(5, 0, 0.1, val=(0.5, 0.6, 0.7), val_loss=0.9, test=(), diverged=0)
-    lost = SweepRow(5, 0, 9.0, val=(), val_loss=float("inf"), test=(), diverged=3)
-    assert sorted([lost, lucky, steady], key=lambda row: row.rank, reverse=True) == [steady, lucky, lost]
+    lucky = SweepRow(5, 0, 0, 3.0, val=(0.99,), val_loss=0.1, test=(), diverged=2)
+    steady = SweepRow(5, 0, 0, 0.1, val=(0.5, 0.6, 0.7), val_loss=0.9, test=(), diverged=0)
+    lost = SweepRow(5, 0, 0, 9.0, val=(), val_loss=float("inf"), test=(), diverged=3)
+    assert sorted([lost, lucky, steady], key=lambda row: row.order, reverse=True) == [steady, lucky, lost]
     real = Trainer.train
 
     def spoil(self: Trainer) -> float:
@@ -259,7 +259,7 @@ def test_a_setting_that_diverged_with_some_seeds_is_ranked_last(
         assert [row.diverged for row in found.rows] == [0, 2]
         assert found.rows[1].val > (found.rows[0].val[0],)  # it did win on the seed that was left
         assert found.task.spec.training["lr"] == 1e-9
-        assert "1 cells, from layer 0, lr 0.1 diverged with 2 of 3 seeds and is ranked last" in notes[-1]
+        assert "1 cells, rank 0, from layer 0, lr 0.1 diverged with 2 of 3 seeds and is ranked last" in notes[-1]
 
 
 # ------------------------------------------------------------------------------------------------------- devices

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shlex
+import time
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
@@ -51,6 +54,7 @@ def plain_column(field: str) -> TextColumn:
     return PlainColumn(f"{{task.{field}}}", markup=False)
 
 
+LONG_WORD = 16
 Cell = str | list[str]
 """Of a table: a text, or its lines."""
 
@@ -58,30 +62,85 @@ Cell = str | list[str]
 def make_table(
     columns: Sequence[str], rows: Iterable[Sequence[Cell]], title: str | None = None, left: int = 1
 ) -> Table:
-    """A table of `printable` cells. The first `left` columns are aligned left, the others right."""
+    """A table of `printable` cells, wrapped between words. The first `left` columns are aligned left, the others right.
+
+    Only words longer than `LONG_WORD` are cut.
+    """
     table = Table(title=None if title is None else Text(printable(title)), title_justify="left")
+    lines = [[[cell] if isinstance(cell, str) else cell for cell in row] for row in rows]
+    texts = [["\n".join(map(printable, some)) for some in row] for row in lines]
     for number, column in enumerate(columns):
-        table.add_column(Text(printable(column)), justify="left" if number < left else "right", overflow="fold")
-    for row in rows:
-        lines = ([cell] if isinstance(cell, str) else cell for cell in row)
-        table.add_row(*(Text("\n".join(map(printable, some))) for some in lines))
+        words = (len(word) for text in (column, *(row[number] for row in texts)) for word in text.split())
+        table.add_column(
+            Text(printable(column)),
+            justify="left" if number < left else "right",
+            overflow="fold",
+            min_width=min(max(words, default=0), LONG_WORD),
+        )
+    for row in texts:
+        table.add_row(*map(Text, row))
     return table
+
+
+LINE_SECONDS = 10.0
+"""Where stderr is no terminal, progress is a line of text after so many seconds."""
+
+
+class Bar:
+    """Progress on stderr: a bar in a terminal, elsewhere plain lines, at the start, every ten seconds and at the end.
+
+    A `transient` bar disappears at its end.
+    """
+
+    def __init__(self, title: str, total: int, *, quiet: bool = False, transient: bool = True) -> None:
+        self._console = plain_console(stderr=True, soft_wrap=True)
+        self._lines = not quiet and not (self._console.is_terminal or self._console.is_jupyter)
+        self.progress = Progress(
+            plain_column("description"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            plain_column("fields[figures]"),
+            TimeRemainingColumn(),
+            console=plain_console(stderr=True),
+            transient=transient,
+            disable=quiet or self._lines,
+        )
+        self._job = self.progress.add_task(title, total=total, figures="")
+        self._began = self._told = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        self._began = time.monotonic()
+        self._tell()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+        if kind is None:
+            self._tell()
+
+    def update(self, advance: int = 0, **changes: Any) -> None:
+        """Advances the bar; `changes` are its new `description`, `total`, `completed` or `figures`."""
+        self.progress.update(self._job, advance=advance, **changes)
+        if time.monotonic() - self._told >= LINE_SECONDS:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told = time.monotonic()
+        if self._lines:
+            [job] = self.progress.tasks
+            parts = [f"{job.description}: {job.completed:,.0f} of {job.total or 0:,.0f}", job.fields["figures"]]
+            seconds = round(self._told - self._began)
+            self._console.print(", ".join([*filter(None, parts), *([f"{seconds} s"] if job.completed else [])]))
 
 
 @contextmanager
 def bar(title: str, total: int, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """Yields a function that advances the bar, by one or by the given number. The bar disappears at the end."""
-    with Progress(
-        plain_column("description"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=plain_console(stderr=True),
-        transient=True,
-        disable=quiet,
-    ) as progress:
-        job = progress.add_task(title, total=total)
-        yield lambda count=1: progress.advance(job, count)
+    """Yields a function that advances a `Bar`, by one or by the given number."""
+    with Bar(title, total, quiet=quiet) as shown:
+        yield lambda count=1: shown.update(count)
 
 
 def quiet_libraries() -> None:
@@ -108,3 +167,8 @@ def format_bytes(size: float) -> str:
 def format_count(count: int, noun: str) -> str:
     """`1 image`, `2 images`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def quoted(*words: object) -> str:
+    """Words of a command as they can be pasted into a shell."""
+    return shlex.join(str(word) for word in words)

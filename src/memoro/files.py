@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from memoro.errors import TaskFileError
+
+
+def free_names(files: Sequence[Path]) -> list[Path]:
+    """A name beside each file: all get the same number, the first that none of them has."""
+    for number in itertools.count(1):
+        names = [file.with_name(f"{file.stem}-{number}{file.suffix}") for file in files]
+        if not any(name.exists() for name in names):
+            break
+    return names
+
+
+def keep_copy(path: Path) -> Path:
+    """Gives a file a second name, under which it stays when the first is overwritten."""
+    [name] = free_names([path])
+    try:
+        try:
+            os.link(path, name)
+        except OSError:  # a file system without links
+            shutil.copy2(path, name)
+    except OSError as error:
+        raise TaskFileError(f"cannot keep {path} as {name.name} ({error.strerror}), so it is not replaced.") from None
+    return name
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from memoro.errors import DataError
+
 HeadKind = Literal["softmax", "multilabel", "regression"]
+PLAIN_KINDS: dict[str, HeadKind] = {"class": "softmax", "labels": "multilabel", "number": "regression"}
+"""What users call the kinds."""
+
+
+def find_kind(name: str) -> HeadKind:
+    """The kind that a user names: `class`, `labels` or `number`, or a kind of head."""
+    for plain, kind in PLAIN_KINDS.items():
+        if name in {plain, kind}:
+            return kind
+    raise DataError(
+        f"unknown kind {name!r}: choose class (one label per image), labels (several) or number; softmax, multilabel "
+        "and regression are accepted too."
+    )
 
 
 def probabilities(kind: HeadKind, logits: Tensor) -> Tensor:
@@ -44,6 +60,44 @@ def loss_sum(
     else:
         losses = (logits - targets.to(logits.dtype)).square().mean(dim=-1)
     return (losses if sample_weight is None else losses * sample_weight).sum()
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Mean and standard deviation of a regression's training targets, one of each per output.
+
+    While a regression is trained, its head answers in these units; afterwards the scale is part of the head.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    @classmethod
+    def of(cls, targets: Tensor) -> Scale:
+        """The scale of targets (n, outputs); an output whose targets are all the same keeps its unit."""
+        values = targets.double()
+        std = values.std(dim=0, correction=0)
+        return cls(values.mean(dim=0), torch.where(std > 0, std, 1.0))
+
+    def apply(self, targets: Tensor) -> Tensor:
+        """Targets in the user's units, standardised."""
+        return (targets - self.mean.to(targets)) / self.std.to(targets)
+
+    def undo(self, outputs: Tensor) -> Tensor:
+        """Standardised outputs in the user's units."""
+        return outputs * self.std.to(outputs) + self.mean.to(outputs)
+
+    @torch.no_grad()
+    def fold(self, head: nn.Linear) -> None:
+        """Makes a head that answers in standardised units answer in the user's."""
+        head.weight.mul_(self.std.to(head.weight)[:, None])
+        head.bias.copy_(self.undo(head.bias))
+
+    @torch.no_grad()
+    def unfold(self, head: nn.Linear) -> None:
+        """The inverse of `fold`."""
+        head.weight.div_(self.std.to(head.weight)[:, None])
+        head.bias.copy_(self.apply(head.bias))
 
 
 def class_weights(kind: HeadKind, targets: Tensor, classes: int) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from memoro.console import plain_console
+from memoro.console import plain_console, quoted
 from memoro.errors import CompositionError, DataError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _checked(found: Sequence[tuple[Path, Any]], option: str) -> list[Any]:
     for _, model in found:
         for parent in getattr(model, "extends", ()):
             if parent.name not in places:
-                more = f"{option} {parent.name}.safetensors".strip()
+                more = quoted(*filter(None, [option]), f"{parent.name}.safetensors")
                 raise CompositionError(
                     f"{model.name!r} extends {parent.name!r}, which is not here: attach {parent.name!r} too; "
                     f"add {more} (or where that file is)."

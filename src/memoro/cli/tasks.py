@@ -33,13 +33,14 @@ def inspect(
 
     memoro inspect pets.safetensors
     """
-    from memoro.evaluation.inspect import inspect_file, inspect_table
+    from memoro.evaluation.inspect import inspect_file, inspect_tables
 
     record = inspect_file(file, None if backbone is None else load(backbone, "cpu"))
     if as_json:
         print_json(record)
     else:
-        plain_console().print(inspect_table(record))
+        for table in inspect_tables(record):
+            plain_console().print(table)
 
 
 @app.command("compose")

@@ -22,6 +22,7 @@ from memoro.cli.options import (
 )
 from memoro.cli.trainoptions import SWEEP, TRAIN, add_options
 from memoro.console import plain_console
+from memoro.phases import Phases
 
 app = typer.Typer()
 
@@ -45,7 +46,15 @@ def train(
     by validation is kept. If there is no validation split, one is held out.
     Ctrl-C saves a checkpoint; --resume continues from it.
 
+    Training images are cropped at random and mirrored. Where left and right
+    or letters matter, mirror images hurt: use --flip 0. Numbers are learned
+    from plain images unless --crop or --flip is given.
+
     memoro train photos/pets -b facebook/dinov2-small
+
+    memoro train houses.csv --label-column price --kind number
+
+    memoro train photos/pets --start-from pets.safetensors   (more images, more classes)
 
     memoro train pets=photos/pets rooms=rooms.zip --out tasks/
 
@@ -84,6 +93,7 @@ def sweep(
 
 def _train(data: list[str], backbone: str | None, device: str | None, as_json: bool, settings: dict[str, Any]) -> None:
     """Calls `memoro.train` with the options of the command line, and prints."""
+    phases = Phases()  # before the imports, which are part of the user's wait
     from memoro.backbones.load import own_device
     from memoro.data import Augment
     from memoro.training import Cache
@@ -106,8 +116,8 @@ def _train(data: list[str], backbone: str | None, device: str | None, as_json: b
     errors = plain_console(stderr=True, soft_wrap=True, quiet=not here.main)
     name = name_backbone(backbone, hint=here.main)
     try:
-        quiet = as_json or not here.main
-        results = train(read_data(data), backbone=name, device=device, log=errors.print, quiet=quiet, **settings)
+        how = {"log": errors.print, "quiet": not here.main, "phases": phases}
+        results = train(read_data(data), backbone=name, device=device, **how, **settings)
     except KeyboardInterrupt as stop:
         errors.print(f"{stop or 'stopped'}. Run the same command with --resume to continue from the last checkpoint.")
         raise typer.Exit(130) from None
@@ -129,6 +139,7 @@ def evaluate_tasks(
     tasks: TaskFiles,
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
+    label_column: Annotated[str | None, typer.Option(help="Label column of a table.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
     workers: Annotated[
         int | None, typer.Option(help="Processes that decode images.", show_default="one per core")
@@ -137,19 +148,21 @@ def evaluate_tasks(
 ) -> None:
     """Evaluate tasks on the test split of their data, or on all of it if there is none.
 
+    Images of classes that a task does not know are left out and listed.
+
     memoro eval photos/pets -t pets.safetensors
 
     memoro eval pets=photos/pets rooms=rooms.zip -t pets.safetensors -t rooms.safetensors
     """
     from memoro.evaluation.evaluate import evaluate
-    from memoro.evaluation.metrics import metrics_table
+    from memoro.evaluation.metrics import metrics_tables
 
     frozen, loaded = load_models(tasks, backbone, device)
     errors = plain_console(stderr=True, soft_wrap=True)
-    results = evaluate(
-        frozen, loaded, read_data(data), batch_size=batch_size, workers=workers, quiet=as_json, log=errors.print
-    )
+    how: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "quiet": False, "log": errors.print}
+    results = evaluate(frozen, loaded, read_data(data), label_column=label_column, **how)
     if as_json:
         print_json(results)
     else:
-        plain_console().print(metrics_table(results))
+        for table in metrics_tables(results):
+            plain_console().print(table)

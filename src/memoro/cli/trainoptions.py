@@ -53,6 +53,13 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         show_default="0; with side, two thirds of the depth",
     ),
     "extends": _option(list[Path] | None, None, _TASK, "File of tasks to build on; repeat for more."),
+    "start_from": _option(
+        Path | None, None, _TASK, "Task file to start from: same labels, more or fewer; new labels are learned anew."
+    ),
+    "kind": _option(
+        str | None, None, _DATA, "What a label is: class, labels (several per image, a|b) or number.",
+        show_default="by the data",
+    ),
     "label_column": _option(
         list[str] | None, None, _DATA, "Label column of a table; repeat to train a task for each in the same pass."
     ),
@@ -68,7 +75,9 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         Path | None, None, _OUTPUT, "Task file to write, or a folder/ for several.", "--out", "-o",
         show_default="TASK.safetensors", parser=_read_target,
     ),
-    "folder": _option(Path | None, None, _OUTPUT, "Run folder: metrics, plots, checkpoint.", show_default="runs/TASK"),
+    "folder": _option(
+        Path | None, None, _OUTPUT, "Run folder: metrics, plots, checkpoint, images left out.", show_default="runs/TASK"
+    ),
     "resume": _option(bool, False, _OUTPUT, "Continue from the checkpoint in the run folder.", "--resume"),
     "tensorboard": _option(bool, False, _OUTPUT, "Also write TensorBoard events.", "--tensorboard"),
     "lr": _option(float | None, None, _RECIPE, "Peak learning rate.", show_default="the best of three, in one pass"),
@@ -94,12 +103,17 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "seed": _option(int, 0, _RECIPE, "Seed of the initial weights."),
     "data_seed": _option(int, 0, _RECIPE, "Seed of image order, augmentation and validation split."),
     "crop": _option(
-        str, "inception", _AUGMENTATION, "inception (random resized crop), pad (random shift) or none."
+        str | None, None, _AUGMENTATION, "inception (random resized crop), pad (random shift) or none.",
+        show_default="inception; none for numbers",
     ),
     "crop_scale": _option(
         float, 0.08, _AUGMENTATION, "Smallest fraction of the image area that an inception crop takes."
     ),
-    "flip": _option(float, 0.5, _AUGMENTATION, "Probability of a horizontal flip."),
+    "flip": _option(
+        float | None, None, _AUGMENTATION,
+        "Probability of a mirror image. Use 0 where left and right or letters matter: there mirror images hurt.",
+        show_default="0.5; 0 for numbers",
+    ),
     "views": _option(
         int, 4, _AUGMENTATION,
         "Views of each image, used in turn: the plain one, then random ones. 0: a new random view every epoch.", min=0,
@@ -117,7 +131,10 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "cache_folder": _option(
         Path | None, None, _CACHE, "Folder of the cache.", show_default="~/.cache/memoro/features"
     ),
-    "cache_budget": _option(float, 20.0, _CACHE, "Maximum size of the cache in GB."),
+    "cache_budget": _option(
+        float | None, None, _CACHE, "Maximum size of the cache in GB.",
+        show_default="a tenth of the free disk, 20 at most",
+    ),
     "cache_dtype": _option(str, "float16", _CACHE, "Data type of cached features: float16, bfloat16 or float32."),
     "width": _option(
         int, 5, _BASELINES, "Width of an adapter's bottleneck (regimes adapter, adapter+memory-full)."

@@ -118,6 +118,18 @@ def first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def as_numbers(cells: Sequence[Any]) -> list[float] | None:
+    """The cells as finite numbers, without empty ones; None where one is something else, or none is left."""
+    present = [cell for cell in cells if not _missing(cell)]
+    if any(isinstance(cell, bool) for cell in present):
+        return None
+    try:
+        numbers = [float(cell) for cell in present]
+    except (TypeError, ValueError):
+        return None
+    return numbers if numbers and all(map(math.isfinite, numbers)) else None
+
+
 def _missing(cell: Any) -> bool:
     return cell is None or (isinstance(cell, float) and math.isnan(cell)) or not str(cell).strip()
 

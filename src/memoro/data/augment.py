@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal, get_args
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from memoro.errors import DataError
+from memoro.heads import HeadKind
 from memoro.images import Preprocessing
 
 _MASK = (1 << 64) - 1
@@ -58,20 +59,21 @@ class Augment:
     Workers, processes and a resumed run all see the same view of a sample.
     """
 
-    crop: Crop = "inception"
+    crop: Crop | None = None
     """`inception`: a part of the image, stretched to the input size (the paper's); `pad`: the whole image, shifted
-    (the paper's random crop for CIFAR-100); `none`: as in evaluation."""
+    (the paper's random crop for CIFAR-100); `none`: as in evaluation. None: `inception` for labels, `none` for numbers,
+    since a crop changes what is measured."""
     scale: tuple[float, float] = (0.08, 1.0)
     """Fraction of the image's area that an inception crop takes."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Width to height of an inception crop."""
     padding: float = 1 / 8
     """How far `pad` shifts at most, as a fraction of the input size: 4 of 32 pixels, as usual for CIFAR."""
-    flip: float = 0.5
-    """Probability of a mirror image."""
+    flip: float | None = None
+    """Probability of a mirror image; 0 where left and right or letters matter. None: 0.5 for labels, 0 for numbers."""
 
     def __post_init__(self) -> None:
-        if self.crop not in get_args(Crop):
+        if self.crop is not None and self.crop not in get_args(Crop):
             raise DataError(f"unknown crop {self.crop!r}: choose one of {', '.join(get_args(Crop))}.")
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise DataError(f"scale {self.scale}: give two fractions of the image's area, 0 < low ≤ high ≤ 1.")
@@ -79,8 +81,21 @@ class Augment:
             raise DataError(f"ratio {self.ratio}: give two ratios of width to height, 0 < low ≤ high.")
         if not 0 <= self.padding < 1:
             raise DataError(f"padding {self.padding}: choose a fraction of the input size, from 0 to below 1.")
-        if not 0 <= self.flip <= 1:
+        if self.flip is not None and not 0 <= self.flip <= 1:
             raise DataError(f"flip {self.flip}: choose a probability from 0 to 1.")
+
+    def for_kind(self, kind: HeadKind) -> Augment:
+        """The same, with what is None decided by what the images are labelled with."""
+        if self.crop is not None and self.flip is not None:
+            return self
+        random = kind != "regression"
+        crop = self.crop or ("inception" if random else "none")
+        return replace(self, crop=crop, flip=0.5 * random if self.flip is None else self.flip)
+
+    @property
+    def plain(self) -> bool:
+        """Whether every view is the one of evaluation."""
+        return self.crop == "none" and self.flip == 0
 
     def apply(
         self, image: Image.Image, preprocessing: Preprocessing, seed: int, epoch: int, sample: int
@@ -88,21 +103,23 @@ class Augment:
         """The image's view for this sample in this epoch, at the size that the backbone takes."""
         height, width = output_size(preprocessing)
         draws = uniform(2 * _TRIES + 3, seed, Purpose.AUGMENT, epoch, sample).tolist()
-        if self.crop == "inception":
+        own = self.for_kind("softmax")  # a Loader has decided by its images already
+        if own.crop == "inception":
             box = self.box(image.size, draws)
             image = image.resize((width, height), Image.Resampling(preprocessing.resample), box=box)
         else:
             image = preprocessing.fit(image)
-        if self.crop == "pad":
+        if own.crop == "pad":
             # Pillow fills what lies outside with black.
             far = round(self.padding * width), round(self.padding * height)
             left, top = (math.floor(draws[at + 1] * (2 * far[at] + 1)) - far[at] for at in (0, 1))
             image = image.crop((left, top, left + width, top + height))
-        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if draws[0] < self.flip else image
+        mirrored = own.flip is not None and draws[0] < own.flip
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else image
 
     def edge(self, size: tuple[int, int], preprocessing: Preprocessing, seed: int, epoch: int, sample: int) -> int:
         """The shortest edge to decode an image of this size at, so that the view still has twice the input's pixels."""
-        if self.crop != "inception":
+        if self.crop not in {None, "inception"}:
             return preprocessing.draft or min(size)
         height, width = output_size(preprocessing)
         draws = uniform(2 * _TRIES + 3, seed, Purpose.AUGMENT, epoch, sample).tolist()

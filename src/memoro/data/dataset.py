@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -14,8 +14,9 @@ from PIL import Image
 from torch import Tensor
 
 from memoro.errors import DataError
-from memoro.heads import HeadKind
+from memoro.heads import HeadKind, find_kind
 from memoro.images import Draft, open_image
+from memoro.phases import Phases
 
 SplitName = Literal["train", "val", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
@@ -32,12 +33,16 @@ class DataOptions:
     split: str | None = None
     """The one split to use."""
     kind: HeadKind | None = None
-    """By default, the name or type of the label column decides."""
+    """What a label is: `class` (softmax), `labels` (multilabel) or `number` (regression). By default, the name or type
+    of the label column and its values decide."""
     image_column: str | None = None
     label_column: str | Sequence[str] | None = None
     """Several columns are the numbers of a regression."""
     labels: Sequence[str] | None = None
     """The labels of a task that the data must match; by default, the classes of the training images, sorted."""
+    drop_unknown: bool = False
+    """Whether labels that are not among `labels` are left out, with their images, and counted in `Splits.unknown`;
+    else they are an error."""
     val_fraction: float = 0.15
     """Fraction of train that becomes the validation split where the data has none; 0 leaves train whole."""
     fold: tuple[int, int] | None = None
@@ -53,6 +58,12 @@ class DataOptions:
     workers: int | None = None
     """Worker processes for that; by default one per core, and none for a small dataset."""
     quiet: bool = False
+    phases: Phases = field(default_factory=Phases)
+    """Measures how long the images are checked."""
+
+    def __post_init__(self) -> None:
+        if self.kind is not None:
+            object.__setattr__(self, "kind", find_kind(self.kind))
 
 
 class Skipped(NamedTuple):
@@ -134,6 +145,8 @@ class AnySplits(Labelled, Generic[Images]):
     """What to know before trusting a metric."""
     skipped: tuple[Skipped, ...] = ()
     """Unreadable images of all splits."""
+    unknown: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """For each split, the images of each label that was left out (`DataOptions.drop_unknown`)."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,7 +66,8 @@ class Loader:
 
     With `world` processes, each of them gets every `world`-th image of the same global batches of `batch_size` images.
     Its part may be one image smaller than another's, or empty at the end of an epoch. With `views`, each image has
-    only that many, in turn: the first is the one of evaluation, the others are random.
+    only that many, in turn: the first is the one of evaluation, the others are random. What `augment` leaves open is
+    decided by the kind of the images.
     """
 
     def __init__(
@@ -87,6 +88,9 @@ class Loader:
         if not 0 <= rank < world <= batch_size:
             raise DataError(f"batch size {batch_size} for process {rank} of {world}: each needs at least one image.")
         output_size(preprocessing)
+        augment = None if augment is None else augment.for_kind(images.kind)
+        if augment is not None and augment.plain:
+            augment, views = None, views and 1  # all views would be the same one
         self.images, self.batch_size = images, batch_size
         self.preprocessing, self.augment, self.seed, self.views = preprocessing, augment, seed, views
         self.rank, self.world = rank, world

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memoro.console import bar, plain_console
+from memoro.console import bar
 from memoro.data.dataset import ImageSet, Skipped, refuse_many
 from memoro.data.loader import WorkerPool, shared_pool, worker_count
 from memoro.errors import ImageError
@@ -42,7 +42,6 @@ def _drop_unreadable(check: _Check, pool: WorkerPool, workers: int | None, quiet
     good: list[int] = []
     digests: list[bytes] = []
     skipped: list[Skipped] = []
-    quiet = quiet or not plain_console(stderr=True).is_terminal
     with bar(f"checking {images.name}", len(images), quiet=quiet) as advance:
         for chunk, outcomes in results:
             for at, outcome in zip(chunk, outcomes, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,7 +10,16 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from memoro.data.annotations import RawDataset, RawSplit, encode, first_few, labels_in, left_out, sort_labels
+from memoro.data.annotations import (
+    Annotation,
+    RawDataset,
+    RawSplit,
+    encode,
+    first_few,
+    labels_in,
+    left_out,
+    sort_labels,
+)
 from memoro.data.augment import Purpose, order
 from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, refuse_many
 from memoro.data.screening import drop_unreadable
@@ -93,6 +103,9 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
         refuse_many(raw.skipped, len(raw.skipped), name)
         raise DataError(f"{name} contains no images.")
     notes = list(raw.notes)
+    unknown: dict[str, dict[str, int]] = {}
+    if options.drop_unknown and options.labels is not None and raw.kind != "regression":
+        unknown = _drop_unknown(parts, set(options.labels))
     labels = _labels(raw, parts, options.labels, name)
     if options.labels is None and raw.kind != "regression" and "train" in parts:
         notes += _drop_unseen(parts)
@@ -104,7 +117,8 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
     if options.screen:
         digests = {split: _known_digests(images, checked) for split, images in sets.items()}
         new = [split for split in sets if digests[split] is None]
-        readable = drop_unreadable([sets[split] for split in new], options.workers, quiet=options.quiet)
+        with options.phases.during("checking"):
+            readable = drop_unreadable([sets[split] for split in new], options.workers, quiet=options.quiet)
         sets = {split: replace(images, digests=digests[split]) for split, images in sets.items()}
         sets |= dict(zip(new, readable, strict=True))
     else:
@@ -115,7 +129,7 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
         notes.append(f"{left_out(len(skipped), 'unreadable image')}, such as {skipped[0].where} ({skipped[0].reason}).")
     train, val, test = map(sets.get, SPLITS)
     notes += [] if train is None else _rare_classes(train)
-    splits = Splits(name, labels, raw.kind, train, val, test, tuple(notes), skipped)
+    splits = Splits(name, labels, raw.kind, train, val, test, tuple(notes), skipped, unknown)
     splits = hold_out(splits, options.val_fraction, options.seed, fold=options.fold)
     return replace(splits, notes=(*splits.notes, *_duplicates(splits)))
 
@@ -150,6 +164,29 @@ def _labels(
     if not labels:
         raise DataError(f"{name}: no image has a label.")
     return labels
+
+
+def _drop_unknown(parts: dict[SplitName, RawSplit], known: set[str]) -> dict[str, dict[str, int]]:
+    """Removes unknown labels, and images of an unknown class; nothing where no label is known.
+
+    Returns for each split how many images had each of these labels.
+    """
+    if not any(known & labels_in(part.annotations) for part in parts.values()):
+        return {}
+    unknown: dict[str, dict[str, int]] = {}
+    for split, part in list(parts.items()):
+        counts = Counter(label for one in part.annotations for label in labels_in([one]) - known)
+        unknown[split] = {label: counts[label] for label in sort_labels(set(counts))}
+        rows: list[int] = []
+        annotations: list[Annotation] = []
+        for row, one in zip(part.rows, part.annotations, strict=True):
+            if not isinstance(one, str) or one in known:
+                rows.append(row)
+                annotations.append(one if isinstance(one, str) else tuple(str(name) for name in one if name in known))
+        parts[split] = RawSplit(part.source, rows, annotations)
+        if not rows:
+            del parts[split]
+    return unknown
 
 
 def _drop_unseen(parts: dict[SplitName, RawSplit]) -> list[str]:
@@ -236,7 +273,7 @@ def _first_copies(images: ImageSet) -> Index:
 
 
 def _rare_classes(train: ImageSet) -> list[str]:
-    """Notes on classes with one training image, or none."""
+    """Notes on classes with one training image, which is hardly enough to learn from, or none."""
     if train.kind == "regression":
         return []
     counts = train.targets.bincount(minlength=len(train.labels)) if train.kind == "softmax" else train.targets.sum(0)
@@ -244,7 +281,8 @@ def _rare_classes(train: ImageSet) -> list[str]:
     for number, what in ((1, "a single image"), (0, "no image")):
         labels = [label for label, count in zip(train.labels, counts.tolist(), strict=True) if count == number]
         if labels:
-            notes.append(f"{len(labels)} of {len(train.labels)} classes have {what} in train: {first_few(labels)}.")
+            text = f"{len(labels)} of {len(train.labels)} classes have {what} in train: {first_few(labels)}."
+            notes.append(f"warning: {text}" if number else text)
     return notes
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from memoro.data.annotations import encode, parse
 from memoro.data.augment import Purpose, uniform
+from memoro.data.columns import Columns, choose_columns
 from memoro.data.dataset import SPLITS, AnySplits, DataOptions, Labelled, SplitName
 from memoro.data.hub import KNOWN, fetch
-from memoro.data.tables import Columns, Places, choose_columns, encoded_image, match_splits, undecoded
+from memoro.data.tables import Places, encoded_image, match_splits, undecoded
 from memoro.errors import DataError, ImageError
 
 

@@ -11,99 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from memoro.data.annotations import KIND_OF_COLUMN, SPLIT_NAMES, RawDataset, RawSplit, parse, split_name
+from memoro.data.columns import IMAGE_COLUMNS, Columns, choose_columns, recognise_numbers
 from memoro.data.dataset import MAX_BYTES, SPLITS, DataOptions, Skipped, SplitName, unreadable_size
 from memoro.data.folders import FileImages
 from memoro.data.hub import read_inaturalist
 from memoro.errors import DataError, ImageError
-from memoro.heads import HeadKind
 
-IMAGE_COLUMNS = ("image", "img", "path", "file", "file_name", "filename", "image_path", "filepath")
 TABLE_SUFFIXES = frozenset({".csv", ".tsv", ".parquet"})
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns to read. `labels` are the names that the table fixes, or for regression its columns' names."""
-
-    image: str
-    values: tuple[str, ...]
-    kind: HeadKind
-    labels: tuple[str, ...] | None = None
-
-    def cells(self, table: Mapping[str, Sequence[Any]]) -> list[Any]:
-        """The cells to parse: class numbers replaced by their names, unknown ones by None."""
-        if len(self.values) > 1:
-            return list(zip(*(table[column] for column in self.values), strict=True))
-        cells, names = table[self.values[0]], self.labels
-        if names is None or self.kind == "regression":
-            return list(cells)
-
-        def name(number: Any) -> str | None:
-            return names[number] if isinstance(number, int) and 0 <= number < len(names) else None
-
-        if self.kind == "multilabel":
-            return [[name(number) for number in (cell if isinstance(cell, Sequence) else [cell])] for cell in cells]
-        return [name(cell) for cell in cells]
-
-
-def choose_columns(
-    features: Mapping[str, Any], options: DataOptions, name: str, image_columns: Sequence[str] = IMAGE_COLUMNS
-) -> Columns:
-    """The columns of a table, by the types of its features (None where it has none) first and by their names second."""
-    image, asked, kind = options.image_column, options.label_column, options.kind
-    pictures = [column for column, feature in features.items() if type(feature).__name__ == "Image"]
-    if image is None and len(pictures) == 1:
-        image = pictures[0]
-    image = _find_column(list(features), image, image_columns, "image_column", name)
-    classes = [column for column, feature in features.items() if _kind_of_feature(feature)[1] is not None]
-    if asked is None and len(classes) == 1:
-        asked = classes[0]
-    present = [column for column in features if column != image]
-    if asked is not None and not isinstance(asked, str):
-        if kind not in {None, "regression"}:
-            raise DataError(f"{name}: several label columns are for regression only, not for {kind}.")
-        values = tuple(_find_column(present, column, (), "label_column", name) for column in asked)
-        return Columns(image, values, "regression", values)
-    # `label` and `labels` are mixed up too often to insist on one of them, once the kind is known.
-    usual = sorted(KIND_OF_COLUMN, key=lambda column: kind not in {None, KIND_OF_COLUMN[column]})
-    value = _find_column(present, asked, usual, "label_column", name)
-    by_type, names = _kind_of_feature(features[value])
-    if by_type == "multilabel" and kind == "softmax":
-        raise DataError(f"{name}: the column {value!r} has several labels per image: that is kind 'multilabel'.")
-    kind = kind or by_type or KIND_OF_COLUMN.get(value.lower(), "softmax")
-    return Columns(image, (value,), kind, (value,) if kind == "regression" else names)
-
-
-def _find_column(present: Sequence[str], asked: str | None, usual: Sequence[str], argument: str, name: str) -> str:
-    """The column asked for, or the first of the usual names (whatever their case), or an error that lists them all."""
-    if asked is not None:
-        if asked not in present:
-            raise DataError(f"{name}: no column {asked!r}; it has {', '.join(map(repr, present))}.")
-        return asked
-    lower = {column.lower(): column for column in reversed(present)}
-    for candidate in usual:
-        if candidate in lower:
-            return lower[candidate]
-    what = "label" if argument == "label_column" else "image's path" if usual[0] == "path" else "image"
-    raise DataError(
-        f"{name}: no column for the {what} among {', '.join(map(repr, present)) or 'none at all'}; "
-        f"call it {usual[0]!r}, or name it with {argument}."
-    )
-
-
-def _kind_of_feature(feature: Any) -> tuple[HeadKind | None, tuple[str, ...] | None]:
-    """The kind of head and the labels that a feature of `datasets`, or a cell of a table without types, tells."""
-    inner: Any = getattr(feature, "feature", None)
-    kind, inner_kind = type(feature).__name__, type(inner).__name__
-    if kind == "ClassLabel":
-        return "softmax", tuple(feature.names)
-    if inner_kind == "ClassLabel":
-        return "multilabel", tuple(inner.names)
-    if inner_kind == "Value":
-        return ("regression" if inner.dtype.startswith("float") else "multilabel"), None
-    if kind == "float" or (kind == "Value" and feature.dtype.startswith(("float", "decimal"))):
-        return "regression", None
-    return ("multilabel" if kind == "list" else None), None
 
 
 @dataclass(frozen=True)
@@ -212,7 +126,10 @@ def read_tables(tables: Mapping[str, Any], options: DataOptions, name: str, root
     """
     places = Places(str(root or Path.cwd()), hub=root is None, anywhere=options.allow_absolute)
     names, notes = match_splits(tables, name)
-    columns = choose_columns(tables[next(iter(names.values()))].features, options, name)
+    first = tables[next(iter(names.values()))]
+    columns = choose_columns(first.features, options, name)
+    columns, more = recognise_numbers(columns, columns.cells(_read_values(first, columns)), options)
+    notes += more
     splits: dict[SplitName, RawSplit] = {}
     for split, key in names.items():
         title = f"{name}:{key}" if len(tables) > 1 else name
@@ -241,9 +158,7 @@ def _read_table(table: Any, columns: Columns, name: str, places: Places) -> tupl
     if missing:
         raise DataError(f"{name}: no column {missing[0]!r}; it has {', '.join(map(repr, table.features))}.")
     source = TableImages(undecoded(table.with_format(None), columns.image), columns.image, name, places)
-    # As Arrow: a column whose type is an image would open files that no place allows.
-    values = table.select_columns(list(columns.values)).with_format("arrow")[:]
-    cells = columns.cells(values.to_pydict())
+    cells = columns.cells(_read_values(table, columns))
     rows: Sequence[int] = range(len(cells))
     notes = []
     if columns.kind == "softmax":
@@ -253,6 +168,11 @@ def _read_table(table: Any, columns: Columns, name: str, places: Places) -> tupl
             notes.append(f"{name}: {len(cells) - len(rows)} images without a label were left out.")
     annotations = parse([cells[row] for row in rows], columns.kind, lambda at: f"{name}, row {rows[at]}")
     return RawSplit(source, rows, annotations), notes
+
+
+def _read_values(table: Any, columns: Columns) -> dict[str, list[Any]]:
+    # As Arrow: a column whose type is an image would open files that no place allows.
+    return dict(table.select_columns(list(columns.values)).with_format("arrow")[:].to_pydict())
 
 
 def read_manifest(path: Path, options: DataOptions) -> RawDataset:
@@ -279,6 +199,7 @@ def read_manifest(path: Path, options: DataOptions) -> RawDataset:
     cells = columns.cells(table)
     if not cells:
         raise DataError(f"{path}: there are no rows below the header.")
+    columns, notes = recognise_numbers(columns, cells, options)
     annotations = parse(cells, columns.kind, where)
     files, skipped = _find_files(table[columns.image], Places(str(path.parent), anywhere=options.allow_absolute), where)
     source = FileImages(str(path.parent), tuple(files))
@@ -294,7 +215,7 @@ def read_manifest(path: Path, options: DataOptions) -> RawDataset:
     splits = {
         split: RawSplit(source, rows, [annotations[row] for row in rows]) for split, rows in by_split.items() if rows
     }
-    return RawDataset(columns.kind, splits, labels=columns.labels, skipped=tuple(skipped.values()))
+    return RawDataset(columns.kind, splits, columns.labels, tuple(notes), tuple(skipped.values()))
 
 
 def _read_csv(path: Path) -> dict[str, list[Any]]:

@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.console import format_count
+from memoro.console import bar, format_count
 from memoro.data import ImageSet, Loader, Splits, Streams, load_data
 from memoro.engine.composition import compose
 from memoro.errors import DataError, TrainingError
 from memoro.evaluation.logits import collect_logits
-from memoro.evaluation.metrics import measure
+from memoro.evaluation.metrics import measure, warn_of
 from memoro.extras import need
+from memoro.heads import HeadKind
 from memoro.regimes.baseline import Baseline
 from memoro.tasks.spec import by_name
 from memoro.tasks.task import Task
@@ -26,6 +27,7 @@ def evaluate(
     tasks: Sequence[Task | Baseline],
     data: Any | dict[str, Any],
     *,
+    label_column: str | None = None,
     batch_size: int = 32,
     workers: int | None = None,
     quiet: bool = True,
@@ -33,9 +35,10 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """Each task's metrics on the test split of its data (or on the whole set where there is none), by name.
 
-    `data` is one set for all tasks, or a dict from a task's name to its own. Tasks that have the same images, labels
-    and preprocessing share one pass; each baseline has its own. `log` receives a line for every pass, and a warning
-    for data without a test split.
+    `data` is one set for all tasks, or a dict from a task's name to its own; `label_column` is for tables. Tasks that
+    have the same images, labels and preprocessing share one pass; each baseline has its own. Images of classes that a
+    task does not know are left out and counted in `unknown_classes`. `log` receives a line for every pass, and notes,
+    such as on data without a test split.
     """
     need("torchmetrics")
     models = by_name(tasks)
@@ -44,15 +47,15 @@ def evaluate(
         task.spec.check_backbone(backbone)
     # A DatasetDict is a dict of splits: one set.
     sources = dict(data) if type(data) is dict else dict.fromkeys(models, data)
-    groups: dict[Any, tuple[ImageSet, str, list[str]]] = {}
+    groups: dict[Any, tuple[ImageSet, str, dict[str, int], list[str]]] = {}
     for name, source in sources.items():
         if name not in models:
             raise DataError(f"no task {name!r} among {', '.join(models)}: write NAME=DATA with one of these.")
         task = models[name]
         key = (source if isinstance(source, (str, Path)) else id(source), task.spec.labels, task.kind)
         if key not in groups:
-            groups[key] = (*_test_images(source, task, workers, quiet), [])
-        groups[key][2].append(name)
+            groups[key] = (*_test_images(source, task, label_column, workers, quiet), [])
+        groups[key][-1].append(name)
 
     def forward(names: list[str]) -> Callable[[Tensor], list[Tensor]]:
         if isinstance(baseline := models[names[0]], Baseline):
@@ -60,7 +63,9 @@ def evaluate(
         return lambda pixels: [logits for name, logits in composition(pixels, names).items() if name != "base"]
 
     results: dict[str, dict[str, Any]] = {}
-    for images, split, names in groups.values():
+    for images, split, unknown, names in groups.values():
+        if unknown:
+            log(_not_known(unknown, models[names[0]].kind, images, names))
         if split != "test":
             log(_no_test_split(images, split, names))
         passes = list(composition.passes([name for name in names if name in composition.names]).items())
@@ -70,9 +75,13 @@ def evaluate(
         for preprocessing, together in passes:
             log(f"{images.name}: one pass over {format_count(len(images), 'image')} for {', '.join(together)}")
             loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
-            logits, targets = collect_logits(forward(together), backbone, loader)
+            with bar(f"evaluating on {images.name}", len(images), quiet=quiet) as tick:
+                logits, targets = collect_logits(forward(together), backbone, loader, tick=tick)
             for name, out in zip(together, logits, strict=True):
-                results[name] = {"split": split, **measure(models[name].kind, models[name].labels, out, targets)}
+                found = {"split": split, **measure(models[name].kind, models[name].labels, out, targets)}
+                results[name] = {**found, **({"unknown_classes": unknown} if unknown else {})}
+                if (warning := warn_of(found)) is not None:
+                    log(f"warning: {name}: {warning}")
     return {name: results[name] for name in sources}
 
 
@@ -86,16 +95,35 @@ def _no_test_split(images: ImageSet, split: str, names: list[str]) -> str:
     )
 
 
-def _test_images(source: Any, task: Task | Baseline, workers: int | None, quiet: bool) -> tuple[ImageSet, str]:
+def _not_known(unknown: dict[str, int], kind: HeadKind, images: ImageSet, names: list[str]) -> str:
+    which = ", ".join(f"{label} ({count})" for label, count in list(unknown.items())[:20])
+    more = f" and {len(unknown) - 20} more" if len(unknown) > 20 else ""
+    what, rest = ("label", "") if kind == "multilabel" else ("class", "; their images were left out")
+    count = f"{len(unknown)} {what}{'' if len(unknown) == 1 else 'es' if what == 'class' else 's'}"
+    return f"note: {images.name} has {count} that {', '.join(names)} cannot predict: {which}{more}{rest}."
+
+
+def _test_images(
+    source: Any, task: Task | Baseline, label_column: str | None, workers: int | None, quiet: bool
+) -> tuple[ImageSet, str, dict[str, int]]:
+    """The images to measure on, the name of their split, and the unknown labels among them with their counts."""
     splits = source
     if not isinstance(source, Splits):
-        kind = None if task.kind == "softmax" else task.kind
-        splits = load_data(source, kind=kind, labels=task.labels, val_fraction=0, workers=workers, quiet=quiet)
+        splits = load_data(
+            source,
+            kind=task.kind,
+            label_column=label_column,
+            labels=task.labels,
+            drop_unknown=True,
+            val_fraction=0,
+            workers=workers,
+            quiet=quiet,
+        )
     check_labels(task, splits)
     for name, split in (("test", "test"), ("val", "val"), ("train", "all")):
         images: ImageSet | None = getattr(splits, name)
         if images is not None:
-            return images, split
+            return images, split, dict(splits.unknown.get(name, {}))
     raise DataError(f"{splits.name} contains no images.")
 
 

@@ -16,6 +16,7 @@ from memoro.regimes.baselinefile import is_baseline, read_baseline
 from memoro.tasks.task import Task, TaskSpec
 from memoro.tasks.taskfile import load_tasks
 
+SIDE_BY_SIDE = 2
 MAX_LABELS = 6
 MAX_LINES = 50
 MAX_TEXT = 200
@@ -85,14 +86,19 @@ def _describe(spec: TaskSpec | BaselineSpec, own: dict[str, Any], backbone: Back
     }
 
 
-def inspect_table(record: dict[str, Any]) -> Table:
-    """The record of a file as a table with a column for each task."""
+def inspect_tables(record: dict[str, Any]) -> list[Table]:
+    """The record of a file as tables with a column for each task, `SIDE_BY_SIDE` of them to a table."""
     entries = record["tasks"] if "tasks" in record else [record["baseline"]]
-    columns = [_rows(entry) for entry in entries]
-    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    title = f"{record['file']}  ({format_bytes(record['bytes'])})"
-    names = ["", *(entry["name"] for entry in entries)]
-    return make_table(names, [row for row in rows if any(row[1:])], title, left=len(names))
+    title: str | None = f"{record['file']}  ({format_bytes(record['bytes'])})"
+    tables = []
+    for at in range(0, len(entries), SIDE_BY_SIDE):
+        some = entries[at : at + SIDE_BY_SIDE]
+        columns = [_rows(entry) for entry in some]
+        rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+        names = ["", *(entry["name"] for entry in some)]
+        tables.append(make_table(names, [row for row in rows if any(row[1:])], title, left=len(names)))
+        title = None
+    return tables
 
 
 def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
@@ -120,7 +126,8 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
         "this backbone": backbone.get("match", ""),
         "images": _image_size(entry["preprocessing"]),
         "metrics": _lines(entry["metrics"]),
-        "training": _lines(entry["training"]),
+        "training": _lines({name: value for name, value in entry["training"].items() if name != "history"}),
+        "history": _history(entry["training"].get("history")),
         "content": entry["content"][:12],
     }
 
@@ -137,6 +144,16 @@ def _image_size(preprocessing: dict[str, Any] | None) -> str:
         return "the backbone's size"
     size = preprocessing["crop"] or preprocessing["resize"]
     return f"{size[0]}x{size[1]}" if isinstance(size, (list, tuple)) else str(size)
+
+
+def _history(earlier: Any) -> list[str]:
+    """A line for each training that this one started from: a file may record any JSON."""
+    entries = [entry for entry in earlier if isinstance(entry, dict)] if isinstance(earlier, list) else []
+    shown = []
+    for entry in entries[-MAX_LINES:]:
+        name, data, images, labels = (_brief(entry.get(key, "?")) for key in ("task", "data", "images", "labels"))
+        shown.append(f"started from {name}: {images} images of {data}, {labels} labels")
+    return shown
 
 
 def _lines(record: dict[str, Any]) -> list[str]:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.console import RenderableType
+from rich.text import Text
 from torch import Tensor
 
-from memoro.console import make_table
+from memoro.console import make_table, printable
 from memoro.heads import HeadKind, loss_sum, probabilities
 
 MAIN_FIGURE: dict[HeadKind, str] = {
@@ -19,25 +20,30 @@ MAIN_FIGURE: dict[HeadKind, str] = {
 }
 """What runs are compared by."""
 
-COLUMNS = (
-    "accuracy",
-    "balanced_accuracy",
-    "calibration_error",
-    "exact_match",
-    "mean_average_precision",
-    "mean_absolute_error",
-    "r2",
-    "loss",
-)
-"""The metrics that tables show, in this order."""
+COLUMNS = {
+    "accuracy": "accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "calibration_error": "calibration error",
+    "mean_average_precision": "mAP",
+    "f1": "F1",
+    "exact_match": "exact match",
+    "label_accuracy": "label accuracy",
+    "r2": "R²",
+    "mean_absolute_error": "mean absolute error",
+    "loss": "loss",
+}
+"""The metrics that are shown, in this order, and what they are called everywhere."""
+
+NO_BETTER = 0.05
+"""An R² below this is no better than always answering the mean."""
 
 
 def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tensor) -> dict[str, Any]:
     """JSON-ready metrics over a whole set.
 
     softmax: accuracy, balanced accuracy, expected calibration error (15 bins), recall of the five worst classes.
-    multilabel: accuracy (over all yes/no answers), exact match, mean average precision. regression: mean absolute
-    error, R² (mean over outputs).
+    multilabel: mean average precision and F1 (at a threshold of one half), both means over the labels that occur; exact
+    match, label accuracy (over all yes/no answers). regression: R² and mean absolute error, means over outputs.
     """
     logits = logits.detach().float().cpu()
     targets = targets.cpu()
@@ -62,6 +68,19 @@ def score(kind: HeadKind, metrics: dict[str, Any]) -> tuple[float, float]:
     return (-math.inf if value is None else value), -metrics["loss"]
 
 
+def name_split(split: str) -> str:
+    """What a split is called in tables."""
+    return "validation" if split == "val" else split
+
+
+def warn_of(metrics: dict[str, Any]) -> str | None:
+    """What a user must know before using a model with these metrics; None: nothing."""
+    value = metrics.get("r2")
+    if value is None or value >= NO_BETTER:
+        return None
+    return f"R² is {value:.3f} ({name_split(metrics['split'])}): no better than always answering the mean."
+
+
 def confusion(logits: Tensor, targets: Tensor) -> Tensor:
     """(true, predicted) counts of a softmax task."""
     classes = logits.shape[-1]
@@ -69,20 +88,22 @@ def confusion(logits: Tensor, targets: Tensor) -> Tensor:
     return pairs.bincount(minlength=classes * classes).view(classes, classes)
 
 
-def metrics_table(results: dict[str, dict[str, Any]]) -> Table:
-    """Metrics of several tasks, a row each; columns that would be empty are left out."""
-    shown = [name for name in COLUMNS if any(metrics.get(name) is not None for metrics in results.values())]
-    columns = ["task", "split", "images", *(name.replace("_", " ").replace("calibration", "calib.") for name in shown)]
-    rows = [
-        [name, metrics["split"], str(metrics["images"])]
-        + [f"{metrics[column]:.4f}" if metrics.get(column) is not None else "" for column in shown]
-        for name, metrics in results.items()
-    ]
-    worst = [format_worst(metrics, 3) for metrics in results.values()]
-    if any(worst):
-        columns.append("worst classes")
-        rows = [[*row, text] for row, text in zip(rows, worst, strict=True)]
-    return make_table(columns, rows, left=2)
+def metrics_tables(results: dict[str, dict[str, Any]]) -> list[RenderableType]:
+    """Metrics of several tasks, a row each, in a table for each kind of task; then the worst classes of each."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, metrics in results.items():
+        alike.setdefault(tuple(key for key in COLUMNS if metrics.get(key) is not None), []).append(name)
+    shown: list[RenderableType] = []
+    for keys, names in alike.items():
+        columns = ["task", "split", "images", *(COLUMNS[key].replace("calibration", "calib.") for key in keys)]
+        rows = [
+            [name, name_split(found["split"]), str(found["images"]), *(f"{found[key]:.4f}" for key in keys)]
+            for name in names
+            for found in (results[name],)
+        ]
+        shown.append(make_table(columns, rows, left=2))
+    worst = {name: format_worst(metrics, 5) for name, metrics in results.items()}
+    return [*shown, *(Text(printable(f"{name}, worst classes: {text}")) for name, text in worst.items() if text)]
 
 
 def format_worst(metrics: dict[str, Any], most: int) -> str:
@@ -119,10 +140,13 @@ def _multilabel(probabilities: Tensor, targets: Tensor) -> dict[str, Any]:
         float(binary_average_precision(probabilities[:, label], truth[:, label].long()))
         for label in truth.any(dim=0).nonzero().flatten().tolist()
     ]
+    said, occurs = probabilities >= 0.5, truth.any(dim=0)
+    f1 = 2 * (said & truth).sum(dim=0) / (said.sum(dim=0) + truth.sum(dim=0)).clamp(min=1)
     return {
-        "accuracy": float(right.float().mean()),
-        "exact_match": float(right.all(dim=-1).float().mean()),
         "mean_average_precision": sum(each) / len(each) if each else None,
+        "f1": float(f1[occurs].mean()) if each else None,
+        "exact_match": float(right.all(dim=-1).float().mean()),
+        "label_accuracy": float(right.float().mean()),
     }
 
 
@@ -132,6 +156,6 @@ def _regression(values: Tensor, targets: Tensor) -> dict[str, Any]:
     known = variation > 0  # R² is undefined for an output whose targets are all the same
     each = 1 - error.square().sum(dim=0)[known] / variation[known]
     return {
-        "mean_absolute_error": float(error.abs().mean()),
         "r2": float(each.mean()) if len(each) else None,
+        "mean_absolute_error": float(error.abs().mean()),
     }

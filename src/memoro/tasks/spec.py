@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Backbone, BackboneRecord
+from memoro.console import quoted
 from memoro.errors import CompositionError, TaskError
 from memoro.heads import HeadKind
 from memoro.images import Preprocessing
@@ -69,7 +70,7 @@ class ModelSpec:
             return
         raise CompositionError(
             f"{self.name!r} was trained for {made.name} ({made.family}, {why}). Load that backbone, or train the task "
-            f"again on this one: memoro train DATA --backbone {backbone.name} --task {self.name}"
+            f"again on this one: {quoted('memoro', 'train', 'DATA', '--backbone', backbone.name, '--task', self.name)}"
         )
 
 

@@ -25,6 +25,8 @@ from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
 
 GIGABYTE = 10**9
+FREE_SHARE, MOST = 0.1, 20
+"""The default budget: this share of the free space, at most so many gigabytes."""
 
 Buffers = dict[tuple[RecordFormat, int], tuple[Tensor, Tensor]]
 """Memory to read batches into, by record format and batch size."""
@@ -35,8 +37,9 @@ class Cache:
     """Where features are kept, how much space they may take, and in which precision."""
 
     folder: Path = field(default_factory=default_folder)
-    budget: float = 20.0
-    """Gigabytes, over all backbones and sets; what was used longest ago is evicted first."""
+    budget: float | None = None
+    """Gigabytes, over all backbones and sets; what was used longest ago is evicted first. None: a tenth of the disk's
+    free space (kept features count as free), at most 20 GB."""
     dtype: StoreDtype = "float16"
     required: bool = True
     """Whether features that do not fit are an error; else they are computed again in every epoch."""
@@ -44,6 +47,17 @@ class Cache:
     def __post_init__(self) -> None:
         if self.dtype not in get_args(StoreDtype):
             raise CacheError(f"features cannot be kept as {self.dtype!r}: choose {', '.join(get_args(StoreDtype))}.")
+
+    @property
+    def limit(self) -> float:
+        """The budget in bytes."""
+        if self.budget is not None:
+            return self.budget * GIGABYTE
+        there = self.folder.absolute()
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        free = shutil.disk_usage(there).free + featurestore.total_bytes(self.folder)
+        return min(FREE_SHARE * free, MOST * GIGABYTE)
 
 
 class CachedLoader:
@@ -143,11 +157,14 @@ def keep_features(backbone: Backbone, pixels: Tensor, from_layer: int) -> Featur
 
 def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[int], None]) -> None:
     """Evicts what the budget has no space for and fills all loaders; a CacheError where they do not fit."""
-    budget = cache.budget * GIGABYTE
+    try:
+        budget = cache.limit
+    except OSError as error:
+        raise featurestore.cannot_keep(cache.folder, error) from None
     records = {(loader.store.folder, key): loader for loader in loaders for keys in loader.keys for key in keys}
     whole = sum(loader.store.format.size for loader in records.values())
     if whole > budget:
-        raise CacheError(_too_big(loaders, whole, f"the budget is {cache.budget:g} GB", "--cache-budget"))
+        raise CacheError(_too_big(loaders, whole, f"the budget is {format_bytes(budget)}", "--cache-budget"))
     _, needed = estimate(loaders)
     used = {file for loader in loaders for keys in loader.keys for file in loader.store.files_of(keys)}
     featurestore.mark_used(used)

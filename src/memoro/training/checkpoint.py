@@ -6,7 +6,6 @@ No pickle, one file, written whole, with a checksum over all of it.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from memoro.backbones import Backbone
 from memoro.console import format_count
 from memoro.data import ImageSet, ImageStream
 from memoro.errors import TrainingError
-from memoro.files import write_whole
+from memoro.files import free_names, write_whole
 from memoro.regimes import Baseline
 from memoro.tasks.task import Task
 from memoro.training.cached import Cache
@@ -87,11 +86,7 @@ def set_aside(path: Path) -> list[Path]:
     except Exception:  # damaged, or of another version: not ours to throw away
         pass
     files = [file for file in (path.with_name(METRICS), path) if file.exists()]  # a kill in between loses neither
-    for number in itertools.count(1):
-        names = [file.with_name(f"{file.stem}-{number}{file.suffix}") for file in files]
-        if not any(name.exists() for name in names):
-            break
-    return [file.rename(name) for file, name in zip(files, names, strict=True)]
+    return [file.rename(name) for file, name in zip(files, free_names(files), strict=True)]
 
 
 @contextmanager

@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
+from memoro.console import bar, format_bytes, quoted
 from memoro.data import ImageSet, Splits, Streams, load_data
 from memoro.data.augment import output_size
 from memoro.engine.composition import check_versions
+from memoro.engine.featurestore import default_folder, total_bytes
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
-from memoro.evaluation.metrics import measure
+from memoro.evaluation.metrics import measure, warn_of
 from memoro.extras import need
 from memoro.images import Preprocessing
+from memoro.phases import Phases
 from memoro.regimes import Baseline, Regime, find_regime
 from memoro.tasks.task import Task, content_hashes
 from memoro.training.cached import Cache
@@ -98,9 +101,10 @@ def fit_tasks(
     recipe, options = merge_options(recipe, options, changes)
     specs = []
     for task, data in tasks:
-        splits = data if isinstance(data, (Splits, Streams)) else _load(data, task, recipe, options)
+        with options.phases.during("reading"):
+            splits = data if isinstance(data, (Splits, Streams)) else _load(data, task, recipe, options)
         preprocessing = preprocessing_of(backbone, options, task.spec.preprocessing)
-        specs.append(RunSpec(task, recipe, _regime_of(task, regime, backbone), splits, preprocessing))
+        specs.append(RunSpec(task, recipe, regime_of(task, regime, backbone), splits, preprocessing))
     stages = _stages(specs)
     done: dict[int, FitResult] = {}
     for number, stage in enumerate(stages, start=1):
@@ -108,7 +112,16 @@ def fit_tasks(
         if options.folder is not None and len(stages) > 1:
             own = replace(options, folder=options.folder / str(number))
         done |= {id(result.task): result for result in train_runs(backbone, stage, own)}
-    return [done[id(task)] for task, _ in tasks]
+    return [judge(done[id(task)], options) for task, _ in tasks]
+
+
+def judge(result: FitResult, options: TrainOptions) -> FitResult:
+    """The result with a warning among its notes where its metrics call for one; the user is told."""
+    text = warn_of(result.metrics)
+    if text is None:
+        return result
+    options.note(f"warning: {result.task.name}: {text}")
+    return replace(result, notes=(*result.notes, text))
 
 
 def preprocessing_of(backbone: Backbone, options: TrainOptions, own: Preprocessing | None = None) -> Preprocessing:
@@ -118,10 +131,12 @@ def preprocessing_of(backbone: Backbone, options: TrainOptions, own: Preprocessi
     return own or backbone.preprocessing
 
 
-def _regime_of(task: Task | Baseline, name: str | None, backbone: Backbone) -> Regime:
+def regime_of(task: Task | Baseline, name: str | None, backbone: Backbone) -> Regime:
     """The regime of this name; without one, that of the task."""
     own = task.regime if isinstance(task, Baseline) else None
-    regime = find_regime(name or own or ("head" if task.from_layer == backbone.depth else "memory"))
+    if own is None and name is None:
+        name = "head" if task.from_layer == backbone.depth else "side" if task.rank else "memory"
+    regime = find_regime(name or own or "")
     if regime.composes != (own is None) or (own is not None and regime.name != own):
         made = "a task" if own is None else f"a baseline of regime {own!r}"
         raise TrainingError(f"{task.name!r} is {made}; regime {regime.name!r} only trains models that it built itself.")
@@ -131,12 +146,13 @@ def _regime_of(task: Task | Baseline, name: str | None, backbone: Backbone) -> R
 def _load(data: Any, task: Task | Baseline, recipe: Recipe, options: TrainOptions) -> Splits:
     return load_data(
         data,
-        kind=None if task.kind == "softmax" else task.kind,
+        kind=task.kind,
         labels=task.labels,
         val_fraction=recipe.val_fraction,
         seed=recipe.data_seed,
         workers=options.workers,
         quiet=options.quiet,
+        phases=options.phases,
     )
 
 
@@ -180,17 +196,25 @@ def _train(
 ) -> list[FitResult]:
     from memoro.training.runfolder import ProgressBar, RunFolder, draw_run
 
+    options.phases.switch("base passes")
     trainer = build_trainer(backbone, specs, options, processes)
     if options.folder is not None and processes.main:
         trainer.callbacks.append(RunFolder(options.folder, trainer, tensorboard=options.tensorboard))
     tasks = [spec.task for spec in specs]
     with ProgressBar(tasks[0].name, sum(group.total_steps for group in trainer.groups), options.quiet) as shown:
         trainer.callbacks.append(shown)
-        seconds = trainer.train()
+        trainer.on_validation = shown.update
+        options.phases.switch("training")
+        trainer.train()
     if all(run.diverged for run in trainer.runs):
         kept = "" if trainer.checkpoint is None else f" The last good checkpoint is in {trainer.checkpoint}."
         raise TrainingError(f"{tasks[0].name!r}: {trainer.runs[0].stopped}.{kept}")
-    results = evaluate_runs(trainer, seconds)
+    options.phases.switch("evaluation")
+    results = evaluate_runs(trainer)
+    options.phases.switch("plots")
+    if trainer.cache is not None and processes.main:
+        options.note(what_is_kept(trainer.cache))
+    record_time(results, options.phases)
     if options.folder is not None and processes.main and len(results) == 1:
         draw_run(options.folder, "", results[0])
     return results
@@ -254,7 +278,23 @@ def _choose_cache(options: TrainOptions, backbone: Backbone, specs: Sequence[Run
     return cache
 
 
-def evaluate_runs(trainer: Trainer, seconds: float) -> list[FitResult]:
+def what_is_kept(cache: Cache) -> str:
+    """How many features are on disk, where, and how to remove them."""
+    command = ["memoro", "cache", "--clear", *([] if cache.folder == default_folder() else ["--folder", cache.folder])]
+    size, limit = format_bytes(total_bytes(cache.folder)), format_bytes(cache.limit)
+    where = f"{size} of features are kept in {cache.folder} for later trainings (at most {limit})"
+    return f"{where}. To remove them: {quoted(*command)}"
+
+
+def record_time(results: Sequence[FitResult], phases: Phases) -> None:
+    """Records in the tasks how long all of it took, and its phases."""
+    seconds = {name: round(value, 1) for name, value in phases.seconds.items() if value >= 0.05}
+    for result in results:
+        facts = {**result.task.spec.training, "seconds": round(sum(phases.seconds.values()), 1), "phases": seconds}
+        result.task.describe(training=facts)
+
+
+def evaluate_runs(trainer: Trainer) -> list[FitResult]:
     """The result of each run: metrics of its best weights, on images that it did not learn from if there are any."""
     by_loader: dict[int, tuple[Batches, list[tuple[RunSpec, Run]]]] = {}
     for spec, run in zip(trainer.specs, trainer.runs, strict=True):
@@ -263,12 +303,16 @@ def evaluate_runs(trainer: Trainer, seconds: float) -> list[FitResult]:
             loader = trainer.loaders.evaluation(spec, images, keep=split in {"fold", "val"})
             by_loader.setdefault(id(loader), (loader, []))[1].append((spec, run))
     answers: dict[int, tuple[Tensor, Tensor]] = {}
-    for loader, pairs in by_loader.values():
-        forward = build_forward(trainer.backbone, [run.task for _, run in pairs])
-        logits, targets = collect_logits(forward, trainer.backbone, loader, all_gather=trainer.processes.all_gather)
-        for (spec, run), out in zip(pairs, logits, strict=True):
-            _, images = spec.final  # its own targets: other labels may share the loader
-            answers[id(run)] = out, images.targets if isinstance(images, ImageSet) else targets
+    sets = [loader.images for loader, _ in by_loader.values()]
+    total = sum(len(images) if isinstance(images, ImageSet) else images.length or 0 for images in sets)
+    with bar("evaluating", total, quiet=trainer.options.quiet) as tick:
+        for loader, pairs in by_loader.values():
+            forward = build_forward(trainer.backbone, [run.task for _, run in pairs])
+            how: dict[str, Any] = {"tick": tick, "all_gather": trainer.processes.all_gather}
+            logits, targets = collect_logits(forward, trainer.backbone, loader, **how)
+            for (spec, run), out in zip(pairs, logits, strict=True):
+                _, images = spec.final  # its own targets: other labels may share the loader
+                answers[id(run)] = out, images.targets if isinstance(images, ImageSet) else targets
     folder, results = trainer.options.folder, []
     for spec, run in zip(trainer.specs, trainer.runs, strict=True):
         notes = spec.splits.notes if run.stopped is None else (*spec.splits.notes, run.stopped)
@@ -277,15 +321,15 @@ def evaluate_runs(trainer: Trainer, seconds: float) -> list[FitResult]:
             continue
         out, targets = answers[id(run)]
         metrics = {"split": spec.final[0], **measure(run.task.kind, run.task.labels, out, targets)}
-        _describe(spec, run, metrics, seconds)
+        _describe(spec, run, metrics)
         results.append(FitResult(run.task, run.history, metrics, folder, notes, out, targets))
     return results
 
 
-def _describe(spec: RunSpec, run: Run, metrics: dict[str, Any], seconds: float) -> None:
+def _describe(spec: RunSpec, run: Run, metrics: dict[str, Any]) -> None:
     """Records in the task how it was trained."""
     images = spec.train
-    seed = run.task.spec.training.get("seed")  # known where a sweep made the task
+    known = run.task.spec.training  # where a sweep made the task
     run.task.describe(
         preprocessing=spec.preprocessing,
         training={
@@ -298,9 +342,8 @@ def _describe(spec: RunSpec, run: Run, metrics: dict[str, Any], seconds: float) 
             "epochs": len(run.history),
             "steps": run.history[-1]["step"],
             "best_epoch": run.best_epoch,
-            **({} if seed is None else {"seed": seed}),
             "trained_parameters": sum(parameter.numel() for parameter in run.trained.values()),
-            "seconds": round(seconds, 1),
+            **{name: known[name] for name in ("seed", "history") if name in known},
         },
         metrics={name: value for name, value in metrics.items() if value is not None},
     )

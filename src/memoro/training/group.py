@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.data import ImageSet, ImageStream, Loader, Splits, Streams
 from memoro.errors import TrainingError
 from memoro.evaluation.logits import AnyBatch, Batches
-from memoro.heads import class_weights
+from memoro.heads import Scale, class_weights
 from memoro.images import Preprocessing
 from memoro.regimes import Baseline, Regime
 from memoro.tasks.task import Task
@@ -26,8 +27,10 @@ from memoro.training.distributed import Processes
 from memoro.training.recipe import Recipe, check_views
 from memoro.training.run import Run, SharedForward, ancestors
 
-IN_COMMON = ("epochs", "steps", "batch_size", "accumulate", "augment", "views", "precision", "data_seed")
+IN_COMMON = ("epochs", "steps", "batch_size", "accumulate", "views", "precision", "data_seed")
 """Fields of the recipe that are the same for all runs of a group."""
+FIRST_OF_STREAM = 256
+"""Images of a stream whose targets tell the scale of all."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class RunSpec:
     def group_key(self) -> tuple[Any, ...]:
         """Equal for runs that can share every batch."""
         common = [repr(getattr(self.recipe, name)) for name in IN_COMMON]
-        return content_key(self.train), self.preprocessing, self.regime.composes, *common
+        views = self.recipe.augment.for_kind(self.splits.kind)
+        return content_key(self.train), self.preprocessing, self.regime.composes, views, *common
 
     def start(self, first: RunSpec, val_loader: Batches | None) -> Run:
         """The run before its first step, in a group whose batches are those of the `first` spec."""
@@ -82,16 +86,24 @@ class RunSpec:
             own = targets if sample_weight is None else targets[sample_weight > 0]
             balance = class_weights(self.splits.kind, own, len(self.splits.labels))
         val = self.val
+        scale = Scale.of(self._first_targets(sample_weight)) if self.splits.kind == "regression" else None
         return Run.start(
             self.task,
             self.recipe,
             self.regime.trains(self.task),
             targets=self._known_train.targets if self.splits is not first.splits else None,
             sample_weight=sample_weight,
+            scale=scale,
             class_weights=balance,
             val_loader=val_loader,
             val_targets=val.targets if isinstance(val, ImageSet) else None,  # other labels may share the loader
         )
+
+    def _first_targets(self, sample_weight: Tensor | None) -> Tensor:
+        """The targets that it learns from; of a stream, those of its first images."""
+        if isinstance(self.train, ImageStream):
+            return torch.stack([sample.target for sample in islice(self.train.samples(), FIRST_OF_STREAM)])
+        return self.train.targets if sample_weight is None else self.train.targets[sample_weight > 0]
 
     @property
     def _known_train(self) -> ImageSet:

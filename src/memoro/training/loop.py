@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, zip_longest
@@ -27,8 +24,9 @@ from memoro.training.cached import Cache, estimate, fill_caches
 from memoro.training.checkpoint import load_checkpoint, run_identity, save_checkpoint, set_aside
 from memoro.training.distributed import ALONE, Processes
 from memoro.training.group import Loaders, RunGroup, RunSpec, build_groups
+from memoro.training.interrupts import deferred_interrupts
 from memoro.training.recipe import TrainOptions
-from memoro.training.run import Run, SharedForward, build_forward, forward_together
+from memoro.training.run import Run, SharedForward, build_forward, forward_together, standardised
 
 
 class Callback(Protocol):
@@ -65,6 +63,8 @@ class Trainer:
         self.loaders = Loaders(backbone, specs, cache, self.options.workers, processes)
         self.groups, self.runs = build_groups(specs, self.loaders, halving=self.options.halving)
         self.checkpoint = self.options.checkpoint
+        self.on_validation: Callable[[], None] = lambda: None
+        """Called after every batch of validation images."""
         self._started = 0.0  # on the monotonic clock, as if there had been no interruption
 
     @cached_property
@@ -98,19 +98,25 @@ class Trainer:
 
         Returns the seconds of training, including those before an interruption.
         """
+        with standardised(self.runs):
+            return self._train()
+
+    def _train(self) -> float:
         seconds, saved = 0.0, time.monotonic()
         found = self.options.resume and self.checkpoint is not None and self.checkpoint.is_file()
         self._check_agreement(found)
         if found:
             assert self.checkpoint is not None
             seconds = load_checkpoint(self.checkpoint, self.groups, self.identity)
+            self.options.phases.add("training", seconds)
+            self.options.note(self._where_it_continues(seconds))
         self.processes.broadcast([parameter for run in self.runs for parameter in run.trained.values()])
         self._started = time.monotonic() - seconds
         if not found:
             self._start_afresh()
         for callback in self.callbacks:
             callback.on_train_begin(self.groups)
-        with _deferred_interrupts() as interrupted:
+        with deferred_interrupts() as interrupted:
             while going := [group for group in self.groups if not group.finished]:
                 taken = [(group, group.next_batches()) for group in going]
                 if stepping := [(group, batches) for group, batches in taken if batches]:
@@ -140,6 +146,17 @@ class Trainer:
             save_checkpoint(self.checkpoint, self.groups, self.identity, time.monotonic() - self._started)
         except TaskFileError as error:
             raise TrainingError(f"{error} Fix the problem, then run the same command with --resume.") from None
+
+    def _where_it_continues(self, seconds: float) -> str:
+        assert self.checkpoint is not None
+        going = [group for group in self.groups if not group.finished]
+        if not going:
+            return f"the training in {self.checkpoint.parent} had finished: it is only evaluated again."
+        done = ", ".join(
+            f"step {group.progress.step + 1} of {group.total_steps} (epoch {group.progress.epoch + 1})"
+            for group in going
+        )
+        return f"resuming in {self.checkpoint.parent} at {done}, after {seconds:.0f} s of training."
 
     def _start_afresh(self) -> None:
         """Replaces what another training left in the folder; if that was interrupted, it is kept under another name."""
@@ -282,11 +299,17 @@ class Trainer:
         for loader, runs in group.val_sets:
             forward = build_forward(self.backbone, [run.task for run in runs])
             logits, targets = collect_logits(
-                forward, self.backbone, loader, autocast=self.autocast, all_gather=self.processes.all_gather
+                forward,
+                self.backbone,
+                loader,
+                autocast=self.autocast,
+                tick=lambda images: self.on_validation(),
+                all_gather=self.processes.all_gather,
             )
             for run, out in zip(runs, logits, strict=True):
                 own = targets if run.val_targets is None else run.val_targets
-                results[id(run)] = measure(run.task.kind, run.task.labels, out, own)
+                answers = out if run.scale is None else run.scale.undo(out)
+                results[id(run)] = measure(run.task.kind, run.task.labels, answers, own)
         return results
 
 
@@ -319,8 +342,13 @@ class _StepSums:
         weights = None if run.class_weights is None else run.class_weights.to(device)
         smoothing = run.recipe.label_smoothing
         there = None if sample_weight is None else sample_weight.to(device)
-        part = loss_sum(run.task.kind, out, targets, smoothing=smoothing, weights=weights, sample_weight=there)
-        self.losses[number] += float(part.detach())
+        aims = targets if run.scale is None else run.scale.apply(targets)
+        part = loss_sum(run.task.kind, out, aims, smoothing=smoothing, weights=weights, sample_weight=there)
+        if run.scale is None:
+            self.losses[number] += float(part.detach())
+        else:  # the loss that is reported is in the user's units, as that of validation
+            answers = run.scale.undo(out.detach())
+            self.losses[number] += float(loss_sum(run.task.kind, answers, targets, sample_weight=there))
         if run.task.kind == "softmax":
             correct = (out.detach().argmax(-1) == targets).cpu().double()  # MPS has no float64
             self.correct[number] += float((correct if sample_weight is None else correct * sample_weight).sum())
@@ -331,23 +359,3 @@ def _gradients(runs: Sequence[Run]) -> list[Tensor]:
     """Of all parameters in order; zero in a process that had no image of the batch."""
     parameters = [parameter for run in runs for parameter in run.trained.values()]
     return [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-
-
-@contextmanager
-def _deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Within, Ctrl-C only sets a flag, so that no step is left half done; a second Ctrl-C interrupts at once."""
-    flag: list[bool] = []
-
-    def handler(number: int, frame: Any) -> None:
-        if flag:
-            raise KeyboardInterrupt
-        flag.append(True)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield lambda: bool(flag)
-    finally:
-        signal.signal(signal.SIGINT, before)

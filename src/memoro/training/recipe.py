@@ -14,6 +14,7 @@ from torch import nn
 from memoro.console import plain_console
 from memoro.data import Augment
 from memoro.errors import TrainingError
+from memoro.phases import Phases
 from memoro.training.cached import Cache
 
 OptimizerName = Literal["sgd", "adamw"]
@@ -22,7 +23,7 @@ Precision = Literal["no", "bf16"]  # fp16 would need loss scaling; bf16 does not
 MINIMUM = {"epochs": 1, "steps": 1, "batch_size": 1, "accumulate": 1, "warmup": 0, "patience": 0, "views": 1}
 """The fields that are whole numbers, and the smallest value of each."""
 OPTIONAL = ("steps", "views")
-CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
+CHECKPOINT, METRICS, SKIPPED = "checkpoint.safetensors", "metrics.jsonl", "skipped.csv"
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ class TrainOptions:
     """Show no progress bars, and print no notes."""
     log: Callable[[str], None] | None = None
     """Called with notes; None: they are printed to stderr."""
+    phases: Phases = field(default_factory=Phases, compare=False, repr=False)
+    """Measures how long each phase of this training takes."""
 
     def __post_init__(self) -> None:
         if self.folder is not None:
@@ -145,9 +148,10 @@ class TrainOptions:
         return None if self.folder is None else self.folder / CHECKPOINT
 
     def note(self, text: str) -> None:
-        """Reports something that the user should know."""
+        """Reports something that the user should know: a note, or a text that starts with `warning: `."""
         if self.log is not None or not self.quiet:
-            (self.log or plain_console(stderr=True, soft_wrap=True).print)(f"note: {text}")
+            text = text if text.startswith("warning: ") else f"note: {text}"
+            (self.log or plain_console(stderr=True, soft_wrap=True).print)(text)
 
     @property
     def wanted_cache(self) -> Cache | None:
@@ -166,7 +170,7 @@ def merge_options(
         if name not in known[0] + known[1]:
             raise TrainingError(f"unknown training option {name!r}; the options are {', '.join(known[0] + known[1])}.")
     own = [{name: value for name, value in changes.items() if name in names} for names in known]
-    merged = replace(recipe or Recipe(), **own[0]), replace(options or TrainOptions(), **own[1])
+    merged = replace(recipe or Recipe(), **own[0]), replace(options or TrainOptions(), **{"phases": Phases(), **own[1]})
     check_views(merged[0], merged[1].wanted_cache)
     return merged
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from memoro.engine.plan import build_plan
 from memoro.engine.streams import BasePass, Features, TaskStream
 from memoro.errors import TrainingError
 from memoro.evaluation.logits import Batches
+from memoro.heads import Scale
 from memoro.regimes import Baseline
 from memoro.tasks.mask import trace_lineage
 from memoro.tasks.task import Task
@@ -34,6 +36,8 @@ class Run:
     """Of the training images, in their order; None: those that its batches carry."""
     sample_weight: Tensor | None = None
     """Weight of each training image (n,); 0 for those that are held out. None: all count alike."""
+    scale: Scale | None = None
+    """Of a regression's targets: within a training, the head answers in these units."""
     class_weights: Tensor | None = None
     """See `heads.class_weights`."""
     val_loader: Batches | None = None
@@ -72,6 +76,26 @@ class Run:
         with torch.no_grad():
             for name, value in self.best.items():
                 self.trained[name].copy_(value)
+
+
+@contextmanager
+def standardised(runs: Sequence[Run]) -> Iterator[None]:
+    """Within, the heads of regressions answer in the units of their `scale`; afterwards in the user's.
+
+    A task that was never trained starts in units of its scale; if it is interrupted, it stays in them.
+    """
+    scaled = [(run.task, run.scale) for run in runs if run.scale is not None]
+    trained = [(task, scale) for task, scale in scaled if task.spec.preprocessing is not None]
+    for task, scale in trained:
+        scale.unfold(task.head)
+    try:
+        yield
+    except BaseException:
+        for task, scale in trained:
+            scale.fold(task.head)
+        raise
+    for task, scale in scaled:
+        scale.fold(task.head)
 
 
 class SharedForward:

@@ -2,89 +2,81 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch import Tensor
 
-from memoro.console import plain_column, plain_console
+from memoro.console import Bar
 from memoro.errors import TrainingError
-from memoro.evaluation.metrics import MAIN_FIGURE, confusion
+from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion
 from memoro.files import write_whole
 from memoro.training.fit import FitResult
 from memoro.training.group import RunGroup
 from memoro.training.loop import Trainer
-from memoro.training.recipe import CHECKPOINT, METRICS
+from memoro.training.recipe import CHECKPOINT, METRICS, SKIPPED
 
 if TYPE_CHECKING:
     from memoro.training.sweep import SweepRow
 
 
-class ProgressBar:
-    """A bar over optimiser steps with loss, accuracy, images per second and time left, on stderr.
+class ProgressBar(Bar):
+    """Shows optimiser steps with the training loss, images per second and the best validation score so far.
 
-    With several runs, each figure is the best of all runs, and the bar says so.
+    With several runs, each figure is the best of all runs. The score has the name and the value that the table of
+    settings shows; with folds, which are scored all together at the end, it is that of the best fold.
     """
 
     def __init__(self, title: str, total: int, quiet: bool) -> None:
-        self.bar = Progress(
-            plain_column("description"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            plain_column("fields[figures]"),
-            TimeRemainingColumn(),
-            console=plain_console(stderr=True),
-            disable=quiet,
-        )
-        self._job = self.bar.add_task(title, total=total, figures="")
-        self._step = self._val = ""
-
-    def __enter__(self) -> ProgressBar:
-        self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
+        super().__init__(f"training {title}", total, quiet=quiet, transient=False)
+        self._step, self._best = "", dict[str, float]()
 
     def on_train_begin(self, groups: Sequence[RunGroup]) -> None:
-        runs = sum(len(group.runs) for group in groups)
-        if runs > 1:
-            self.bar.update(self._job, description=f"best of {runs} runs")
-        self.bar.update(self._job, completed=sum(group.progress.step for group in groups))
+        runs = [run for group in groups for run in group.runs]
+        if len(runs) > 1:
+            self.update(description=f"training, best of {len(runs)} runs")
+        self.update(completed=sum(group.progress.step for group in groups))
+        for group in groups:
+            self._keep_best(group, [entry for run in group.runs for entry in run.history])
 
     def on_step_end(self, group: RunGroup, entry: dict[str, Any]) -> None:
-        formats = {"loss": "loss {:.3f}", "accuracy": "acc {:.3f}", "images_per_second": "img/s {:.0f}"}
+        formats = {"loss": "train loss {:.3g}", "images_per_second": "{:.0f} images/s"}
         shown = [form.format(entry[name]) for name, form in formats.items() if name in entry]
-        self._step = " ".join([f"epoch {entry['epoch']}", *shown])
+        self._step = ", ".join([f"epoch {entry['epoch']}", *shown])
         self._show(advance=1)
 
     def on_epoch_end(self, group: RunGroup, entries: list[dict[str, Any]]) -> None:
-        names = [f"val_{figure}" for figure in MAIN_FIGURE.values()]
-        scores = [entry[name] for entry in entries for name in names if name in entry]
-        if scores:
-            self._val = f"val {max(scores):.3f}"
-            self._show()
+        self._keep_best(group, entries)
+        self._show()
+
+    def _keep_best(self, group: RunGroup, entries: Sequence[dict[str, Any]]) -> None:
+        where = "fold" if any(run.sample_weight is not None for run in group.runs) else "validation"
+        for figure in dict.fromkeys(MAIN_FIGURE.values()):
+            for entry in entries:
+                if f"val_{figure}" in entry:
+                    name = f"{where} {COLUMNS[figure]}"
+                    self._best[name] = max(self._best.get(name, entry[f"val_{figure}"]), entry[f"val_{figure}"])
 
     def _show(self, advance: int = 0) -> None:
-        self.bar.update(self._job, advance=advance, figures=f"{self._step} {self._val}".strip())
+        scores = [f"{name} {value:.3f}" for name, value in self._best.items()]
+        self.update(advance, figures=", ".join(filter(None, [self._step, *scores])))
 
 
 class RunFolder:
-    """Writes `metrics.jsonl` and `config.json` during a training; TensorBoard events on request."""
+    """Writes `metrics.jsonl`, `config.json` and `skipped.csv` (images left out); TensorBoard events on request."""
 
     def __init__(self, path: Path, trainer: Trainer, *, tensorboard: bool = False) -> None:
         self.path, self.metrics = path, path / METRICS
         names = list(dict.fromkeys(spec.splits.name for spec in trainer.specs))
         facts = {"backbone": trainer.backbone.name, "fingerprint": trainer.backbone.fingerprint.digest}
         self._config = {**trainer.identity, **facts, "set": names[0] if len(names) == 1 else names}
+        self._skipped = list(dict.fromkeys(one for spec in trainer.specs for one in spec.splits.skipped))
         self._board: Any = None
         if tensorboard:
             try:
@@ -112,6 +104,11 @@ class RunFolder:
         write_whole(self.metrics, b"".join(kept))
         text = json.dumps(self._config, indent=2, ensure_ascii=False) + "\n"
         write_whole(self.path / "config.json", text.encode())
+        (self.path / SKIPPED).unlink(missing_ok=True)  # of another training
+        if self._skipped:
+            lines = io.StringIO()
+            csv.writer(lines, lineterminator="\n").writerows([("image", "reason"), *self._skipped])
+            write_whole(self.path / SKIPPED, lines.getvalue().encode(errors="backslashreplace"))
 
     def on_step_end(self, group: RunGroup, entry: dict[str, Any]) -> None:
         self.write(entry)
@@ -196,8 +193,8 @@ def draw_curve(path: Path, title: str, history: list[dict[str, Any]]) -> Path:
     return _save(figure, path)
 
 
-def draw_sweep(path: Path, title: str, rows: Sequence[SweepRow], figure_name: str) -> Path:
-    """Validation score over learning rate: a line for each cell count, rank and fork, its seeds as a band."""
+def draw_sweep(path: Path, title: str, rows: Sequence[SweepRow], score_name: str) -> Path:
+    """The score over learning rate: a line for each cell count, rank and fork, its seeds as a band."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
@@ -212,7 +209,7 @@ def draw_sweep(path: Path, title: str, rows: Sequence[SweepRow], figure_name: st
         (drawn,) = axes.plot(rates, [sum(row.val) / len(row.val) for row in line], "o-", label=label)
         lowest, highest = [min(row.val) for row in line], [max(row.val) for row in line]
         axes.fill_between(rates, lowest, highest, alpha=0.15, color=drawn.get_color())
-    axes.set(xscale="log", xlabel="learning rate", ylabel=f"validation {figure_name.replace('_', ' ')}")
+    axes.set(xscale="log", xlabel="learning rate", ylabel=score_name)
     axes.set_title(_drawable(title), parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -16,12 +16,14 @@ from memoro.console import make_table
 from memoro.data import ImageSet, Splits, Streams
 from memoro.data.splits import Index, fold_numbers
 from memoro.errors import TrainingError
-from memoro.evaluation.metrics import MAIN_FIGURE, measure, score
+from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, measure, score
 from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
+from memoro.tasks.task import Task
 from memoro.training.fit import FitResult, train_runs
 from memoro.training.group import RunSpec
 from memoro.training.recipe import Recipe, TrainOptions
+from memoro.training.warmstart import start_from
 
 LEARNING_RATES = {"sgd": (0.03, 0.1, 0.3), "adamw": (0.0003, 0.001, 0.003)}
 """Tried where no learning rate is given, by optimiser."""
@@ -78,6 +80,13 @@ class SweepSpec:
     folds: int = 0
     """Score every setting by cross-validation on so many stratified folds of train; a last run learns from all images
     and becomes the task. 0: score on the validation split."""
+    start: Task | None = None
+    """A task whose weights every run starts from."""
+
+    @property
+    def score_name(self) -> str:
+        """What the settings are compared by."""
+        return f"{f'{self.folds}-fold' if self.folds else 'validation'} {COLUMNS[MAIN_FIGURE[self.splits.kind]]}"
 
     def runs(self, backbone: Backbone) -> list[tuple[Setting, RunSpec]]:
         """The runs of each setting: one for each fold, then one that learns from all images."""
@@ -96,7 +105,8 @@ class SweepSpec:
             sizes = {name: size for name, size in setting._asdict().items() if name not in {"lr", "seed"}}
             for part in parts:
                 task = self.regime.build(backbone, replace(self.plan, **sizes, seed=setting.seed))
-                task.describe(training={"seed": setting.seed})
+                task = task if self.start is None else start_from(self.start, task)
+                task.describe(training={**task.spec.training, "seed": setting.seed})
                 recipe = replace(self.recipe, lr=setting.lr, seed=setting.seed)
                 made = setting._replace(**{name: getattr(task, name) for name in sizes})
                 found.append((made, RunSpec(task, recipe, self.regime, self.splits, self.preprocessing, part)))
@@ -115,7 +125,9 @@ class SweepRow:
     """Best validation score of each seed that did not diverge."""
     val_loss: float
     test: tuple[float, ...]
+    """Of the chosen one only: who sees those of the others is led to choose by them."""
     diverged: int
+    chosen: bool = False
 
     @property
     def order(self) -> tuple[bool, float, float]:
@@ -197,7 +209,12 @@ def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving:
         _, chosen = max(finished, key=lambda one: one[0])
     else:
         chosen = next(result for result in everything if not result.metrics)
-    return SweepResult(chosen.task, chosen, rows, everything)
+    keys = [key for key, seeds in scored.items() if any(one is not None and one[1] is chosen for one in seeds)]
+    shown = [
+        replace(row, chosen=True) if key in keys else replace(row, test=())
+        for key, row in zip(scored, rows, strict=True)
+    ]
+    return SweepResult(chosen.task, chosen, shown, everything)
 
 
 def _score(result: FitResult, figure: str) -> tuple[Score, FitResult] | None:
@@ -223,23 +240,27 @@ def _score_folds(results: Sequence[FitResult], splits: Splits | Streams, figure:
     return score(splits.kind, found), whole
 
 
-def sweep_table(name: str, rows: Sequence[SweepRow]) -> Table:
-    """Every combination, best first by validation; the first is the chosen one."""
-    ranked = sorted(rows, key=lambda row: row.order, reverse=True)
+def sweep_table(name: str, rows: Sequence[SweepRow], score_name: str) -> Table:
+    """Every combination with its score: the chosen one, then the others, best first."""
+    ranked = sorted(rows, key=lambda row: (row.chosen, row.order), reverse=True)
     columns = {
         "cells": [str(row.cells) for row in ranked],
         "rank": [str(row.rank) for row in ranked],
         "from layer": [str(row.from_layer) for row in ranked],
         "rate": [f"{row.lr:g}" for row in ranked],
-        "validation": [_mean_and_range(row.val) for row in ranked],
+        score_name: [_mean_and_range(row.val) for row in ranked],
     }
     if not any(row.rank for row in rows):
         del columns["rank"]
     if any(row.test for row in rows):
-        columns["test"] = [_mean_and_range(row.test) for row in ranked]
+        columns[f"test {score_name.partition(' ')[2]}"] = [
+            _mean_and_range(row.test) if row.test else "" for row in ranked
+        ]
     if any(row.diverged for row in rows):
         columns["diverged"] = [str(row.diverged or "") for row in ranked]
-    return make_table(list(columns), zip(*columns.values(), strict=True), f"{name}: settings tried, best first", left=0)
+    return make_table(
+        list(columns), zip(*columns.values(), strict=True), f"{name}: settings tried, the chosen one first", left=0
+    )
 
 
 def _mean_and_range(values: Sequence[float]) -> str:

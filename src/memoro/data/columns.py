@@ -1,0 +1,125 @@
+"""The columns of a table: which holds the images, which the labels, and of what kind these are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memoro.data.annotations import KIND_OF_COLUMN, as_numbers
+from memoro.data.dataset import DataOptions
+from memoro.errors import DataError
+from memoro.heads import HeadKind
+
+IMAGE_COLUMNS = ("image", "img", "path", "file", "file_name", "filename", "image_path", "filepath")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns to read. `labels` are the names that the table fixes, or for regression its columns' names."""
+
+    image: str
+    values: tuple[str, ...]
+    kind: HeadKind
+    labels: tuple[str, ...] | None = None
+
+    def cells(self, table: Mapping[str, Sequence[Any]]) -> list[Any]:
+        """The cells to parse: class numbers replaced by their names, unknown ones by None."""
+        if len(self.values) > 1:
+            return list(zip(*(table[column] for column in self.values), strict=True))
+        cells, names = table[self.values[0]], self.labels
+        if names is None or self.kind == "regression":
+            return list(cells)
+
+        def name(number: Any) -> str | None:
+            return names[number] if isinstance(number, int) and 0 <= number < len(names) else None
+
+        if self.kind == "multilabel":
+            return [[name(number) for number in (cell if isinstance(cell, Sequence) else [cell])] for cell in cells]
+        return [name(cell) for cell in cells]
+
+
+def choose_columns(
+    features: Mapping[str, Any], options: DataOptions, name: str, image_columns: Sequence[str] = IMAGE_COLUMNS
+) -> Columns:
+    """The columns of a table, by the types of its features (None where it has none) first and by their names second."""
+    image, asked, kind = options.image_column, options.label_column, options.kind
+    pictures = [column for column, feature in features.items() if type(feature).__name__ == "Image"]
+    if image is None and len(pictures) == 1:
+        image = pictures[0]
+    image = _find_column(list(features), image, image_columns, "image_column", name)
+    classes = [column for column, feature in features.items() if _kind_of_feature(feature)[1] is not None]
+    if asked is None and len(classes) == 1:
+        asked = classes[0]
+    present = [column for column in features if column != image]
+    if asked is not None and not isinstance(asked, str):
+        if kind not in {None, "regression"}:
+            raise DataError(f"{name}: several label columns are for regression only, not for {kind}.")
+        values = tuple(_find_column(present, column, (), "label_column", name) for column in asked)
+        return Columns(image, values, "regression", values)
+    # `label` and `labels` are mixed up too often to insist on one of them, once the kind is known.
+    usual = sorted(KIND_OF_COLUMN, key=lambda column: kind not in {None, KIND_OF_COLUMN[column]})
+    value = _find_column(present, asked, usual, "label_column", name)
+    by_type, names = _kind_of_feature(features[value])
+    if by_type == "multilabel" and kind == "softmax":
+        raise DataError(f"{name}: the column {value!r} has several labels per image: that is kind 'multilabel'.")
+    kind = kind or by_type or KIND_OF_COLUMN.get(value.lower(), "softmax")
+    return Columns(image, (value,), kind, (value,) if kind == "regression" else names)
+
+
+def recognise_numbers(columns: Columns, cells: Sequence[Any], options: DataOptions) -> tuple[Columns, list[str]]:
+    """The columns, as a regression where nobody named the kind and the cells look like measurements; and a note."""
+    column, (rows, distinct) = columns.values[0], (len(cells), len(set(map(str, cells))))
+    if options.kind is not None or len(columns.values) > 1:
+        return columns, []
+    if columns.kind == "regression":
+        why = "its values are decimal numbers"
+    else:
+        numbers = as_numbers(cells) if columns.kind == "softmax" and columns.labels is None else None
+        if numbers is None:
+            return columns, []
+        if not all(number.is_integer() for number in numbers):
+            why = "its values are not all whole"
+        elif rows < 2 * distinct:
+            why = f"it has {distinct} different values in {rows} rows"
+        elif column.lower() in KIND_OF_COLUMN:
+            return columns, []
+        else:
+            how = "for numbers to be predicted, use --kind number"
+            return columns, [f"column {column!r} has whole numbers: taken for {distinct} classes; {how}."]
+        columns = replace(columns, kind="regression", labels=(column,))
+    if KIND_OF_COLUMN.get(column.lower()) == "regression":
+        return columns, []
+    return columns, [f"column {column!r} is taken for numbers, because {why}; for classes, use --kind class."]
+
+
+def _find_column(present: Sequence[str], asked: str | None, usual: Sequence[str], argument: str, name: str) -> str:
+    """The column asked for, or the first of the usual names (whatever their case), or an error that lists them all."""
+    if asked is not None:
+        if asked not in present:
+            raise DataError(f"{name}: no column {asked!r}; it has {', '.join(map(repr, present))}.")
+        return asked
+    lower = {column.lower(): column for column in reversed(present)}
+    for candidate in usual:
+        if candidate in lower:
+            return lower[candidate]
+    what = "label" if argument == "label_column" else "image's path" if usual[0] == "path" else "image"
+    raise DataError(
+        f"{name}: no column for the {what} among {', '.join(map(repr, present)) or 'none at all'}; "
+        f"call it {usual[0]!r}, or name it with {argument}."
+    )
+
+
+def _kind_of_feature(feature: Any) -> tuple[HeadKind | None, tuple[str, ...] | None]:
+    """The kind of head and the labels that a feature of `datasets`, or a cell of a table without types, tells."""
+    inner: Any = getattr(feature, "feature", None)
+    kind, inner_kind = type(feature).__name__, type(inner).__name__
+    if kind == "ClassLabel":
+        return "softmax", tuple(feature.names)
+    if inner_kind == "ClassLabel":
+        return "multilabel", tuple(inner.names)
+    if inner_kind == "Value":
+        return ("regression" if inner.dtype.startswith("float") else "multilabel"), None
+    if kind == "float" or (kind == "Value" and feature.dtype.startswith(("float", "decimal"))):
+        return "regression", None
+    return ("multilabel" if kind == "list" else None), None

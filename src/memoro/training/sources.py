@@ -1,0 +1,111 @@
+"""The images of `memoro.train`: a set for each task, and how its settings are compared on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memoro.data import ImageSet, Splits, Streams, load_columns, load_data, load_stream
+from memoro.data.splits import fold_numbers, hold_out
+from memoro.errors import DataError, TrainingError
+from memoro.tasks.spec import check_name
+from memoro.training.recipe import Recipe, TrainOptions
+from memoro.training.sweep import Grid
+
+SMALL = 500
+"""Below this number of training images, a validation split is too small to choose by: folds are used."""
+FOLDS = 4
+
+Sets = dict[str, Splits | Streams]
+
+
+def name_sources(data: Any, task: str | None, columns: list[str] | None, streaming: bool) -> dict[str | None, Any]:
+    """The data of each task by its name; None where the data will name it."""
+    if columns and (type(data) is dict or (task is not None and len(columns) > 1) or streaming):
+        raise TrainingError(
+            "--label-column trains a task per column of one table: give one DATA, no --streaming, and --task only for "
+            "a single column."
+        )
+    if type(data) is dict and (task is not None or (streaming and len(data) > 1)):
+        raise TrainingError("to train several tasks, give NAME=DATA for each, and no --task or --streaming.")
+    names = (task,) if task is not None or not columns else columns
+    sources: dict[str | None, Any] = data if type(data) is dict else dict.fromkeys(names, data)
+    for name, source in sources.items():
+        if name is not None:
+            check_name(name)
+        if streaming and isinstance(source, (str, Path)) and Path(source).exists():
+            raise DataError(
+                f"{source} is a local file or folder: --streaming is for hub sets such as owner/name, with --steps "
+                "1000 or so. Leave it out."
+            )
+    return sources
+
+
+def load_sources(
+    sources: dict[str | None, Any],
+    columns: list[str] | None,
+    streaming: bool,
+    kind: str | None,
+    recipe: Recipe,
+    options: TrainOptions,
+) -> Sets:
+    """The sets by task name. Validation splits are cut later, as folds may be used instead."""
+    how: dict[str, Any] = {"seed": recipe.data_seed, "kind": kind}
+    known = {**how, "workers": options.workers, "quiet": options.quiet, "phases": options.phases}
+    if columns:
+        found = load_columns(next(iter(sources.values())), columns, val_fraction=0, **known)
+        return {str(name): splits for name, splits in zip(sources, found.values(), strict=True)}
+    sets: Sets = {}
+    for name, source in sources.items():
+        if isinstance(source, (Splits, Streams)):
+            splits: Splits | Streams = source
+        elif streaming:
+            splits = load_stream(source, val_fraction=recipe.val_fraction, **how)
+        else:
+            splits = load_data(source, val_fraction=0, **known)
+        sets[check_name(name or splits.name.replace("/", "-").replace("\\", "-"))] = splits
+    return sets
+
+
+def choose_folds(
+    sets: Sequence[Splits | Streams], grid: Grid, folds: int | None, recipe: Recipe, options: TrainOptions
+) -> list[int]:
+    """The number of folds on which the settings of each set are compared; 0: a validation split."""
+    if len(grid.settings()) == 1 or options.halving:
+        return [0] * len(sets)
+    found = []
+    for splits in sets:
+        if not isinstance(splits, Splits) or splits.train is None or splits.val is not None:
+            found.append(0)
+        else:
+            found.append(_default_folds(splits.train, recipe) if folds is None else folds)
+    return found if all(found) or _shared_table(sets) is None else [0] * len(sets)
+
+
+def _default_folds(train: ImageSet, recipe: Recipe) -> int:
+    """4 where a validation split would be too small to choose by and there are enough images for folds, else 0."""
+    if not 2 * FOLDS <= len(train) < SMALL:
+        return 0
+    number = fold_numbers(train, FOLDS, recipe.data_seed)
+    rarest = int(train.targets.bincount().min()) if train.kind == "softmax" else FOLDS
+    return FOLDS if rarest >= FOLDS and all((number == fold).any() for fold in range(FOLDS)) else 0
+
+
+def _shared_table(sets: Sequence[Splits | Streams]) -> Splits | None:
+    """The first set where all are columns of one table: they are split alike, and so share every base pass."""
+    first, *others = sets
+    images = [one.train.source for one in sets if isinstance(one, Splits) and one.train is not None]
+    alike = others and len(images) == len(sets) and all(source == images[0] for source in images)
+    return first if alike and isinstance(first, Splits) else None
+
+
+def cut_validation(splits: Splits | Streams, folds: int, sets: Sets, recipe: Recipe) -> Splits | Streams:
+    """The splits with a validation split, or with a note on folds."""
+    if not isinstance(splits, Splits) or splits.train is None:
+        return splits
+    if folds:
+        text = f"only {len(splits.train)} training images: runs are compared by {folds}-fold cross-validation."
+        return replace(splits, notes=(*splits.notes, text))
+    return hold_out(splits, recipe.val_fraction, recipe.data_seed, like=_shared_table(list(sets.values())))

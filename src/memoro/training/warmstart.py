@@ -1,0 +1,79 @@
+"""Starting from an earlier task: its weights, for the same labels, more of them or fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memoro.data import Splits, Streams
+from memoro.data.annotations import first_few
+from memoro.errors import TrainingError
+from memoro.regimes.baselinefile import is_baseline
+from memoro.tasks.task import Task
+from memoro.tasks.taskfile import load_tasks
+
+MAX_HISTORY = 100
+RECORDED = ("data", "images", "regime", "epochs", "lr")
+"""What the history of a task tells about each earlier training."""
+
+
+def read_start(source: Task | str | Path, name: str | None) -> Task:
+    """The task to start from: the only one of its file, or the one of this name."""
+    if isinstance(source, Task):
+        return source
+    if is_baseline(source):
+        raise TrainingError(f"{source} is a baseline: --start-from continues tasks only.")
+    tasks = load_tasks(source)
+    chosen = [task for task in tasks if len(tasks) == 1 or task.name == name]
+    if not chosen:
+        names = ", ".join(task.name for task in tasks)
+        raise TrainingError(f"{source} contains {len(tasks)} tasks: choose one of {names} with --task.")
+    return chosen[0]
+
+
+def compare_labels(old: Task, splits: Splits | Streams) -> str:
+    """Says which labels are kept, new and dropped; raises where the data is of another kind, or has none of them."""
+    if splits.kind != old.kind:
+        raise TrainingError(f"{old.name!r} has a {old.kind} head, but {splits.name} is a {splits.kind} set.")
+    new = [label for label in splits.labels if label not in old.labels]
+    dropped = [label for label in old.labels if label not in splits.labels]
+    if len(new) == len(splits.labels) or (splits.kind == "regression" and (new or dropped)):
+        raise TrainingError(
+            f"{splits.name} has other labels ({first_few(splits.labels)}) than {old.name!r} ({first_few(old.labels)}): "
+            "leave out --start-from."
+        )
+    parts = [f"{len(splits.labels) - len(new)} labels kept"]
+    parts += [
+        f"{len(names)} {what} ({first_few(names)})" for what, names in (("new", new), ("dropped", dropped)) if names
+    ]
+    return f"starting from {old.name!r} as it is, with its cells and layers: {', '.join(parts)}."
+
+
+def start_from(old: Task, fresh: Task) -> Task:
+    """The `fresh` task with the weights of the old one; rows of its head for new labels stay fresh."""
+    own, rows = fresh.state_dict(), {label: row for row, label in enumerate(old.labels)}
+    known = [(at, rows[label]) for at, label in enumerate(fresh.labels) if label in rows]
+    tensors = {}
+    for name, value in old.state_dict().items():
+        if name.startswith("head."):
+            tensors[name] = own[name].clone()
+            for at, row in known:
+                tensors[name][at] = value[row]
+        else:
+            tensors[name] = value.detach().to(own["head.weight"], copy=True)
+    spec = replace(old.spec, name=fresh.name, labels=fresh.spec.labels, backbone=fresh.spec.backbone, metrics={})
+    task = Task.from_tensors(spec, tensors, fresh.extends)
+    task.describe(training={"history": _history(old)})
+    return task
+
+
+def _history(old: Task) -> list[dict[str, Any]]:
+    """The trainings that led to the old task, the last one last."""
+    facts = old.spec.training
+    earlier: Sequence[Any] = facts["history"] if isinstance(facts.get("history"), list) else []
+    about = {name: facts[name] for name in RECORDED if name in facts}
+    return [*earlier, {"task": old.name, "labels": len(old.labels), **about, "content": old.content_hash()}][
+        -MAX_HISTORY:
+    ]
