@@ -128,13 +128,14 @@ class TaskStream:
 
 def run_streams(
     anatomy: Anatomy, pixels: Tensor, plan: Plan, bank: Bank, *, watch: Watch | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The base's own answer, and the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks)."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The base's own answer, the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks), and the
+    base's last token (b, dim)."""
     base, stream = BasePass(anatomy, pixels), TaskStream(anatomy, plan, bank, watch)
     for layer, found in enumerate(base):
         stream.read(layer, found)
     rows = stream.finish(base.token)
-    return base.answer(), rows
+    return base.answer(), rows, base.token
 
 
 def step_stream(

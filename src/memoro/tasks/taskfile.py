@@ -25,6 +25,7 @@ from memoro.tasks.record import (
     write_spec,
     write_tensors,
 )
+from memoro.tasks.sections import read_sections, section_tensors, write_sections
 from memoro.tasks.spec import MAX_CELLS, MAX_RANK, by_name, check_name
 from memoro.tasks.task import MemoryNorm, Parent, Task, TaskSpec, Widths, content_hashes
 
@@ -47,10 +48,12 @@ def save_tasks(tasks: Sequence[Task], path: str | Path) -> Path:
             raise TaskFileError(f"{task!r} is not a task; save a baseline with save_baseline().")
     by_name(tasks)
     tensors: dict[str, Tensor] = {}
+    records, hashes = [], content_hashes(tasks)
     for number, task in enumerate(tasks):
-        tensors |= write_tensors(task.name, task.state_dict(), f"{number}.")
-    hashes = content_hashes(tasks)
-    return write_file(path, {"tasks": [_write_task(task, hashes) for task in tasks]}, tensors)
+        sections, own = write_sections(task.spec, f"{number}.")
+        tensors |= {**write_tensors(task.name, task.state_dict(), f"{number}."), **own}
+        records.append({**_write_task(task, hashes), **sections})
+    return write_file(path, {"tasks": records}, tensors)
 
 
 def load_task(path: str | Path, *, device: torch.device | str | None = None) -> Task:
@@ -67,7 +70,12 @@ def load_tasks(path: str | Path, *, device: torch.device | str | None = None) ->
     with open_file(path, "tasks", MAX_FILE) as (file, record):
         items = read_list(record, "tasks", 1, MAX_TASKS)
         specs = [_read_spec(item) for item in items]
-        known = {f"{number}.{part}" for number, spec in enumerate(specs) for part in spec.shapes}
+        sections = [section_tensors(item, spec.backbone.dim) for item, spec in zip(items, specs, strict=True)]
+        known = {
+            f"{number}.{part}"
+            for number, (spec, own) in enumerate(zip(specs, sections, strict=True))
+            for part in (*spec.shapes, *own)
+        }
         extra = set(file.keys()) - known
         if extra:
             raise TaskFileError(f"the file contains tensors that belong to none of its tasks ({min(extra)!r}).")
@@ -76,6 +84,7 @@ def load_tasks(path: str | Path, *, device: torch.device | str | None = None) ->
             tensors = read_tensors(file, spec.name, spec.shapes, f"{number}.")
             tasks.append(Task.from_tensors(spec, tensors, _read_parents(item)))
             check_content(item, spec.name, tasks[-1].content_hash())
+            tasks[-1].describe(**read_sections(item, spec, file, f"{number}."))
         if len({spec.name for spec in specs}) < len(specs):
             raise TaskFileError("the file contains two tasks of one name.")
     return [task.to(device) for task in tasks]
