@@ -114,7 +114,7 @@ class Composition(nn.Module):
         return self._run(pixel_values, self._pick(tasks), any_size)[0]
 
     def _run(self, pixel_values: Tensor, wanted: tuple[int, ...], any_size: bool) -> tuple[dict[str, Tensor], Tensor]:
-        """What `forward` gives, and the base's last token (b, dim)."""
+        """What `forward` gives, and the base's token (b, dim) as it enters the last layer."""
         pixels = self.backbone.check_pixels(pixel_values)
         if not any_size:
             self._check_size(wanted, (pixels.shape[-2], pixels.shape[-1]))
@@ -138,7 +138,7 @@ class Composition(nn.Module):
         known, bank = self._known
         if bank is None:
             return Outputs(answers, {})
-        scores, shares = bank.judge(self.backbone.anatomy.finish_token(token))
+        scores, shares = bank.judge(token)
         rows = [(self._list[i].name, known.index(i)) for i in wanted if i in known]
         return Outputs(answers, {name: Judged(scores[:, row], shares[:, row]) for name, row in rows})
 

@@ -55,6 +55,8 @@ class Features:
     first: int
     layers: Sequence[BaseLayer]
     token: Tensor
+    entering: Tensor | None = None
+    """The token that enters the last layer, where that is not among `layers`."""
 
 
 class BasePass:
@@ -130,12 +132,12 @@ def run_streams(
     anatomy: Anatomy, pixels: Tensor, plan: Plan, bank: Bank, *, watch: Watch | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The base's own answer, the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks), and the
-    base's last token (b, dim)."""
+    base's token (b, dim) as it enters the last layer: what familiarity is judged by."""
     base, stream = BasePass(anatomy, pixels), TaskStream(anatomy, plan, bank, watch)
     for layer, found in enumerate(base):
         stream.read(layer, found)
     rows = stream.finish(base.token)
-    return base.answer(), rows, base.token
+    return base.answer(), rows, found.token
 
 
 def step_stream(

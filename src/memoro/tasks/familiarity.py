@@ -1,4 +1,4 @@
-"""Familiarity: whether an image looks like those that a task was trained on, judged by the backbone's final token."""
+"""Familiarity: whether an image looks like those that a task was trained on, judged by the backbone's token."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ class Familiarity:
     """What a task's training images look like to the backbone: a Gaussian around each class mean.
 
     All classes have the same covariance: some principal directions, and one variance for all others. The distance of
-    an image is the squared Mahalanobis distance of its token to the nearest mean, divided by the squared distance to
-    the centre: tokens differ in length for other reasons (results/trust.md).
+    an image is the squared Mahalanobis distance of its token to the nearest mean.
+
+    The token is the base's class token as it enters the last layer, which is less specialised than the final one
+    (results/trust.md).
     """
 
     center: Tensor
@@ -96,16 +98,14 @@ class FamiliarityBank:
         self.spread = torch.stack([(own.quantile(0.84) - own.quantile(0.16)).clamp(min=1e-3) / 2 for own in logs])
 
     def measure(self, tokens: Tensor) -> Tensor:
-        """The distance of each image to each task's training images (b, tasks), from the base's final-normed token
-        (b, dim)."""
+        """The distance of each image to each task's training images (b, tasks), from its token (b, dim)."""
         tokens = tokens.float()
         along = (tokens @ self.directions.T).reshape(-1, *self.offsets.shape) - self.offsets
-        length = (tokens.unsqueeze(1) - self.center).square().sum(-1)
-        rest = length - along.square().sum(-1)
+        rest = (tokens.unsqueeze(1) - self.center).square().sum(-1) - along.square().sum(-1)
         scaled = along * self.weights
         products = torch.einsum("btk,tck->btc", scaled, self.means)
         nearest = (self.squares - 2 * products).amin(-1) + scaled.square().sum(-1)
-        distances: Tensor = (nearest.clamp(min=0) + rest.clamp(min=0) / self.residual) / length.clamp(min=1e-12)
+        distances: Tensor = nearest.clamp(min=0) + rest.clamp(min=0) / self.residual
         return distances
 
     def judge(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +122,7 @@ class FamiliarityBank:
 
 
 def fit_familiarity(tokens: Tensor, classes: Tensor | None, *, seed: int = 0) -> Familiarity | None:
-    """A description of training images from their final-normed tokens (n, dim) and classes (n), if each has one.
+    """A description of training images from their tokens (n, dim) and classes (n), if each has one.
 
     The distances of held-out images are those of each fold to a description of the others. None for fewer than
     `MIN_IMAGES` images.
