@@ -29,6 +29,7 @@ and the backbone's own output stays bitwise the same.
   memoro compose pets.safetensors flowers.safetensors -o both.safetensors
                                                          put tasks into one file
   memoro verify --tasks both.safetensors photo.jpg       prove that the backbone is untouched
+  memoro calibrate pets.safetensors photos/new           fit probabilities and familiarity on your own images
   memoro import model.pt --backbone FOLDER -o tasks.safetensors
                                                          tasks of the paper's public reproduction
   memoro cache                                           show the size of the feature cache; --clear empties it

@@ -84,8 +84,10 @@ class RecordFormat:
         Without layers there are two tokens.
         """
         *_, (token_dtype, _), (pair_dtype, pair_shape) = self.tensors(len(features.token))
-        entering = [layer.token for layer in features.layers] or [features.entering]
-        tokens = torch.stack([*(token for token in entering if token is not None), features.token], dim=1)
+        entering = [layer.token for layer in features.layers]
+        if not entering and features.entering is not None:
+            entering = [features.entering]
+        tokens = torch.stack([*entering, features.token], dim=1)
         pairs = [torch.stack([layer.keys, layer.values], dim=1) for layer in features.layers]
         both = torch.stack(pairs, dim=1) if pairs else tokens.new_zeros(pair_shape)
         packed = tokens.to("cpu", token_dtype), both.to("cpu", pair_dtype)

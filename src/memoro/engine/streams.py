@@ -140,6 +140,12 @@ def run_streams(
     return base.answer(), rows, found.token
 
 
+def entering_token(anatomy: Anatomy, pixels: Tensor) -> Tensor:
+    """The base's token (b, dim) as it enters the last layer."""
+    *_, last = BasePass(anatomy, pixels)
+    return last.token
+
+
 def step_stream(
     block: Block,
     plan: LayerPlan,

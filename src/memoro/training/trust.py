@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memoro.backbones import Backbone
 from memoro.data import ImageSet
-from memoro.engine.streams import BasePass
+from memoro.engine.streams import entering_token
 from memoro.evaluation.logits import collect_logits
 from memoro.regimes import Baseline
 from memoro.tasks.calibration import MIN_IMAGES, fit_calibration
@@ -71,13 +69,7 @@ class Describer:
             return loader.entering_tokens(samples.tolist())
         part = trainer.loaders.evaluation(spec, images.subset(samples.numpy()), keep=False)
         gather = trainer.processes.all_gather
-        run_base = partial(entering_token, trainer.backbone)
-        (tokens,), _ = collect_logits(run_base, trainer.backbone, part, all_gather=gather)
+        (tokens,), _ = collect_logits(
+            lambda pixels: [entering_token(trainer.backbone.anatomy, pixels)], trainer.backbone, part, all_gather=gather
+        )
         return tokens
-
-
-def entering_token(backbone: Backbone, pixels: Tensor) -> list[Tensor]:
-    """The base's token (b, dim) as it enters the last layer."""
-    base = BasePass(backbone.anatomy, pixels)
-    *_, last = base
-    return [last.token]
