@@ -102,7 +102,7 @@ def verify(
     receipt = model.verify(sample_pixels(loaded, images or []))
     if data and not all("=" in one for one in data):
         raise typer.BadParameter("--data needs NAME=DATA, such as --data pets=photos/pets")
-    found = verify_tasks(model, dict(one.split("=", 1) for one in data)) if data else {}  # type: ignore[misc]
+    found = verify_tasks(model, dict(one.split("=", 1) for one in data)) if data else {}
     if as_json:
         print_json({**receipt.to_json(), **({"accuracy": found} if found else {})})
     else:
