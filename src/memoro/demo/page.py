@@ -36,7 +36,7 @@ SAME_IMAGES = (("letter", "style", "case"), ("digit", "parity"))
 SAMPLES = 8
 """Images shown of each set."""
 
-RESULT_COLUMNS = ("task", "classes", "alone", "composed", "head only", "from layer", "lr", "file")
+RESULT_COLUMNS = ("task", "classes", "alone", "composed", "head only", "strangers noticed", "from layer", "lr", "file")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class DemoResult:
     composed: float
     head: float
     """Of a linear head on the frozen backbone."""
+    noticed: float | None = None
+    """The share of the other set's images that the task calls unfamiliar."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def result_rows(results: dict[str, DemoResult]) -> list[list[str]]:
             f"{name}, extends {parents}" if parents else name,
             str(len(task.labels)),
             *(f"{accuracy:.3f}" for accuracy in accuracies),
+            "-" if found.noticed is None else f"{found.noticed:.0%}",
             str(task.from_layer),
             f"{task.spec.training['lr']:g}",
             format_bytes(found.file.stat().st_size),
@@ -97,7 +100,7 @@ def write_page(path: Path, model: Composition, results: dict[str, DemoResult], c
         f"pass for all tasks costs {cost.composed:.2f} plain passes; one pass per task costs {cost.separate:.2f}.</p>",
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>",
         "<h2>Answers of all tasks to some test images, from one pass</h2>",
-        "<p>Green is right, red is wrong, grey is a task that was not trained on such images.</p>",
+        "<p>Green is right, red is wrong, grey is a task that was not trained on such images; it says so where it notices: unfamiliar.</p>",
         f'<div class="cards">{"".join(_card(image, answers) for image, answers in answered)}</div>',
         "<h2>Cost</h2>",
         _plot(_cost_figure(cost, len(results)), "bars: one base pass, all tasks in one pass, one pass per task"),
@@ -130,7 +133,9 @@ def predict_samples(model: Composition, results: dict[str, DemoResult]) -> Answe
         lines = []
         for name, answer in answers.items():
             text = printable(f"{name}: {answer['label']} {answer['probability']:.0%}")
-            if name not in target or target[name] == answer["label"]:
+            if answer.get("unfamiliar"):
+                lines.append(("other", printable(f"{name}: unfamiliar ({answer['label']}?)")))
+            elif name not in target or target[name] == answer["label"]:
                 lines.append(("right" if name in target else "other", text))
             else:
                 lines.append(("wrong", f"{text} (is {printable(target[name])})"))
