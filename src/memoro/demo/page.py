@@ -100,7 +100,8 @@ def write_page(path: Path, model: Composition, results: dict[str, DemoResult], c
         f"pass for all tasks costs {cost.composed:.2f} plain passes; one pass per task costs {cost.separate:.2f}.</p>",
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>",
         "<h2>Answers of all tasks to some test images, from one pass</h2>",
-        "<p>Green is right, red is wrong, grey is a task that was not trained on such images; it says so where it notices: unfamiliar.</p>",
+        "<p>Green is right, red is wrong, grey is a task that was not trained on such images: unfamiliar, "
+        "where it notices that.</p>",
         f'<div class="cards">{"".join(_card(image, answers) for image, answers in answered)}</div>',
         "<h2>Cost</h2>",
         _plot(_cost_figure(cost, len(results)), "bars: one base pass, all tasks in one pass, one pass per task"),

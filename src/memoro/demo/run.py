@@ -106,7 +106,7 @@ def _notice(model: Composition, name: str, sets: dict[str, Splits], most: int = 
     test = sets[others[0]].test
     assert test is not None
     answers = model.predict([test.open(at) for at in range(min(most, len(test)))], [name])
-    return sum(answer[name].get("unfamiliar", False) for answer in answers) / len(answers)
+    return [answer[name].get("unfamiliar", False) for answer in answers].count(True) / len(answers)
 
 
 def _measure_cost(model: Composition, pixels: torch.Tensor) -> Cost:
