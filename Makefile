@@ -1,17 +1,21 @@
-# make demo | test | test-all | check | format | bench | test-timm | clean
+# make demo | test | test-all | check | format | bench | test-slow | test-timm | test-serve | test-browser | clean
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all check format bench test-timm clean
+.PHONY: demo test test-all check format bench test-slow test-timm test-serve test-browser clean
 
 demo: .venv/ready
 	$(BIN)/memoro demo
 
 test: .venv/ready
+	@echo "left out: the tests in a browser (make test-browser), with timm (make test-timm) and other lanes (make test-all)"
 	$(BIN)/python -m pytest
 
 # The slow lanes, each with an environment or downloads of its own, are added here.
-test-all: test test-timm
+test-all: test test-slow test-timm test-serve test-browser
+
+test-slow: .venv/ready
+	$(BIN)/python -m pytest -m slow
 
 check: .venv/ready
 	$(BIN)/ruff format --check .
@@ -29,6 +33,16 @@ bench: .venv/ready
 test-timm: .venv-timm/ready
 	.venv-timm/bin/python -m pytest tests_timm
 
+# The pages in a real browser. Screenshots are left in tests_browser/screenshots.
+test-browser: .venv/ready
+	@command -v chromium >/dev/null || { echo "chromium is not on the PATH. Install it with: sudo apt-get install chromium"; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r tests_browser/requirements.txt
+	$(BIN)/python -m pytest -n 0 tests_browser
+
+# Other people's clients against `memoro serve`, which runs in .venv: they know it by its address only.
+test-serve: .venv/ready .venv-serve/ready
+	.venv-serve/bin/python -m pytest tests_serve
+
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -40,5 +54,10 @@ test-timm: .venv-timm/ready
 	.venv-timm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
+.venv-serve/ready: tests_serve/requirements.txt
+	$(PYTHON) -m venv .venv-serve
+	.venv-serve/bin/pip install --quiet --disable-pip-version-check -r tests_serve/requirements.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-timm .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-timm .venv-serve .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -119,15 +119,15 @@ def measure(
             accuracy[fold].setdefault(lr, []).append(metrics["accuracy"] if metrics else 0.0)
         scores = {lr: statistics.mean(some) for lr, some in accuracy[True].items()}
         best = max(scores, key=lambda lr: scores[lr])
-        if best not in accuracy[False]:
+        if best not in accuracy[False] and options.seeds:
             found = specs_of(METHODS[name], backbone, splits, options, [best])
             last = [spec for key, spec in found.items() if not key[1]]
             accuracy[False][best] = [result.metrics["accuracy"] for result in train_runs(backbone, last, cache=False)]
         records[name] = {
             "lr": best,
             "folds": {str(lr): score for lr, score in scores.items()},
-            "test": accuracy[False][best],
-            "mean": statistics.mean(accuracy[False][best]),
+            "test": (test := accuracy[False].get(best, [])),
+            "mean": statistics.mean(test) if test else None,
             "by_rate": {str(lr): some for lr, some in accuracy[False].items()},
         }
     seconds = round(time.monotonic() - started)
@@ -159,15 +159,20 @@ def cap(splits: Splits, most: int) -> Splits:
     return replace(splits, train=splits.train.subset(chosen))
 
 
+def format_entry(entry: Mapping[str, Any] | None) -> str:
+    if entry is None:
+        return ""
+    if entry["mean"] is None:  # screened only
+        return f"*{max(entry['folds'].values()):.3f}* ({entry['lr']:g})"
+    return f"{entry['mean']:.3f} ± {statistics.pstdev(entry['test']):.3f} ({entry['lr']:g})"
+
+
 def write(results: dict[str, Any], options: argparse.Namespace) -> None:
     names = [name for name in METHODS if any(name in found for found in results.values())]
     rows = []
     for source, found in results.items():
-        cells = [
-            f"{entry['mean']:.3f} ± {statistics.pstdev(entry['test']):.3f} ({entry['lr']:g})" if entry else ""
-            for entry in (found.get(name) for name in names)
-        ]
-        rate = next(found[name]["mean"] for name in names if name in found)
+        cells = [format_entry(found.get(name)) for name in names]
+        rate = next(max(found[name]["folds"].values()) for name in names if name in found)
         error = (rate * (1 - rate) / found["test"]) ** 0.5
         rows.append([source, found["train"], found["test"], *cells, f"{error:.3f}"])
     lines = [
@@ -176,7 +181,8 @@ def write(results: dict[str, Any], options: argparse.Namespace) -> None:
         f"{Path(options.backbone).name} at {options.image_size} px, {options.epochs} epochs unless named, batch 32, "
         f"one plain view of an image unless named. Rates are selected on {options.folds} folds of train (baselines: on "
         f"one); then each method is trained on all of train. Test accuracy, mean of {options.seeds} seeds (± their "
-        "standard deviation, and the rate). `± se` is the binomial standard error of one test accuracy.",
+        "standard deviation, and the rate); in italics, accuracy on the folds of what was only screened. `± se` is the "
+        "binomial standard error of one test accuracy.",
         "",
         "Made by `scripts/compare_regimes.py`; the accuracy of every run is in the JSON beside this file.",
         "",
@@ -206,9 +212,7 @@ def main() -> None:
         for names in groups_of([name for name in options.methods if name not in found], options):
             found |= measure(names, backbone, splits, options)
             write(results, options)
-            print(
-                {name: round(found[name]["mean"], 3) for name in names}, f"{found[names[0]]['seconds']} s", flush=True
-            )
+            print({name: format_entry(found[name]) for name in names}, f"{found[names[0]]['seconds']} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,18 +28,24 @@ class Case:
     name: str
     build: Callable[..., nn.Module]
 
-    def model(self, attention: str = "sdpa", seed: int = 7) -> Any:
+    def model(self, attention: str = "sdpa", seed: int = 7, **config: Any) -> Any:
         """The tiny model with every weight random: zero-initialised ones would hide mistakes."""
         torch.manual_seed(seed)
-        model = self.build(attention)
+        model = self.build(attention, **config)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.2) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
         return model.eval()
 
 
-def _of(model: Any, config: Any, **extra: Any) -> Callable[[str], nn.Module]:
-    return lambda attention: model._from_config(config, attn_implementation=attention, **extra)
+def _of(model: Any, config: Any, **extra: Any) -> Callable[..., nn.Module]:
+    def build(attention: str, **changes: Any) -> Any:
+        own = copy.deepcopy(config)
+        for name, value in changes.items():
+            setattr(own, name, value)
+        return model._from_config(own, attn_implementation=attention, **extra)
+
+    return build
 
 
 def _swiglu(config: Any) -> Any:

@@ -15,6 +15,7 @@ from memoro.backbones import Backbone
 from memoro.bench.dense import DenseMask
 from memoro.bench.engine import bench_engine, candidate_count
 from memoro.bench.models import MODELS
+from memoro.bench.serve import TICKS, bench_serve, serve_table
 from memoro.bench.step import Setting, build_step, list_candidates
 from memoro.bench.time_to_accuracy import (
     APPROACHES,
@@ -51,6 +52,8 @@ def test_engine_rows(backbone: Backbone) -> None:
     assert all(row.engine > 0 for row in rows)
     assert rows[1].dense is not None
     assert rows[3].dense is None
+    [side] = bench_engine(backbone, counts=(3,), forks=(2,), cells=0, rank=2, batch=1, rounds=1)
+    assert side.engine > 0
 
 
 def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,7 +66,7 @@ def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setitem(MODELS, "ViT-B/32", (small, 224))
     setting, candidates = Setting("ViT-B/32", 2, 1), list_candidates(1, (1, 2), (0, 3))
-    assert len(candidates) == 2 + 8 + len(METHODS)
+    assert len(candidates) == 2 + 16 + len(METHODS)
     steps: list[str] = []
     own = Trainer.step
 
@@ -122,7 +125,19 @@ def test_time_to_an_accuracy(backbone: Backbone, tmp_path: Path) -> None:
         assert len(seconds) == epoch_count(3, [reach.approach])
         assert seconds == sorted(seconds)
         assert reach.seconds is None
-    assert never[0].approach.cached
-    assert not never[1].approach.cached
+    assert [one.approach.cached for one in never[:3]] == [True, True, False]
     assert never[-1].best is None, "a run without finite numbers has no accuracy"
     assert draw_times(tmp_path / "goal.png", "squares", never).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_server_is_measured(backbone: Backbone) -> None:
+    ticks: list[None] = []
+    how: dict[str, Any] = {"tasks": 3, "batch": 2, "clients": 3, "requests": 12, "seconds": 1}
+    row = bench_serve("tiny", backbone, 20, tick=lambda: ticks.append(None), **how)
+    assert len(ticks) == TICKS
+    assert 3 <= row.requests <= 12  # bounded by seconds as well, but each client is measured
+    assert 1 <= row.mean_batch <= 2
+    assert 0 < row.p50_ms <= row.p99_ms
+    assert min(row.engine, row.http, row.separate, row.ratio) > 0
+    cells = [str(cell) for cell in list(serve_table([row]).columns)[1].cells]
+    assert cells[:4] == ["3", "2", "3", str(row.requests)]

@@ -67,7 +67,8 @@ def test_the_demo_does_the_whole_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "parity, extends digit" in said
     text = page.read_text()
     assert text.count('class="card"') == 16
-    assert text.count("data:image/png") == 18
+    assert text.count("data:image/png") == 16
+    assert text.count("<svg") == 6, "the cost, and a chart for each task"
     files = {file.stem for file in (tmp_path / "out").glob("*.safetensors")}
     assert files == {"letter", "style", "case", "digit", "parity"}
     parity = memoro.load_task(tmp_path / "out" / "parity.safetensors")

@@ -66,10 +66,10 @@ def test_file_that_fails_only_as_a_draft_has_a_row_with_the_error(
     for path in paths:
         Image.new("RGB", (30, 30)).save(path)
 
-    def open_draft(source: Any, *, draft: Any = None, name: str) -> Image.Image:
+    def open_draft(source: Any, *, draft: Any = None, **options: Any) -> Image.Image:
         if source == paths[2] and draft is not None:
             raise ImageError(f"{source}: not a readable image.")
-        return open_image(source, draft=draft, name=name)
+        return open_image(source, draft=draft, **options)
 
     monkeypatch.setattr("memoro.engine.answers.open_image", open_draft)
     model = memoro.compose(backbone, [random_task(backbone, "pets")])

@@ -16,11 +16,11 @@ SOURCE = Path(memoro.__file__).parent
 
 
 PUBLIC = [
-    "Backbone", "BackboneError", "Baseline", "Cache", "CacheError", "Composition", "CompositionError", "DataError",
-    "ImageError", "MemoroError", "NaiveConcatenation", "Preprocessing", "Recipe", "Task", "TaskError", "TaskFileError",
-    "TrainOptions", "TrainingError", "compose", "evaluate", "fit", "fit_tasks", "import_tasks", "load_backbone",
-    "load_baseline", "load_columns", "load_data", "load_task", "load_tasks", "new_task", "save_baseline",
-    "save_task", "save_tasks", "train",
+    "Backbone", "BackboneError", "Baseline", "Cache", "CacheError", "Client", "Composition", "CompositionError",
+    "DataError", "ImageError", "MemoroError", "NaiveConcatenation", "Preprocessing", "Recipe", "ServeError", "Task",
+    "TaskError", "TaskFileError", "TrainOptions", "TrainingError", "compose", "evaluate", "fit", "fit_tasks",
+    "import_tasks", "load_backbone", "load_baseline", "load_columns", "load_data", "load_task", "load_tasks",
+    "new_task", "save_baseline", "save_task", "save_tasks", "train",
 ]  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_the_core_needs_neither_torchvision_nor_training() -> None:
     code = (
         "import sys, memoro\n"
         "memoro.load_backbone, memoro.new_task, memoro.compose, memoro.save_task, memoro.import_tasks\n"
-        "import memoro.cli\n"
+        "import memoro.cli, memoro.serve.run\n"
         "print([m for m in ('torchvision','timm','accelerate','datasets','peft','matplotlib') if m in sys.modules])\n"
     )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -72,7 +72,7 @@ def test_the_core_needs_neither_torchvision_nor_training() -> None:
 
 # A package imports its own level and those before it, never a later one.
 LEVELS = [
-    {"errors", "extras", "files", "heads", "console", "phases"},
+    {"errors", "extras", "files", "heads", "plots", "pages", "phases", "console"},
     {"images"},
     {"backbones"},
     {"tasks"},
@@ -81,6 +81,7 @@ LEVELS = [
     {"regimes"},
     {"evaluation"},
     {"training"},
+    {"serve"},
     {"bench", "demo"},
     {"cli"},
 ]
@@ -114,6 +115,15 @@ def test_dependencies_point_one_way(package: str) -> None:
         for other in imports_of(path) - {"__version__"}:
             assert other in LEVEL, f"{path} imports memoro.{other}"
             assert LEVEL[other] <= LEVEL[package], f"{path.relative_to(SOURCE)} imports memoro.{other}"
+
+
+def test_serving_never_imports_training() -> None:
+    """Neither itself nor through others: all that it imports is below training."""
+    files = list((SOURCE / "serve").glob("*.py"))
+    assert files
+    for path in files:
+        for other in imports_of(path) - {"__version__", "serve"}:
+            assert LEVEL[other] < LEVEL["training"], f"{path.relative_to(SOURCE)} imports memoro.{other}"
 
 
 def test_the_import_check_can_fail(tmp_path: Path) -> None:

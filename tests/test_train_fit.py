@@ -94,6 +94,9 @@ def test_head_overfits_where_a_line_separates(backbone: Backbone, squares: Path)
 def test_only_what_a_regime_trains_gets_a_gradient(name: str, backbone: Backbone, vit: Any, pixels: Tensor) -> None:
     parent = random_task(backbone, "parent", cells=2)
     task = find_regime(name).build(backbone, TaskPlan("t", LABELS, cells=2, extends=[parent]))
+    for key, tensor in task.lora.items():  # A has no gradient while B is zero
+        if key.endswith("_B"):
+            torch.nn.init.normal_(tensor)
     run = Run.start(task, Recipe(), find_regime(name).trains(task))
     [logits] = SharedForward(backbone, [task])(pixels)
     logits.square().sum().backward()
@@ -122,6 +125,8 @@ VARIANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"cells": 0, "from_layer": 2}, {"lr": 0.2, "clip": 0.0, "label_smoothing": 0.1}),
     ({"cells": 2, "from_layer": 4}, {"lr": 0.003, "optimizer": "adamw", "weight_decay": 0.1}),
     ({"cells": 0, "from_layer": 5}, {"lr": 0.3}),
+    ({"cells": 1, "rank": 2, "from_layer": 3}, {"lr": 0.01, "optimizer": "adamw"}),
+    ({"cells": 0, "rank": 3, "from_layer": 1}, {"lr": 0.01, "optimizer": "adamw"}),
 ]
 
 

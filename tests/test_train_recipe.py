@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from memoro.errors import TrainingError
 from memoro.evaluation.metrics import confusion, measure, score
 from memoro.heads import class_weights, loss_sum
+from memoro.plots import draw_confusion
 from memoro.training import Recipe
 from memoro.training.recipe import merge_options
-from memoro.training.runfolder import draw_confusion, draw_curve
+from memoro.training.runfolder import draw_curve
 
 COLOURS = {"red": (210, 40, 40), "green": (40, 200, 60), "blue": (50, 60, 210), "grey": (128, 128, 128)}
 

@@ -87,10 +87,10 @@ def test_a_token_is_computed_for_its_own_images_alone(
     seen: list[tuple[tuple[int, ...], int]] = []
     step = streams.step_stream
 
-    def watch(block: Any, plan: Any, memory: Any, stream: Any, base: Any, *rest: Any) -> Any:
+    def watch(block: Any, plan: Any, memory: Any, lora: Any, stream: Any, base: Any, *rest: Any) -> Any:
         if block is double.anatomy.blocks[-1] and torch.is_grad_enabled():
             seen.append((tuple(stream.shape[:2]), len(base.keys)))
-        return step(block, plan, memory, stream, base, *rest)
+        return step(block, plan, memory, lora, stream, base, *rest)
 
     monkeypatch.setattr(streams, "step_stream", watch)
     many, few = (load_data(root / name, val_fraction=0, **LOAD) for name in ("many", "few"))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memoro.errors import DataError as DataError
     from memoro.errors import ImageError as ImageError
     from memoro.errors import MemoroError as MemoroError
+    from memoro.errors import ServeError as ServeError
     from memoro.errors import TaskError as TaskError
     from memoro.errors import TaskFileError as TaskFileError
     from memoro.errors import TrainingError as TrainingError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from memoro.regimes.baselinefile import load_baseline as load_baseline
     from memoro.regimes.baselinefile import save_baseline as save_baseline
     from memoro.regimes.naive import NaiveConcatenation as NaiveConcatenation
+    from memoro.serve.client import Client as Client
     from memoro.tasks.reproduction import import_tasks as import_tasks
     from memoro.tasks.task import Task as Task
     from memoro.tasks.task import new_task as new_task
@@ -56,6 +58,7 @@ _PUBLIC = {
         "DataError",
         "ImageError",
         "MemoroError",
+        "ServeError",
         "TaskError",
         "TaskFileError",
         "TrainingError",
@@ -65,6 +68,7 @@ _PUBLIC = {
     "regimes": ["Baseline"],
     "regimes.baselinefile": ["load_baseline", "save_baseline"],
     "regimes.naive": ["NaiveConcatenation"],
+    "serve.client": ["Client"],
     "tasks.reproduction": ["import_tasks"],
     "tasks.task": ["Task", "new_task"],
     "tasks.taskfile": ["load_task", "load_tasks", "save_task", "save_tasks"],

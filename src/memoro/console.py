@@ -144,7 +144,7 @@ def bar(title: str, total: int, *, quiet: bool = False) -> Iterator[Callable[...
 
 
 def quiet_libraries() -> None:
-    """Silences the bars of transformers, the hub's retry messages (memoro's own error says what to do), and
+    """Silences the bars of transformers, the hub's retry messages (memoro's own error says what to do), ONNX notes, and
     Pillow's warnings about EXIF blocks and about sizes below memoro's own limit.
 
     For the command line, never at import.
@@ -154,7 +154,7 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    for name in ("huggingface_hub", "httpx", "urllib3"):
+    for name in ("huggingface_hub", "httpx", "urllib3", "torch.onnx", "onnxscript", "onnx_ir"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 

@@ -33,5 +33,13 @@ class TrainingError(MemoroError):
     """Training cannot start or cannot continue."""
 
 
+class ServeError(MemoroError):
+    """The server cannot start, cannot be reached, or refuses a request: `status` is then its HTTP status."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class CacheError(MemoroError):
     """Features cannot be cached, or exceed the cache budget."""

@@ -46,6 +46,7 @@ def write_whole(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        sync_folder(path.parent)
     except OSError as error:
         raise TaskFileError(f"cannot write {path} ({error.strerror}); any existing file is unchanged.") from None
     finally:
@@ -72,3 +73,13 @@ def write_gradually(path: Path) -> Iterator[BinaryIO]:
         raise
     except OSError as error:
         raise TaskFileError(f"cannot write {path} ({error.strerror}); any existing file is unchanged.") from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes sure that a renamed or removed file stays so after a power failure, where the system allows it."""
+    with suppress(OSError):  # Windows does not open folders
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

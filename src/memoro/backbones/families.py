@@ -49,7 +49,7 @@ def _embed_clip(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
 def _in_order(pixels: Tensor, trunk: Model) -> dict[str, Any]:
     """MAE shuffles its patches by noise: ascending noise keeps them in order."""
     rows, columns = grid_of(trunk, pixels)
-    noise = torch.arange(rows * columns, device=pixels.device).expand(len(pixels), -1)
+    noise = torch.arange(rows * columns, device=pixels.device).expand(pixels.shape[0], -1)
     return {"noise": noise, **_resized(pixels, trunk)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -27,7 +28,7 @@ class EngineRow:
     limit: float
     """What the extra tokens would cost at the base's own price per token."""
     dense: float | None
-    """One sequence with a dense mask (fork 0 only)."""
+    """One sequence with a dense mask (fork 0 only, without low-rank weights)."""
     separate: float
     """One pass per task, extrapolated from one."""
 
@@ -38,6 +39,7 @@ def bench_engine(
     counts: Sequence[int] = (1, 10, 50, 100),
     forks: Sequence[int] = (0, 8),
     cells: int = 5,
+    rank: int = 0,
     batch: int = 8,
     rounds: int = 5,
     tick: Callable[[], None] = lambda: None,
@@ -53,10 +55,11 @@ def bench_engine(
         candidates: dict[str, Callable[[], object]] = {"base": lambda: backbone.original(pixels)}
         for fork in forks:
             for count in sorted({1, *counts}):
-                tasks = [new_task(backbone, f"task {i}", labels, cells=cells, from_layer=fork) for i in range(count)]
+                sizes: dict[str, Any] = {"cells": cells, "rank": rank, "from_layer": fork}
+                tasks = [new_task(backbone, f"task {i}", labels, **sizes) for i in range(count)]
                 model = compose(backbone, tasks)
                 candidates[f"engine {fork} {count}"] = lambda model=model: model(pixels)  # type: ignore[misc]
-                if fork == 0:
+                if fork == 0 and not rank:
                     dense = DenseMask(backbone, tasks, grid)
                     candidates[f"dense {count}"] = lambda dense=dense: dense(pixels)  # type: ignore[misc]
         best = best_times(candidates, rounds, tick)
@@ -67,7 +70,7 @@ def bench_engine(
             fork=fork,
             engine=best[f"engine {fork} {count}"] / base,
             limit=1 + count * (backbone.depth - fork) / backbone.depth / tokens,
-            dense=best[f"dense {count}"] / base if fork == 0 else None,
+            dense=best[f"dense {count}"] / base if fork == 0 and not rank else None,
             separate=count * best[f"engine {fork} 1"] / base,
         )
         for fork in forks
@@ -75,9 +78,9 @@ def bench_engine(
     ]
 
 
-def candidate_count(counts: Sequence[int], forks: Sequence[int]) -> int:
+def candidate_count(counts: Sequence[int], forks: Sequence[int], rank: int = 0) -> int:
     """The number of candidates that `bench_engine` times, for a progress bar."""
-    return 1 + len({1, *counts}) * (len(forks) + (0 in forks))
+    return 1 + len({1, *counts}) * (len(forks) + (0 in forks and not rank))
 
 
 def engine_table(title: str, rows: Sequence[EngineRow]) -> Table:

@@ -51,14 +51,16 @@ class Candidate:
 def list_candidates(
     cells: int, runs: Sequence[int], forks: Sequence[int], *, baselines: bool = True
 ) -> list[Candidate]:
-    """The base pass, `head`, `memory` for all numbers of runs and forks, computed and from the cache, and baselines."""
+    """The base pass, `head`, `memory` and `side` for all numbers of runs and forks, computed and from the cache, and
+    baselines."""
     found = [Candidate("base", "base"), Candidate("head", "head")]
     for cached in (False, True):
-        for fork in forks:
-            for count in runs:
-                name = f"memory, {cells} cells" + (f", fork {fork}" if fork else "")
-                name += (f", {count} runs" if count > 1 else "") + (", from cache" if cached else "")
-                found.append(Candidate(name, "memory", count, fork, cached))
+        for regime, title in (("memory", f"memory, {cells} cells"), ("side", "side, rank 8")):
+            for fork in forks:
+                for count in runs:
+                    name = title + (f", fork {fork}" if fork else "")
+                    name += (f", {count} runs" if count > 1 else "") + (", from cache" if cached else "")
+                    found.append(Candidate(name, regime, count, fork, cached))
     return [*found, *(Candidate(name, name) for name in METHODS if baselines)]
 
 
@@ -73,7 +75,8 @@ def build_step(setting: Setting, candidate: Candidate, folder: Path) -> tuple[St
         return torch.no_grad()(lambda: model(pixels)), 0
     backbone, regime = load_backbone(model), REGIMES[candidate.regime]
     splits = _random_images(folder / "images", setting)
-    plan = TaskPlan("bench", splits.labels, cells=setting.cells, from_layer=candidate.fork)
+    cells = 0 if candidate.regime == "side" else setting.cells
+    plan = TaskPlan("bench", splits.labels, cells=cells, from_layer=candidate.fork)
     recipe = Recipe(steps=1_000_000, batch_size=setting.batch, views=1)
     tasks = [regime.build(backbone, replace(plan, seed=seed)) for seed in range(candidate.runs)]
     specs = [RunSpec(task, recipe, regime, splits, backbone.preprocessing.at(side)) for task in tasks]

@@ -38,9 +38,11 @@ class Approach:
 
 
 APPROACHES = (
+    *(Approach("side, from cache", "side", "adamw", lr, cached=True) for lr in (0.001, 0.003)),
     *(Approach("memory, from cache", "memory", "sgd", lr, cached=True) for lr in (0.1, 0.3)),
     *(Approach("memory", "memory", "sgd", lr) for lr in (0.1, 0.3)),
     *(Approach("lora", "lora", "adamw", lr) for lr in (0.001, 0.003)),
+    *(Approach("lora-all", "lora-all", "adamw", lr) for lr in (0.0005, 0.001)),
     *(Approach("full", "full", "adamw", lr) for lr in (0.00003, 0.0001)),
 )
 
@@ -123,7 +125,8 @@ def bench_time_to_accuracy(
         most = approach.epochs(epochs)
         recipe = replace(plain, lr=approach.lr, optimizer=approach.optimizer, epochs=most)
         regime = REGIMES[approach.regime]
-        task = regime.build(backbone, TaskPlan("goal", splits.labels, cells=cells, seed=0))
+        own = None if approach.regime == "side" else cells
+        task = regime.build(backbone, TaskPlan("goal", splits.labels, cells=own, seed=0))
         spec = RunSpec(task, recipe, regime, splits, preprocessing)
         curve = _train(backbone, spec, approach.cached, goal, workers, tick)
         tick(most - len(curve))

@@ -1,4 +1,4 @@
-"""Commands that measure: bench engine, bench train."""
+"""Commands that measure: bench engine, bench train, bench serve, bench export."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memoro.cli.options import BackboneOption, Json, load, numbers, print_json
+from memoro.cli.options import BackboneOption, DeviceOption, Json, load, numbers, print_json
 from memoro.console import plain_console
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ def bench_engine_command(
     batch: Annotated[int, typer.Option(help="Images in a pass.")] = 8,
     tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,10,50,100",
     forks: Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")] = "0,8",
+    cells: Annotated[int, typer.Option(help="Memory cells of each task in each layer.")] = 5,
+    rank: Annotated[int, typer.Option(help="Rank of each task's own weights (regime side).")] = 0,
     rounds: Annotated[int, typer.Option(help="Runs of each candidate; the best counts.")] = 5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Json = False,
@@ -38,14 +40,38 @@ def bench_engine_command(
     counts, starts = numbers(tasks), numbers(forks)
     results: dict[str, Any] = {}
     for size in patch:
-        with bar(f"ViT-B/{size}", rounds * candidate_count(counts, starts)) as tick:
+        with bar(f"ViT-B/{size}", rounds * candidate_count(counts, starts, rank)) as tick:
             backbone = load_backbone(random_vit(size), dtype=dtype)
-            rows = bench_engine(backbone, counts=counts, forks=starts, batch=batch, rounds=rounds, tick=tick)
+            sizes = {"cells": cells, "rank": rank, "batch": batch}
+            rows = bench_engine(backbone, counts=counts, forks=starts, rounds=rounds, tick=tick, **sizes)
         results[f"ViT-B/{size}"] = [asdict(row) for row in rows]
         if not as_json:
-            plain_console().print(engine_table(f"ViT-B/{size} at 224, batch {batch}, {dtype}", rows))
+            own = f"{cells} cells" + (f", rank {rank}" if rank else "")
+            plain_console().print(engine_table(f"ViT-B/{size} at 224, batch {batch}, {dtype}, {own}", rows))
     if as_json:
         print_json(results)
+
+
+@bench.command("export")
+def bench_export_command(
+    backbone: BackboneOption = None,
+    batch: Annotated[int, typer.Option(help="Images in a pass.")] = 8,
+    tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,100",
+    cells: Annotated[int, typer.Option(help="Memory cells in each layer.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Runs of each candidate; the best counts.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """An exported ONNX file in ONNX Runtime against the same tasks in torch, on the CPU."""
+    from memoro.bench.export import bench_export, export_table
+    from memoro.console import bar
+
+    counts, frozen = numbers(tasks), load(backbone, "cpu")
+    with bar("exporting and timing", 2 * rounds * len(counts)) as tick:
+        rows = bench_export(frozen, counts=counts, cells=cells, batch=batch, rounds=rounds, tick=tick)
+    if as_json:
+        print_json([asdict(row) for row in rows])
+    else:
+        plain_console().print(export_table(f"{frozen.name}, batch {batch}", rows))
 
 
 @bench.command("train")
@@ -96,6 +122,47 @@ def bench_train_command(
         record |= _time_to_goal(data, goal, load(backbone), plot, as_json, **how)
     if as_json:
         print_json(record)
+
+
+@bench.command("serve")
+def bench_serve_command(
+    model: Annotated[
+        str, typer.Option(help="memoro-tiny, dinov2-small (random weights), a hub id or a folder; separated by commas.")
+    ] = "dinov2-small,memoro-tiny",
+    image_size: Annotated[
+        int | None, typer.Option(help="Pixels of an image's edge.", show_default="112, memoro-tiny: 64")
+    ] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks attached; each request asks all of them.")] = 100,
+    batch: Annotated[int, typer.Option(min=1, help="Images in a pass, for the engine and the server.")] = 16,
+    clients: Annotated[int, typer.Option(min=1, help="Concurrent clients, one image per request.")] = 32,
+    requests: Annotated[int, typer.Option(min=1, help="Requests at most.")] = 600,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of requests at most; half of it beside.")] = 60,
+    device: DeviceOption = None,
+    as_json: Json = False,
+) -> None:
+    """Throughput and latency through HTTP on loopback, against the engine's own at the same batch size."""
+    from memoro.extras import need
+
+    need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")
+    from memoro.backbones import load_backbone
+    from memoro.backbones.load import TINY, own_device
+    from memoro.bench.models import MODELS
+    from memoro.bench.serve import TICKS, bench_serve, serve_table
+    from memoro.console import bar, quiet_libraries
+
+    quiet_libraries()
+    rows = []
+    for name in model.split(","):
+        source = MODELS[name][0]() if name in MODELS else name
+        side = image_size or (64 if name == TINY else MODELS[name][1] if name in MODELS else 112)
+        with bar(name, TICKS) as tick:
+            backbone = load_backbone(source, device=own_device(device))
+            how: dict[str, Any] = {"tasks": tasks, "batch": batch, "clients": clients, "requests": requests}
+            rows.append(bench_serve(name, backbone, side, seconds=seconds, tick=tick, **how))
+    if as_json:
+        print_json([{**asdict(row), "ratio": row.ratio} for row in rows])
+    else:
+        plain_console().print(serve_table(rows))
 
 
 def _time_steps(

@@ -34,11 +34,14 @@ TaskBackboneOption = Annotated[
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or mps.", show_default="a GPU if there is one")
 ]
-Files = Annotated[list[Path], typer.Argument(help="Task files or bundles.", show_default=False)]
+Files = Annotated[list[str], typer.Argument(help="Task files, bundles or hub ids.", show_default=False)]
 TaskFiles = Annotated[
-    list[Path],
-    typer.Option("--tasks", "-t", help="Task file or bundle; repeat for more.", show_default=False),
-]
+    list[str],
+    typer.Option(
+        "--tasks", "-t", help="Task file, bundle or hub id (owner/name, owner/name@revision); repeat for more.",
+        show_default=False,
+    ),
+]  # fmt: skip
 
 
 def load(backbone: str | None, device: str | None = None, made_for: BackboneRecord | None = None) -> Backbone:
@@ -78,43 +81,46 @@ def read_data(arguments: Sequence[str]) -> str | dict[str, str]:
     return sets
 
 
-def gather_tasks(files: Iterable[Path], option: str = "-t") -> list[Task]:
-    """The tasks of some files; an error for the shell where they do not go together.
+def gather_tasks(files: Iterable[str], option: str = "-t") -> list[Task]:
+    """The tasks of some files or hub ids; an error for the shell where they do not go together.
 
     `option` is what precedes a file there, nothing for an argument.
     """
     from memoro.regimes.baselinefile import is_baseline, read_baseline
-    from memoro.tasks.taskfile import load_tasks
+    from memoro.tasks.taskfile import find_task_file, load_tasks
 
-    found: list[tuple[Path, Task]] = []
+    found: list[tuple[str, Task]] = []
     for file in files:
-        if is_baseline(file):
-            spec, _, _ = read_baseline(file)
+        path = find_task_file(file)
+        if is_baseline(path):
+            spec, _, _ = read_baseline(path)
             raise CompositionError(f"{file} is a baseline, which cannot be composed or verified. {spec.not_composable}")
-        found += [(file, task) for task in load_tasks(file)]
+        found += [(file, task) for task in load_tasks(path)]
     return _checked(found, option)
 
 
 def load_models(
-    files: Iterable[Path], backbone: str | None, device: str | None
+    files: Iterable[str], backbone: str | None, device: str | None
 ) -> tuple[Backbone, list[Task | Baseline]]:
-    """The backbone of some files, and their tasks and baselines."""
+    """The backbone of some files or hub ids, and their tasks and baselines."""
     from memoro.regimes.baselinefile import is_baseline, load_baseline, read_baseline
     from memoro.tasks.task import Task
-    from memoro.tasks.taskfile import load_tasks
+    from memoro.tasks.taskfile import find_task_file, load_tasks
 
-    found: list[tuple[Path, Task | BaselineSpec]] = []
+    paths = {file: find_task_file(file) for file in files}
+    found: list[tuple[str, Task | BaselineSpec]] = []
     for file in files:
-        models = [read_baseline(file)[0]] if is_baseline(file) else load_tasks(file)
+        path = paths[file]
+        models = [read_baseline(path)[0]] if is_baseline(path) else load_tasks(path)
         found += [(file, model) for model in models]
     first = _checked(found, "-t")[0]
     frozen = load(backbone, device, (first.spec if isinstance(first, Task) else first).backbone)
-    return frozen, [model if isinstance(model, Task) else load_baseline(file, frozen) for file, model in found]
+    return frozen, [model if isinstance(model, Task) else load_baseline(paths[file], frozen) for file, model in found]
 
 
-def _checked(found: Sequence[tuple[Path, Any]], option: str) -> list[Any]:
+def _checked(found: Sequence[tuple[str, Any]], option: str) -> list[Any]:
     """The models; an error where two have one name, or a task extends one that is missing."""
-    places: dict[str, Path] = {}
+    places: dict[str, str] = {}
     for file, model in found:
         if model.name in places:
             where = f"in {places[model.name]} and in {file}"

@@ -1,4 +1,4 @@
-"""Commands about task files: inspect, compose, verify, calibrate, import."""
+"""Commands about task files: inspect, compose, verify, calibrate, export, card, import."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ app = typer.Typer()
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A task file or bundle.", show_default=False)],
+    file: Annotated[str, typer.Argument(help="A task file, bundle or hub id.", show_default=False)],
     backbone: Annotated[str | None, typer.Option("--backbone", "-b", help="Also say whether it fits this one.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -34,8 +34,10 @@ def inspect(
     memoro inspect pets.safetensors
     """
     from memoro.evaluation.inspect import inspect_file, inspect_tables
+    from memoro.tasks.taskfile import find_task_file
 
-    record = inspect_file(file, None if backbone is None else load(backbone, "cpu"))
+    found = inspect_file(find_task_file(file), None if backbone is None else load(backbone, "cpu"))
+    record = {**found, "file": file}
     if as_json:
         print_json(record)
     else:
@@ -144,6 +146,62 @@ def calibrate_task(
     calibrate(load(backbone, device, task.spec.backbone), task, data, **how)
     save_task(task, out or file)
     console.print(f"written to {out or file}")
+
+
+@app.command()
+def export(
+    tasks: TaskFiles,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The ONNX file to write.", show_default=False)],
+    backbone: TaskBackboneOption = None,
+    images: Annotated[
+        bool, typer.Option("--images", help="Take bytes (uint8, NHWC) of resized images; normalise in the graph.")
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the weights, such as float32.", show_default="the checkpoint's")
+    ] = None,
+) -> None:
+    """Write backbone and tasks as one ONNX file, with one input and named outputs for any number of images.
+
+    Outputs: base, and for each task NAME (logits) and NAME.probabilities.
+    Labels, preprocessing and the backbone's fingerprint are in the file's
+    metadata, as JSON under the key memoro.
+
+    memoro export -t pets.safetensors -t rooms.safetensors -o model.onnx
+    """
+    from memoro.backbones import load_backbone
+    from memoro.console import format_bytes
+    from memoro.engine.composition import compose
+
+    members = gather_tasks(tasks)
+    loaded = load_backbone(load(backbone, "cpu", members[0].spec.backbone), dtype=dtype)
+    compose(loaded, members).export(out, images=images)
+    names = ", ".join(task.name for task in members)
+    plain_console(soft_wrap=True).print(f"{out}: {names} ({format_bytes(out.stat().st_size)})")
+
+
+@app.command()
+def card(
+    file: Annotated[str, typer.Argument(help="A task file, a bundle, or a folder with a card.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write.", show_default="the file's name")
+    ] = None,
+    repo: Annotated[str | None, typer.Option(help="Hub id, for the example.", show_default="the folder's name")] = None,
+    license: Annotated[str | None, typer.Option(help="Licence, as the hub names it, such as apache-2.0.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="Hub id of the backbone.", show_default="its name, if that is one")
+    ] = None,
+) -> None:
+    """Write a folder for the hub: the task file, a model card, and a picture of the confusion matrix.
+
+    memoro card pets.safetensors --license apache-2.0
+
+    hf upload me/pets pets
+    """
+    from memoro.tasks.taskfile import load_tasks, save_pretrained
+
+    folder = out or (Path(file) if Path(file).is_dir() else Path(Path(file).stem))
+    save_pretrained(load_tasks(file), folder, repo_id=repo, license=license, base_model=base_model)
+    plain_console(soft_wrap=True).print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
 @app.command("import")

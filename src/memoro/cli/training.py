@@ -151,6 +151,10 @@ def evaluate_tasks(
     picture: Annotated[
         Path | None, typer.Option(help="With --others: draw reliability and familiarity to this file.")
     ] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Also write a page: confusions, each class, the worst mistakes.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where --report writes its page.")] = Path("report.html"),
     as_json: Json = False,
 ) -> None:
     """Evaluate tasks on the test split of their data, or on all of it if there is none.
@@ -158,6 +162,8 @@ def evaluate_tasks(
     Images of classes that a task does not know are left out and listed.
 
     memoro eval photos/pets -t pets.safetensors
+
+    memoro eval photos/pets -t pets.safetensors --report     (writes report.html)
 
     memoro eval pets=photos/pets rooms=rooms.zip -t pets.safetensors -t rooms.safetensors
 
@@ -171,7 +177,10 @@ def evaluate_tasks(
     frozen, loaded = load_models(tasks, backbone, device)
     errors = plain_console(stderr=True, soft_wrap=True)
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "quiet": False, "log": errors.print}
-    results = evaluate(frozen, loaded, read_data(data), label_column=label_column, **how)
+    page = out if report else None
+    results = evaluate(frozen, loaded, read_data(data), label_column=label_column, report=page, **how)
+    if report:
+        errors.print(f"report: {out}")
     tables, shown = metrics_tables(results), dict[str, Any](results)
     if others:
         members = [model for model in loaded if isinstance(model, Task)]

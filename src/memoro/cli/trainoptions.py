@@ -52,9 +52,10 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         int | None, None, _TASK, "Layer at which the task forks off the backbone; later is cheaper.",
         show_default="0; with side, two thirds of the depth",
     ),
-    "extends": _option(list[Path] | None, None, _TASK, "File of tasks to build on; repeat for more."),
+    "extends": _option(list[str] | None, None, _TASK, "Task file or hub id to build on; repeat for more."),
     "start_from": _option(
-        Path | None, None, _TASK, "Task file to start from: same labels, more or fewer; new labels are learned anew."
+        str | None, None, _TASK,
+        "Task file or hub id to start from: same labels, more or fewer; new labels are learned anew.",
     ),
     "kind": _option(
         str | None, None, _DATA, "What a label is: class, labels (several per image, a|b) or number.",

@@ -104,6 +104,8 @@ class ImageSet(Labelled):
     skipped: tuple[Skipped, ...] = ()
     digests: npt.NDArray[np.uint8] | None = field(default=None, repr=False)
     """SHA-256 of each encoded image (n, 32), once all have been read."""
+    looks: npt.NDArray[np.uint8] | None = field(default=None, repr=False)
+    """What `near.hash_look` gives for each image (n, 32), once all have been read."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -127,8 +129,9 @@ class ImageSet(Labelled):
     def subset(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> ImageSet:
         """The images at these positions, in this order."""
         at = np.asarray(indices, dtype=np.int64)
-        digests = None if self.digests is None else self.digests[at]
-        return replace(self, rows=self.rows[at], targets=self.targets[torch.from_numpy(at)], digests=digests)
+        digests, looks = (None if table is None else table[at] for table in (self.digests, self.looks))
+        targets = self.targets[torch.from_numpy(at)]
+        return replace(self, rows=self.rows[at], targets=targets, digests=digests, looks=looks)
 
 
 Images = TypeVar("Images")

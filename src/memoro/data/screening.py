@@ -11,6 +11,7 @@ import numpy as np
 from memoro.console import bar
 from memoro.data.dataset import ImageSet, Skipped, refuse_many
 from memoro.data.loader import WorkerPool, shared_pool, worker_count
+from memoro.data.near import HASH_BYTES, hash_look
 from memoro.errors import ImageError
 from memoro.images import open_image
 
@@ -27,7 +28,7 @@ def check_images(images: ImageSet, workers: int | None = None, *, quiet: bool = 
 
 
 def drop_unreadable(sets: Sequence[ImageSet], workers: int | None = None, *, quiet: bool = False) -> list[ImageSet]:
-    """Of each set the images that can be decoded, with their digests; `skipped` lists the others."""
+    """Of each set the images that can be decoded, with their hashes; `skipped` lists the others."""
     pool = shared_pool()
     checks = [_Check(images) for images in sets]
     for check in checks:
@@ -40,24 +41,24 @@ def _drop_unreadable(check: _Check, pool: WorkerPool, workers: int | None, quiet
     chunks = [range(at, min(at + _CHUNK, len(images))) for at in range(0, len(images), _CHUNK)]
     results = pool.imap(check, chunks, worker_count(workers, len(images)))
     good: list[int] = []
-    digests: list[bytes] = []
+    hashes: list[bytes] = []
     skipped: list[Skipped] = []
     with bar(f"checking {images.name}", len(images), quiet=quiet) as advance:
         for chunk, outcomes in results:
             for at, outcome in zip(chunk, outcomes, strict=True):
                 if isinstance(outcome, bytes):
                     good.append(at)
-                    digests.append(outcome)
+                    hashes.append(outcome)
                 else:
                     skipped.append(Skipped(images.where(at), outcome))
             advance(len(chunk))
-    table = np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(len(digests), 32)
-    return replace(images.subset(good), digests=table, skipped=tuple(skipped))
+    table = np.frombuffer(b"".join(hashes), dtype=np.uint8).reshape(len(hashes), 32 + HASH_BYTES)
+    return replace(images.subset(good), digests=table[:, :32], looks=table[:, 32:], skipped=tuple(skipped))
 
 
 @dataclass(frozen=True, eq=False)
 class _Check:
-    """For a chunk of positions, each image's SHA-256 or the reason why it cannot be read."""
+    """For a chunk of positions, each image's SHA-256 and look, or the reason why it cannot be read."""
 
     images: ImageSet
 
@@ -68,7 +69,7 @@ class _Check:
         where = self.images.where(at)
         try:
             data = self.images.read(at)
-            open_image(data, draft=_DRAFT, name=where)
+            image = open_image(data, draft=_DRAFT, name=where)
         except ImageError as error:
             return str(error).removeprefix(f"{where}: ").rstrip(".")
-        return hashlib.sha256(data).digest()
+        return hashlib.sha256(data).digest() + hash_look(image)

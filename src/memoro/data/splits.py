@@ -115,11 +115,11 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
         sets[split] = ImageSet(f"{name}:{split}", labels, raw.kind, part.source, rows, targets)
     total = len(raw.skipped) + sum(map(len, sets.values()))
     if options.screen:
-        digests = {split: _known_digests(images, checked) for split, images in sets.items()}
-        new = [split for split in sets if digests[split] is None]
+        known = {split: _known_images(images, checked) for split, images in sets.items()}
+        new = [split for split in sets if known[split] is None]
         with options.phases.during("checking"):
             readable = drop_unreadable([sets[split] for split in new], options.workers, quiet=options.quiet)
-        sets = {split: replace(images, digests=digests[split]) for split, images in sets.items()}
+        sets |= {split: images for split, images in known.items() if images is not None}
         sets |= dict(zip(new, readable, strict=True))
     else:
         notes.append("images were not screened: duplicates are not found, and an unreadable image stops the run.")
@@ -207,14 +207,18 @@ def _drop_unseen(parts: dict[SplitName, RawSplit]) -> list[str]:
     return notes
 
 
-def _known_digests(images: ImageSet, checked: Splits | None) -> npt.NDArray[np.uint8] | None:
-    """The digests of images that have been checked already, None unless all have."""
-    known: dict[int, npt.NDArray[np.uint8]] = {}
+def _known_images(images: ImageSet, checked: Splits | None) -> ImageSet | None:
+    """The images with their hashes where all have been checked already, else None."""
+    known: dict[int, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
     for other in (checked.train, checked.val, checked.test) if checked is not None else ():
-        if other is not None and other.digests is not None and other.source == images.source:
-            known |= dict(zip(other.rows.tolist(), other.digests, strict=True))
+        if other is not None and other.source == images.source and other.digests is not None:
+            assert other.looks is not None
+            known |= dict(zip(other.rows.tolist(), zip(other.digests, other.looks, strict=True), strict=True))
     rows = images.rows.tolist()
-    return np.stack([known[row] for row in rows]) if rows and all(row in known for row in rows) else None
+    if not rows or not all(row in known for row in rows):
+        return None
+    digests, looks = (np.stack(column) for column in zip(*(known[row] for row in rows), strict=True))
+    return replace(images, digests=digests, looks=looks)
 
 
 def hold_out(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +12,12 @@ from PIL import Image
 from memoro.console import format_bytes, printable
 from memoro.data import Splits
 from memoro.engine.composition import Composition
+from memoro.files import write_whole
+from memoro.pages.charts import Points, bar_chart, line_chart
+from memoro.pages.page import Html, picture, render_page, table, tag
 from memoro.training.sweep import SweepResult
 
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem; margin: 2rem auto;
-  padding: 0 1rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem }
-table { border-collapse: collapse } th, td { padding: .3rem .9rem .3rem 0; text-align: right }
-th:first-child, td:first-child { text-align: left } thead th { border-bottom: 1px solid #999 }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: 1rem }
-.card { border: 1px solid #ddd; border-radius: 6px; padding: .7rem; font-size: .85rem }
-.card img { width: 96px; height: 96px; image-rendering: pixelated; display: block; margin: 0 auto .5rem }
-.right { color: #176b2c } .wrong { color: #b3261e } .other { color: #767676 }
-img.plot { max-width: 100%; height: auto }
-"""
-COLORS = {"right": "#176b2c", "wrong": "#b3261e", "other": "#9a9a9a"}
+COLORS = {"good": "#176b2c", "bad": "#b3261e", "other": "#9a9a9a"}
 
 SAME_IMAGES = (("letter", "style", "case"), ("digit", "parity"))
 """Tasks that label the same images."""
@@ -63,7 +51,7 @@ class Cost:
 
 
 Answered = Sequence[tuple[Image.Image, list[tuple[str, str]]]]
-"""Images with every task's answer: `right`, `wrong` or `other` (not trained on such images), and the text."""
+"""Images with every task's answer: `good`, `bad` or `other` (not trained on such images), and the text."""
 
 
 def result_rows(results: dict[str, DemoResult]) -> list[list[str]]:
@@ -92,30 +80,28 @@ def write_page(path: Path, model: Composition, results: dict[str, DemoResult], c
     """
     answered = predict_samples(model, results)
     draw_overview(path.with_name("overview.png"), answered, cost, len(results))
-    head = "".join(f"<th>{name}</th>" for name in RESULT_COLUMNS)
-    rows = ("".join(f"<td>{escape(printable(cell))}</td>" for cell in row) for row in result_rows(results))
-    parts = [
-        f"<h1>{len(results)} tasks on one frozen backbone</h1>",
-        f"<p>{escape(printable(str(model.backbone)))}. With all tasks attached, its own output is <b>{same}</b>. One "
-        f"pass for all tasks costs {cost.composed:.2f} plain passes; one pass per task costs {cost.separate:.2f}.</p>",
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>",
-        "<h2>Answers of all tasks to some test images, from one pass</h2>",
-        "<p>Green is right, red is wrong, grey is a task that was not trained on such images: unfamiliar, "
-        "where it notices that.</p>",
-        f'<div class="cards">{"".join(_card(image, answers) for image, answers in answered)}</div>',
-        "<h2>Cost</h2>",
-        _plot(_cost_figure(cost, len(results)), "bars: one base pass, all tasks in one pass, one pass per task"),
-        "<h2>Training</h2>",
-        "<p>Validation accuracy of every run over its epochs; the selected run is drawn thick. All runs of a panel "
-        "shared each base pass.</p>",
-        _plot(_curves_figure(results), "validation accuracy of every run"),
+    curves = [
+        tag("figure", tag("figcaption", name), line_chart(_curves(found), "epoch", "validation accuracy"))
+        for name, found in results.items()
     ]
-    body = "\n".join(parts)
-    path.write_text(
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>memoro demo</title><style>{STYLE}</style>'
-        f"<body>{body}</body></html>\n",
-        encoding="utf-8",
-    )
+    parts = [
+        tag("h1", f"{len(results)} tasks on one frozen backbone"),
+        tag("p", f"{model.backbone}. With all tasks attached, its own output is ", tag("b", same),
+            f". One pass for all tasks costs {cost.composed:.2f} plain passes; one pass per task costs "
+            f"{cost.separate:.2f}."),
+        table(RESULT_COLUMNS, result_rows(results)),
+        tag("h2", "Answers of all tasks to some test images, from one pass"),
+        tag("p", "Green is right, red is wrong, grey is a task that was not trained on such images: unfamiliar, where "
+            "it notices that."),
+        tag("div", *(_card(image, answers) for image, answers in answered), class_="cards"),
+        tag("h2", "Cost, in plain passes of the backbone"),
+        bar_chart(_costs(cost, len(results)), ""),
+        tag("h2", "Training"),
+        tag("p", "Validation accuracy of every run over its epochs; the selected run is drawn thick. All runs of a "
+            "chart shared each base pass."),
+        tag("div", *curves, class_="charts"),
+    ]  # fmt: skip
+    write_whole(path, render_page("memoro demo", *parts).encode())
     return path
 
 
@@ -137,9 +123,9 @@ def predict_samples(model: Composition, results: dict[str, DemoResult]) -> Answe
             if answer.get("unfamiliar"):
                 lines.append(("other", printable(f"{name}: unfamiliar ({answer['label']}?)")))
             elif name not in target or target[name] == answer["label"]:
-                lines.append(("right" if name in target else "other", text))
+                lines.append(("good" if name in target else "other", text))
             else:
-                lines.append(("wrong", f"{text} (is {printable(target[name])})"))
+                lines.append(("bad", f"{text} (is {printable(target[name])})"))
         answered.append((image, lines))
     return answered
 
@@ -151,11 +137,26 @@ def _labels(splits: Splits) -> dict[str, str]:
     return {test.key(at): test.labels[int(test.targets[at])] for at in range(len(test))}
 
 
-def _card(image: Image.Image, answers: list[tuple[str, str]]) -> str:
-    lines = "".join(f'<div class="{status}">{escape(text)}</div>' for status, text in answers)
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return f'<div class="card"><img src="{_data_url(buffer)}" alt="">{lines}</div>'
+def _card(image: Image.Image, answers: list[tuple[str, str]]) -> Html:
+    lines = (tag("div", text, class_=status) for status, text in answers)
+    return tag("div", picture(image, "test image", form="PNG", class_="pixels"), *lines, class_="card")
+
+
+def _costs(cost: Cost, tasks: int) -> dict[str, float]:
+    return {
+        "the backbone alone": 1.0,
+        f"all {tasks} tasks in one pass": cost.composed,
+        "one pass per task": cost.separate,
+    }
+
+
+def _curves(found: DemoResult) -> list[tuple[str, Points]]:
+    """Validation accuracy of every run; the selected one is drawn last, above the others."""
+    runs = sorted(found.sweep.results, key=lambda result: result is found.sweep.best)
+    return [
+        ("" if run is found.sweep.best else "faint", [(entry["epoch"], entry["val_accuracy"]) for entry in run.history])
+        for run in runs
+    ]
 
 
 def draw_overview(path: Path, answered: Answered, cost: Cost, tasks: int) -> None:
@@ -178,47 +179,10 @@ def draw_overview(path: Path, answered: Answered, cost: Cost, tasks: int) -> Non
     figure.savefig(path, dpi=100)
 
 
-def _cost_figure(cost: Cost, tasks: int) -> Any:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 2.2), layout="constrained")
-    _draw_cost(figure.add_subplot(), cost, tasks)
-    return figure
-
-
 def _draw_cost(axes: Any, cost: Cost, tasks: int) -> None:
-    names = ("the backbone alone", f"all {tasks} tasks in one pass", "one pass per task")
-    values = [1.0, cost.composed, cost.separate]
+    names, values = zip(*_costs(cost, tasks).items(), strict=True)
     bars = axes.barh(names, values, color=["#9aa0a6", "#1a73e8", "#d93025"])
     axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=4)
     axes.invert_yaxis()
     axes.set(xlabel="plain passes of the backbone", xlim=(0, max(values) * 1.12))
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _curves_figure(results: dict[str, DemoResult]) -> Any:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(3.1 * len(results), 3.0), layout="constrained")
-    panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
-    for axes, (name, found) in zip(panels, results.items(), strict=True):
-        for result in found.sweep.results:
-            points = [(entry["epoch"], entry["val_accuracy"]) for entry in result.history]
-            best = result is found.sweep.best
-            axes.plot(*zip(*points, strict=True), color="#1a73e8" if best else "#bbb", linewidth=2.5 if best else 1)
-        axes.set(title=name, xlabel="epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("validation accuracy")
-    return figure
-
-
-def _plot(figure: Any, alt: str) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return f'<img class="plot" alt="{alt}" src="{_data_url(buffer)}">'
-
-
-def _data_url(png: io.BytesIO) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memoro.errors import CompositionError, ImageError
 from memoro.heads import HeadKind, probabilities
-from memoro.images import PICTURE_TYPES, Picture, Preprocessing, open_image, walk_images
+from memoro.images import MAX_PIXELS, PICTURE_TYPES, Picture, Preprocessing, open_image, walk_images
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.spec import TaskModule
@@ -112,30 +112,35 @@ def read_answers(
     regression: `values`, and with a calibration the `intervals` that cover 90 % of new images. Probabilities are
     calibrated where there is a calibration. Where it was judged how familiar the images are: `score` and `familiarity`.
     """
-    answers: list[dict[str, Any]] = []
-    logits = logits.detach().float().cpu()
-    limits = dict(zip(labels, calibration.thresholds, strict=False)) if calibration is not None else {}
-    for row in probabilities(kind, logits if calibration is None else calibration.apply(logits)):
-        if kind == "regression":
-            values = dict(zip(labels, row.tolist(), strict=True))
-            answers.append({"values": values})
-            if calibration is not None:
-                pairs = zip(values.items(), calibration.spread, strict=True)
-                answers[-1]["intervals"] = {name: [value - half, value + half] for (name, value), half in pairs}
-            continue
-        order = torch.argsort(row, descending=True, stable=True).tolist()
-        ranked = {labels[i]: float(row[i]) for i in order}
-        shown = dict(islice(ranked.items(), top))
+    logits = logits.detach()
+    found = probabilities(kind, logits if calibration is None else calibration.apply(logits.float())).cpu()
+    answers: list[dict[str, Any]]
+    if kind == "regression":
+        answers = [{"values": dict(zip(labels, row, strict=True))} for row in found.tolist()]
+        for answer in answers if calibration is not None else ():
+            assert calibration is not None
+            pairs = zip(answer["values"].items(), calibration.spread, strict=True)
+            answer["intervals"] = {name: [value - half, value + half] for (name, value), half in pairs}
+        return _add_judged(answers, judged)
+    # Sorted for the whole batch at once: a row at a time is slow where there are many tasks.
+    order = torch.argsort(found, dim=-1, descending=True, stable=True)
+    answers = []
+    for best, values in zip(order.tolist(), found.gather(-1, order).tolist(), strict=True):
+        shown = {labels[i]: value for i, value in zip(best[:top], values[:top], strict=True)}
         if kind == "softmax":
-            best = labels[order[0]]
-            answers.append({"label": best, "probability": ranked[best], "probabilities": shown})
+            answers.append({"label": labels[best[0]], "probability": values[0], "probabilities": shown})
         else:
-            given = [label for label, p in ranked.items() if p >= limits.get(label, 0.5)]
-            answers.append({"labels": given, "probabilities": shown})
-    if judged is not None:
-        columns = zip(answers, judged.score.tolist(), judged.familiarity.tolist(), strict=True)
-        answers = [{**answer, "score": score, "familiarity": share} for answer, score, share in columns]
-    return answers
+            limits = calibration.thresholds if calibration is not None else (0.5,) * len(labels)
+            above = [labels[i] for i, value in zip(best, values, strict=True) if value >= limits[i]]
+            answers.append({"labels": above, "probabilities": shown})
+    return _add_judged(answers, judged)
+
+
+def _add_judged(answers: list[dict[str, Any]], judged: Judged | None) -> list[dict[str, Any]]:
+    if judged is None:
+        return answers
+    columns = zip(answers, judged.score.tolist(), judged.familiarity.tolist(), strict=True)
+    return [{**answer, "score": score, "familiarity": share} for answer, score, share in columns]
 
 
 def read_outputs(model: TaskModule[Any], outputs: Outputs, top: int | None = None) -> list[dict[str, Any]]:
@@ -194,6 +199,7 @@ class Decoder:
     """Opens images and prepares each for every pass; of the opened images, one is in memory at a time."""
 
     preprocessings: tuple[Preprocessing, ...]
+    max_pixels: int = MAX_PIXELS
 
     def __call__(self, pictures: Sequence[tuple[str, Picture]]) -> tuple[list[list[Tensor]], dict[int, str]]:
         """For each preprocessing the pixels of all readable images, and why the others cannot be read, by position."""
@@ -213,7 +219,7 @@ class Decoder:
         # Big JPEGs are decoded at a fraction of their size, as in training, where every pass allows it.
         edges = [preprocessing.draft for preprocessing in self.preprocessings]
         draft = max((edge for edge in edges if edge is not None), default=None) if None not in edges else None
-        return open_image(picture, draft=draft, name=name)
+        return open_image(picture, draft=draft, name=name, max_pixels=self.max_pixels)
 
 
 def _answer(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from memoro.backbones import Backbone
@@ -24,7 +27,7 @@ from memoro.engine.answers import (
     stream_predictions,
 )
 from memoro.engine.bank import Bank, build_bank
-from memoro.engine.explain import Explanation, explain_task
+from memoro.engine.explain import Explanation, explain_task, read_views
 from memoro.engine.plan import Plan, build_plan
 from memoro.engine.streams import run_streams
 from memoro.engine.verify import Verification, verify_composition
@@ -104,22 +107,29 @@ class Composition(nn.Module):
         return Composition(self.backbone, [self._list[i] for i in members], live=self.live)
 
     def forward(
-        self, pixel_values: Tensor, tasks: Sequence[str] | None = None, *, any_size: bool = False
+        self,
+        pixel_values: Tensor,
+        tasks: Sequence[str] | None = None,
+        *,
+        any_size: bool = False,
+        seconds: list[float] | None = None,
     ) -> dict[str, Tensor]:
         """`{"base": the backbone's own answer, "pets": logits, …}` for a batch of normalised images.
 
         `tasks` names the ones to answer; only those and what they extend are computed. Tasks that were trained at
-        another input size are refused, unless `any_size`.
+        another input size are refused, unless `any_size`. `seconds` receives the time of each backbone layer.
         """
-        return self._run(pixel_values, self._pick(tasks), any_size)[0]
+        return self._run(pixel_values, tasks, any_size, seconds)[0]
 
-    def _run(self, pixel_values: Tensor, wanted: tuple[int, ...], any_size: bool) -> tuple[dict[str, Tensor], Tensor]:
+    def _run(
+        self, pixel_values: Tensor, tasks: Sequence[str] | None, any_size: bool, seconds: list[float] | None
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """What `forward` gives, and the base's token (b, dim) as it enters the last layer."""
-        pixels = self.backbone.check_pixels(pixel_values)
+        pixels, wanted = self.backbone.check_pixels(pixel_values), self._pick(tasks)
         if not any_size:
-            self._check_size(wanted, (pixels.shape[-2], pixels.shape[-1]))
+            self.check_size(tasks, (pixels.shape[-2], pixels.shape[-1]))
         plan = self._plan(wanted)
-        base, stream, token = run_streams(self.backbone.anatomy, pixels, plan, self._bank())
+        base, stream, token = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), seconds=seconds)
         answers = {"base": base}
         row = {task: position for position, task in enumerate(plan.order)}
         for i in wanted:
@@ -131,10 +141,17 @@ class Composition(nn.Module):
     if TYPE_CHECKING:
         __call__ = forward
 
-    def run(self, pixel_values: Tensor, tasks: Sequence[str] | None = None, *, any_size: bool = False) -> Outputs:
+    def run(
+        self,
+        pixel_values: Tensor,
+        tasks: Sequence[str] | None = None,
+        *,
+        any_size: bool = False,
+        seconds: list[float] | None = None,
+    ) -> Outputs:
         """`forward` with, for each task that knows it, how familiar the images are. The logits include `base`."""
         wanted = self._pick(tasks)
-        answers, token = self._run(pixel_values, wanted, any_size)
+        answers, token = self._run(pixel_values, tasks, any_size, seconds)
         known, bank = self._known
         if bank is None:
             return Outputs(answers, {})
@@ -208,16 +225,36 @@ class Composition(nn.Module):
             groups.setdefault(task.spec.preprocessing or self.backbone.preprocessing, []).append(task.name)
         return groups
 
-    def explain(self, pixel_values: Tensor, task: str) -> Explanation:
-        """What a task's token attends to at each layer: patches, memory, the tasks that it extends."""
-        pixels = self.backbone.check_pixels(pixel_values)
+    def explain(self, images: Tensor | Pictures, task: str) -> Explanation:
+        """What a task's token attends to at each layer: patches, memory, the tasks that it extends.
+
+        Takes images as `predict` does, and `overlay()` draws on them; or a tensor of normalised pixels.
+        """
         (index,) = self._pick([task])
+        views: list[Image.Image] = []
+        if not isinstance(images, Tensor):
+            preprocessing = self._list[index].spec.preprocessing or self.backbone.preprocessing
+            pixels, views = read_views(images, preprocessing)
+            images = pixels.to(self.backbone.dtype)
+        pixels = self.backbone.check_pixels(images)
         with torch.no_grad():
-            return explain_task(self.backbone.anatomy, pixels, self._plan((index,)), self._bank(), self._list, index)
+            found = explain_task(self.backbone.anatomy, pixels, self._plan((index,)), self._bank(), self._list, index)
+        return replace(found, images=tuple(views))
 
     def verify(self, pixel_values: Tensor) -> Verification:
         """Runs the original model and each task alone beside the composition, and says what differs."""
         return verify_composition(self, pixel_values)
+
+    def export(self, path: str | Path, *, images: bool = False) -> Path:
+        """Writes an ONNX file with one input and a free batch dimension; returns its path.
+
+        Its outputs are `base` and for each task `NAME` (logits) and `NAME.probabilities`. The input is `pixel_values`,
+        or with `images` the bytes of resized images (batch, height, width, 3), which are normalised in the graph.
+        Labels, preprocessing and fingerprint are in the file's metadata, as JSON under the key `memoro`.
+        """
+        from memoro.engine.export import export_onnx
+
+        return export_onnx(Composition(self.backbone.to("cpu"), self._list), path, images=images)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Composition:
         # What to(), cuda(), half() and the like call. Tasks keep their dtype: they are computed in the backbone's.
@@ -257,8 +294,9 @@ class Composition(nn.Module):
                 self._plans[wanted] = plan
         return plan
 
-    def _check_size(self, wanted: tuple[int, ...], size: tuple[int, int]) -> None:
-        for i in wanted:
+    def check_size(self, tasks: Sequence[str] | None, size: tuple[int, int]) -> None:
+        """Raises if one of the tasks was trained on images of another (height, width)."""
+        for i in self._pick(tasks):
             preprocessing = self._list[i].spec.preprocessing
             trained = None if preprocessing is None else preprocessing.size
             if trained is not None and trained != size:

@@ -1,18 +1,29 @@
-"""A task's attention, layer by layer."""
+"""Where a task looked: its attention, layer by layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from memoro.backbones import Anatomy
+from memoro.engine.answers import Pictures, list_pictures
 from memoro.engine.bank import Bank
 from memoro.engine.plan import Plan
-from memoro.engine.streams import Attention, run_streams
+from memoro.engine.streams import Attention, layer_bias, run_streams
+from memoro.errors import ImageError
+from memoro.images import Preprocessing, open_image
 from memoro.tasks.task import Task
+
+OWN_TOKEN = "the task's token"
+VIEW = 448
+"""Pixels of the shorter edge of an overlay."""
+_RAMP = np.array([[20, 30, 80], [90, 45, 135], [195, 65, 105], [248, 150, 60], [255, 240, 140]], dtype=np.float32)
+"""Colours from no attention to the most."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +31,11 @@ class Explanation:
     """Attention weights of one task's token. At each layer, image and head, all fields together sum to one."""
 
     task: str
+    source: str
+    """Whose attention it is: the task's token. A head has no layers of its own: there it is the base's class token, or
+    the mean over all tokens where the base has none."""
     layers: tuple[int, ...]
-    """The layers that the task's stream passes; the first axis of every tensor below."""
+    """The layers that this token passes; the first axis of every tensor below."""
     patches: Tensor
     """(layers, b, h, rows, columns): to each patch of the image."""
     prefix: Tensor
@@ -32,10 +46,50 @@ class Explanation:
     """(layers, b, h, cells): to its own memory."""
     parents: dict[str, Tensor]
     """(layers, b, h) for each task that it extends: to that one's token and memory together."""
+    images: tuple[Image.Image, ...] = ()
+    """What the task saw of each image, in more pixels; empty where it was given a tensor."""
 
     def heatmap(self) -> Tensor:
         """(b, rows, columns): attention to patches, averaged over heads and layers, for a plot."""
         return self.patches.mean(dim=(0, 2))
+
+    def overlay(self, index: int = 0) -> Image.Image:
+        """One of the images in grey under its heat map: from dark blue, no attention, to yellow, the most."""
+        if not self.images:
+            raise ImageError("an overlay needs the image: give explain() images or paths, not a tensor.")
+        image, heat = self.images[index], self.heatmap()[index].float().cpu()
+        low, high = heat.min(), heat.max()
+        levels = Image.fromarray(((heat - low) / (high - low).clamp(min=1e-12)).numpy())
+        places = np.linspace(0.0, 1.0, len(_RAMP))
+        strength = np.asarray(levels.resize(image.size, Image.Resampling.BICUBIC))
+        colors = np.stack([np.interp(strength, places, channel) for channel in _RAMP.T], axis=-1)
+        grey = np.asarray(image.convert("L"), dtype=np.float32)[..., None]
+        return Image.fromarray((0.5 * grey + 0.5 * colors).round().astype(np.uint8))
+
+    def shares(self, index: int = 0) -> dict[str, float]:
+        """What one of the images' attention went to, averaged over heads and layers; the values sum to one."""
+        parts = {
+            "patches": self.patches.sum(dim=(-1, -2)),
+            "base tokens": self.prefix.sum(dim=-1),
+            "itself": self.itself,
+            "memory": self.memory.sum(dim=-1),
+            **self.parents,
+        }
+        return {name: float(weights[:, index].mean()) for name, weights in parts.items() if weights.any()}
+
+
+def read_views(images: Pictures, preprocessing: Preprocessing) -> tuple[Tensor, list[Image.Image]]:
+    """The images as a batch of pixels, and what the model sees of each as an image of at least `VIEW` pixels."""
+    view = preprocessing if preprocessing.size is None else preprocessing.at(max(VIEW, *preprocessing.size))
+    pixels: list[Tensor] = []
+    views: list[Image.Image] = []
+    for name, picture in list_pictures(images):
+        image = open_image(picture, draft=view.draft, name=name)
+        pixels.append(preprocessing.to_tensor(image))
+        views.append(view.fit(image))
+    if not pixels:
+        raise ImageError("no images to explain.")
+    return torch.stack(pixels), views
 
 
 def explain_task(
@@ -43,6 +97,8 @@ def explain_task(
 ) -> Explanation:
     """The attention of task `index` on these images, from a plan that computes it."""
     task, batch, heads = tasks[index], len(pixels), anatomy.heads
+    if task.from_layer == anatomy.depth:
+        return explain_base(anatomy, pixels, task.name)
     layers: list[int] = []
     base: list[Tensor] = []
     itself: list[Tensor] = []
@@ -79,10 +135,41 @@ def explain_task(
     everything = stack(base, anatomy.prefix + rows * columns)
     return Explanation(
         task=task.name,
+        source=OWN_TOKEN,
         layers=tuple(layers),
         patches=everything[..., anatomy.prefix :].reshape(len(layers), batch, heads, rows, columns),
         prefix=everything[..., : anatomy.prefix],
         itself=stack(itself),
         memory=stack(memory, task.cells),
         parents={name: stack(weights) for name, weights in parents.items()},
+    )
+
+
+def explain_base(anatomy: Anatomy, pixels: Tensor, task: str) -> Explanation:
+    """The attention of the token that heads read: the base's class token, or the mean over all where it has none."""
+    tokens, context = anatomy.embed(pixels)
+    found: list[Tensor] = []
+    for layer, block in enumerate(anatomy.blocks):
+        q, k, _ = block.qkv(block.norm1(tokens))
+        if context.rotate is not None:
+            q, k = context.rotate(q, k)
+        if anatomy.class_token is not None:
+            scores = block.scaling * q[:, :, :1] @ k.transpose(-1, -2)
+            bias = layer_bias(context, layer)
+            scores = scores if bias is None else scores + bias.unsqueeze(1)
+        else:
+            scores = block.scaling * q @ k.transpose(-1, -2)
+        found.append(scores.softmax(dim=-1).mean(dim=2))
+        tokens, _, _ = block.run(tokens, context, layer)
+    weights, (rows, columns) = torch.stack(found), context.grid
+    none = weights.new_zeros(weights.shape[:-1])
+    return Explanation(
+        task=task,
+        source="all tokens of the base" if anatomy.class_token is None else "the base's class token",
+        layers=tuple(range(anatomy.depth)),
+        patches=weights[..., anatomy.prefix :].reshape(*none.shape, rows, columns),
+        prefix=weights[..., : anatomy.prefix],
+        itself=none,
+        memory=none.unsqueeze(-1)[..., :0],
+        parents={},
     )

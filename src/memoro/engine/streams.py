@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -124,17 +125,26 @@ class TaskStream:
         if not len(born):
             return
         own = self._bank.tokens[born]
-        new = token.unsqueeze(1) + own if layer else self._anatomy.start(own).expand(len(token), -1, -1)
+        new = token.unsqueeze(1) + own if layer else self._anatomy.start(own).expand(token.shape[0], -1, -1)
         self._rows = new if self._rows is None else torch.cat([self._rows, new], dim=1)
 
 
 def run_streams(
-    anatomy: Anatomy, pixels: Tensor, plan: Plan, bank: Bank, *, watch: Watch | None = None
+    anatomy: Anatomy,
+    pixels: Tensor,
+    plan: Plan,
+    bank: Bank,
+    *,
+    watch: Watch | None = None,
+    seconds: list[float] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The base's own answer, the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks), and the
-    base's token (b, dim) as it enters the last layer: what familiarity is judged by."""
+    base's token (b, dim) as it enters the last layer: what familiarity is judged by.
+
+    `seconds` receives the time that each of the backbone's layers took; on a GPU, the time to launch it.
+    """
     base, stream = BasePass(anatomy, pixels), TaskStream(anatomy, plan, bank, watch)
-    for layer, found in enumerate(base):
+    for layer, found in enumerate(base if seconds is None else _timed(base, seconds)):
         stream.read(layer, found)
     rows = stream.finish(base.token)
     return base.answer(), rows, found.token
@@ -144,6 +154,14 @@ def entering_token(anatomy: Anatomy, pixels: Tensor) -> Tensor:
     """The base's token (b, dim) as it enters the last layer."""
     *_, last = BasePass(anatomy, pixels)
     return last.token
+
+
+def _timed(layers: Iterable[BaseLayer], seconds: list[float]) -> Iterator[BaseLayer]:
+    start = perf_counter()
+    for layer in layers:
+        seconds.append(perf_counter() - start)
+        yield layer
+        start = perf_counter()
 
 
 def step_stream(

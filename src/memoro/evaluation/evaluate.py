@@ -15,6 +15,7 @@ from memoro.engine.composition import compose
 from memoro.errors import DataError, TrainingError
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure, warn_of
+from memoro.evaluation.report import TaskReport, write_report
 from memoro.extras import need
 from memoro.heads import HeadKind
 from memoro.regimes.baseline import Baseline
@@ -32,13 +33,14 @@ def evaluate(
     workers: int | None = None,
     quiet: bool = True,
     log: Callable[[str], None] = lambda text: None,
+    report: str | Path | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Each task's metrics on the test split of its data (or on the whole set where there is none), by name.
 
     `data` is one set for all tasks, or a dict from a task's name to its own; `label_column` is for tables. Tasks that
     have the same images, labels and preprocessing share one pass; each baseline has its own. Images of classes that a
     task does not know are left out and counted in `unknown_classes`. `log` receives a line for every pass, and notes,
-    such as on data without a test split.
+    such as on data without a test split. `report` is a file to which a page about the answers is written.
     """
     need("torchmetrics")
     models = by_name(tasks)
@@ -47,7 +49,7 @@ def evaluate(
         task.spec.check_backbone(backbone)
     # A DatasetDict is a dict of splits: one set.
     sources = dict(data) if type(data) is dict else dict.fromkeys(models, data)
-    groups: dict[Any, tuple[ImageSet, str, dict[str, int], list[str]]] = {}
+    groups: dict[Any, tuple[Splits, ImageSet, str, dict[str, int], list[str]]] = {}
     for name, source in sources.items():
         if name not in models:
             raise DataError(f"no task {name!r} among {', '.join(models)}: write NAME=DATA with one of these.")
@@ -63,9 +65,12 @@ def evaluate(
         return lambda pixels: [logits for name, logits in composition(pixels, names).items() if name != "base"]
 
     results: dict[str, dict[str, Any]] = {}
-    for images, split, unknown, names in groups.values():
+    reports: dict[str, TaskReport] = {}
+    for splits, images, split, unknown, names in groups.values():
+        notes = [*splits.notes]
         if unknown:
-            log(_not_known(unknown, models[names[0]].kind, images, names))
+            notes.append(_not_known(unknown, models[names[0]].kind, images, names))
+            log(f"note: {notes[-1]}")
         if split != "test":
             log(_no_test_split(images, split, names))
         passes = list(composition.passes([name for name in names if name in composition.names]).items())
@@ -82,6 +87,11 @@ def evaluate(
                 results[name] = {**found, **({"unknown_classes": unknown} if unknown else {})}
                 if (warning := warn_of(found)) is not None:
                     log(f"warning: {name}: {warning}")
+                told = notes if warning is None else [*notes, warning]
+                about = (models[name], results[name], out, targets, images, splits, told)
+                reports[name] = TaskReport(*about, model=composition if name in composition.names else None)
+    if report is not None:
+        write_report(Path(report), ", ".join(sources), backbone, [reports[name] for name in sources])
     return {name: results[name] for name in sources}
 
 
@@ -114,13 +124,13 @@ def _not_known(unknown: dict[str, int], kind: HeadKind, images: ImageSet, names:
     more = f" and {len(unknown) - 20} more" if len(unknown) > 20 else ""
     what, rest = ("label", "") if kind == "multilabel" else ("class", "; their images were left out")
     count = f"{len(unknown)} {what}{'' if len(unknown) == 1 else 'es' if what == 'class' else 's'}"
-    return f"note: {images.name} has {count} that {', '.join(names)} cannot predict: {which}{more}{rest}."
+    return f"{images.name} has {count} that {', '.join(names)} cannot predict: {which}{more}{rest}."
 
 
 def load_test_images(
     source: Any, task: Task | Baseline, label_column: str | None, workers: int | None, quiet: bool
-) -> tuple[ImageSet, str, dict[str, int]]:
-    """The images to measure on, the name of their split, and the unknown labels among them with their counts."""
+) -> tuple[Splits, ImageSet, str, dict[str, int]]:
+    """The splits, the images to measure on, their split's name, and the unknown labels among them with their counts."""
     splits = source
     if not isinstance(source, Splits):
         splits = load_data(
@@ -137,7 +147,7 @@ def load_test_images(
     for name, split in (("test", "test"), ("val", "val"), ("train", "all")):
         images: ImageSet | None = getattr(splits, name)
         if images is not None:
-            return images, split, dict(splits.unknown.get(name, {}))
+            return splits, images, split, dict(splits.unknown.get(name, {}))
     raise DataError(f"{splits.name} contains no images.")
 
 

@@ -36,23 +36,26 @@ def inspect_file(path: Path, backbone: Backbone | None = None) -> dict[str, Any]
 
 def inspect_tasks(path: Path, tasks: Sequence[Task], backbone: Backbone | None = None) -> dict[str, Any]:
     """The same for tasks that have been loaded from the file."""
-    entries = []
-    for task in tasks:
-        spec = task.spec
-        own = {
-            "cells": spec.cells,
-            "rank": spec.rank,
-            "from_layer": spec.from_layer,
-            "memory_norm": spec.memory_norm,
-            "parents": [parent.name for parent in task.parents],
-            "parameters": sum(parameter.numel() for parameter in task.parameters()),
-            "parts": _part_bytes(task),
-            "calibration": None if spec.calibration is None else spec.calibration.to_json(),
-            "familiarity": None if spec.familiarity is None else _familiarity(spec.familiarity),
-            "content": task.content_hash(),
-        }
-        entries.append(_describe(spec, own, backbone))
+    entries = [describe_task(task, backbone) for task in tasks]
     return {"file": str(path), "bytes": path.stat().st_size, "tasks": entries}
+
+
+def describe_task(task: Task, backbone: Backbone | None = None) -> dict[str, Any]:
+    """Everything that is known of a task but its weights, JSON-ready."""
+    spec = task.spec
+    own = {
+        "cells": spec.cells,
+        "rank": spec.rank,
+        "from_layer": spec.from_layer,
+        "memory_norm": spec.memory_norm,
+        "parents": [parent.name for parent in task.parents],
+        "parameters": sum(parameter.numel() for parameter in task.parameters()),
+        "parts": _part_bytes(task),
+        "calibration": None if spec.calibration is None else spec.calibration.to_json(),
+        "familiarity": None if spec.familiarity is None else _familiarity(spec.familiarity),
+        "content": task.content_hash(),
+    }
+    return _describe(spec, own, backbone)
 
 
 def _familiarity(found: Familiarity) -> dict[str, Any]:
@@ -195,7 +198,13 @@ def _lines(record: dict[str, Any]) -> list[str]:
     """A line for each entry that is not empty, as far as it can be shown: a file may record any JSON."""
     if isinstance(record.get("worst_classes"), dict):
         record = {**record, "worst_classes": format_worst(record, 5)}
-    lines = [f"{_brief(name.replace('_', ' '))} {_brief(value)}" for name, value in record.items() if value != ""]
+    if isinstance(record.get("phases"), dict):
+        record = {
+            **record,
+            "phases": ", ".join(f"{_brief(name)} {_brief(value)}" for name, value in record["phases"].items()),
+        }
+    shown = {name: value for name, value in record.items() if value != "" and name != "confusion"}
+    lines = [f"{_brief(name.replace('_', ' '))} {_brief(value)}" for name, value in shown.items()]
     more = [f"… and {len(lines) - MAX_LINES:,} more"] if len(lines) > MAX_LINES else []
     return [*lines[:MAX_LINES], *more] or ["-"]
 

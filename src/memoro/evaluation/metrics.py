@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memoro.console import make_table, printable
 from memoro.heads import HeadKind, loss_sum, probabilities
+from memoro.plots import MAX_CONFUSION
 
 MAIN_FIGURE: dict[HeadKind, str] = {
     "softmax": "accuracy",
@@ -86,6 +87,14 @@ def confusion(logits: Tensor, targets: Tensor) -> Tensor:
     classes = logits.shape[-1]
     pairs = targets.cpu() * classes + logits.argmax(dim=-1).cpu()
     return pairs.bincount(minlength=classes * classes).view(classes, classes)
+
+
+def recorded(kind: HeadKind, metrics: dict[str, Any], logits: Tensor | None, targets: Tensor | None) -> dict[str, Any]:
+    """The metrics as a task's file keeps them: without those that are undefined, with the confusion of few classes."""
+    found = {name: value for name, value in metrics.items() if value is not None}
+    if kind == "softmax" and logits is not None and targets is not None and logits.shape[-1] <= MAX_CONFUSION:
+        found["confusion"] = confusion(logits, targets).tolist()
+    return found
 
 
 def metrics_tables(results: dict[str, dict[str, Any]]) -> list[RenderableType]:

@@ -33,13 +33,15 @@ PICTURE_TYPES = (str, Path, bytes, Image.Image, np.ndarray, Tensor)
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM")
 
 
-def open_image(source: Picture, *, draft: Draft = None, name: str | None = None) -> Image.Image:
+def open_image(
+    source: Picture, *, draft: Draft = None, name: str | None = None, max_pixels: int = MAX_PIXELS
+) -> Image.Image:
     """The image of a path, of encoded bytes, of a PIL image or of an array as upright RGB, its first frame if it is
     animated.
 
     An array is (height, width) or (height, width, channels), a tensor (channels, height, width), of bytes or of floats
     from 0 to 1. `draft` is the shortest edge that the caller needs: big JPEGs are then decoded at a fraction of their
-    size. Errors call the image by its `name`.
+    size. Errors call the image by its `name`. A file of more than `max_pixels` is refused before it is decoded.
     """
     name = name or (str(source) if isinstance(source, (str, Path)) else "image")
     try:
@@ -49,10 +51,9 @@ def open_image(source: Picture, *, draft: Draft = None, name: str | None = None)
             return _upright_rgb(_from_array(source))
         with _open_encoded(source) as image:
             width, height = image.size
-            if width * height > MAX_PIXELS:
+            if width * height > max_pixels:
                 raise ImageError(
-                    f"{width}x{height} pixels would decode to over {MAX_PIXELS // 1_000_000} million; scale it down "
-                    "first."
+                    f"{width}x{height} pixels are more than the limit of {max_pixels:,}; scale it down first."
                 )
             if draft is not None and image.format == "JPEG":
                 edge = draft(_upright_size(image)) if callable(draft) else draft

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -158,6 +159,51 @@ class Task(TaskModule[TaskSpec]):
         parents = [parent for parent in self.extends if isinstance(parent, Task)]
         hashes = content_hashes(parents)
         self._trained_with |= {parent.name: hashes[id(parent)] for parent in parents}
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        repo_id: str | None = None,
+        license: str | None = None,
+        base_model: str | None = None,
+    ) -> Path:
+        """Writes a folder as the hub keeps it: the task file, a model card and a picture; returns the folder.
+
+        `repo_id` is the hub id that the card's example loads, `base_model` the backbone's, where the task records it
+        under another name.
+        """
+        from memoro.tasks.taskfile import save_pretrained
+
+        return save_pretrained([self], folder, repo_id=repo_id, license=license, base_model=base_model)
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str | Path, *, revision: str | None = None, device: torch.device | str | None = None
+    ) -> Task:
+        """The task of a hub id, a folder or a file: `memoro.load_task` under the name that the hub's libraries use."""
+        from memoro.tasks.taskfile import load_task
+
+        return load_task(source, revision=revision, device=device)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        license: str | None = None,
+        base_model: str | None = None,
+    ) -> str:
+        """Uploads what `save_pretrained` writes, into a repository that is created if needed; returns its address.
+
+        The token is that of `hf auth login` unless another is given.
+        """
+        from memoro.tasks.hub import push_task
+
+        card = {"license": license, "base_model": base_model}
+        return push_task(self, repo_id, private=private, revision=revision, token=token, **card)
 
     def extra_repr(self) -> str:
         own = f"{self.cells} cells, rank {self.rank}" if self.rank else f"{self.cells} cells"

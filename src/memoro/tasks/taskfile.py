@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from memoro.errors import TaskFileError
+from memoro.tasks.card import write_card
+from memoro.tasks.hub import FILE, find_file
 from memoro.tasks.record import (
     check_content,
     open_file,
@@ -56,18 +58,27 @@ def save_tasks(tasks: Sequence[Task], path: str | Path) -> Path:
     return write_file(path, {"tasks": records}, tensors)
 
 
-def load_task(path: str | Path, *, device: torch.device | str | None = None) -> Task:
-    """The one task of a file, on the CPU unless another device is given."""
-    tasks = load_tasks(path, device=device)
+def load_task(path: str | Path, *, revision: str | None = None, device: torch.device | str | None = None) -> Task:
+    """The one task of a file, of a folder that `save_pretrained` wrote, or of a hub id (`owner/name`).
+
+    A local path wins over a hub id of the same spelling. `revision` is a branch, tag or commit of the hub. The task is
+    on the CPU unless another device is given.
+    """
+    tasks = load_tasks(path, revision=revision, device=device)
     if len(tasks) != 1:
         held = ", ".join(task.name for task in tasks)
         raise TaskFileError(f"{path} contains {len(tasks)} tasks ({held}): read it with load_tasks().")
     return tasks[0]
 
 
-def load_tasks(path: str | Path, *, device: torch.device | str | None = None) -> list[Task]:
-    """All tasks of a file, every value checked. At most twice the size of the file is allocated."""
-    with open_file(path, "tasks", MAX_FILE) as (file, record):
+def load_tasks(
+    path: str | Path, *, revision: str | None = None, device: torch.device | str | None = None
+) -> list[Task]:
+    """All tasks of a file, a folder or a hub id (see `load_task`), every value checked.
+
+    At most twice the size of the file is allocated.
+    """
+    with open_file(find_task_file(path, revision), "tasks", MAX_FILE) as (file, record):
         items = read_list(record, "tasks", 1, MAX_TASKS)
         specs = [_read_spec(item) for item in items]
         sections = [section_tensors(item, spec.backbone.dim) for item, spec in zip(items, specs, strict=True)]
@@ -88,6 +99,18 @@ def load_tasks(path: str | Path, *, device: torch.device | str | None = None) ->
         if len({spec.name for spec in specs}) < len(specs):
             raise TaskFileError("the file contains two tasks of one name.")
     return [task.to(device) for task in tasks]
+
+
+def find_task_file(source: str | Path, revision: str | None = None) -> Path:
+    """The file that `load_tasks` reads: see `find_file`."""
+    return find_file(source, revision, most=MAX_FILE)
+
+
+def save_pretrained(tasks: Sequence[Task], folder: str | Path, **card: Any) -> Path:
+    """Writes a folder as the hub keeps it: tasks in one file, and their card (options: `write_card`)."""
+    save_tasks(tasks, Path(folder) / FILE)
+    write_card(tasks, folder, **card)
+    return Path(folder)
 
 
 def _write_task(task: Task, hashes: Mapping[int, str]) -> dict[str, Any]:

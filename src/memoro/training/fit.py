@@ -13,14 +13,14 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import bar, format_bytes, quoted
-from memoro.data import ImageSet, Splits, Streams, load_data
+from memoro.data import ImageSet, ImageStream, Splits, Streams, load_data
 from memoro.data.augment import output_size
 from memoro.engine.composition import check_versions
 from memoro.engine.featurestore import default_folder, total_bytes
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
-from memoro.evaluation.metrics import measure, warn_of
+from memoro.evaluation.metrics import measure, recorded, warn_of
 from memoro.extras import need
 from memoro.images import Preprocessing
 from memoro.phases import Phases
@@ -52,6 +52,7 @@ class FitResult:
     logits: Tensor | None = field(default=None, repr=False)
     """Its answers to the images of that split."""
     targets: Tensor | None = field(default=None, repr=False)
+    images: ImageSet | ImageStream | None = field(default=None, repr=False)
 
     def __iter__(self) -> Iterator[Any]:
         """`task, history, metrics = fit(…)`"""
@@ -94,6 +95,8 @@ def fit_tasks(
     Each result is the same as if the task were trained alone. Tasks over the same images (`load_columns`) share every
     image's base pass. A task that extends another one of the list is trained after it.
     """
+    from memoro.training.report import report_training
+
     if "seed" in changes:
         raise TrainingError(
             "seed is for initial weights, which these tasks already have: pass it to new_task, or use data_seed for "
@@ -112,8 +115,10 @@ def fit_tasks(
         own = options
         if options.folder is not None and len(stages) > 1:
             own = replace(options, folder=options.folder / str(number))
-        done |= {id(result.task): result for result in train_runs(backbone, stage, own)}
-    return [judge(done[id(task)], options) for task, _ in tasks]
+        results = [judge(result, options) for result in train_runs(backbone, stage, own)]
+        report_training(backbone, results, [spec.splits for spec in stage], own)
+        done |= {id(result.task): result for result in results}
+    return [done[id(task)] for task, _ in tasks]
 
 
 def judge(result: FitResult, options: TrainOptions) -> FitResult:
@@ -324,10 +329,10 @@ def evaluate_runs(trainer: Trainer) -> list[FitResult]:
             continue
         out, targets = answers[id(run), spec.final[0]]
         metrics = {"split": spec.final[0], **measure(run.task.kind, run.task.labels, out, targets)}
-        _describe(spec, run, metrics)
+        _describe(spec, run, recorded(run.task.kind, metrics, out, targets))
         add_calibration(run.task, answers.get((id(run), "val")), "validation")
         describer.add_familiarity(spec, run)
-        results.append(FitResult(run.task, run.history, metrics, folder, notes, out, targets))
+        results.append(FitResult(run.task, run.history, metrics, folder, notes, out, targets, spec.final[1]))
     return results
 
 
@@ -350,5 +355,5 @@ def _describe(spec: RunSpec, run: Run, metrics: dict[str, Any]) -> None:
             "trained_parameters": sum(parameter.numel() for parameter in run.trained.values()),
             **{name: known[name] for name in ("seed", "history") if name in known},
         },
-        metrics={name: value for name, value in metrics.items() if value is not None},
+        metrics=metrics,
     )

@@ -24,6 +24,7 @@ MINIMUM = {"epochs": 1, "steps": 1, "batch_size": 1, "accumulate": 1, "warmup": 
 """The fields that are whole numbers, and the smallest value of each."""
 OPTIONAL = ("steps", "views")
 CHECKPOINT, METRICS, SKIPPED = "checkpoint.safetensors", "metrics.jsonl", "skipped.csv"
+REPORT = "report.html"
 
 
 @dataclass(frozen=True)

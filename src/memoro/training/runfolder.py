@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 from memoro.console import Bar
 from memoro.errors import TrainingError
 from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion
 from memoro.files import write_whole
+from memoro.plots import draw_confusion, drawable, save_figure
 from memoro.training.fit import FitResult
 from memoro.training.group import RunGroup
 from memoro.training.loop import Trainer
@@ -189,8 +189,8 @@ def draw_curve(path: Path, title: str, history: list[dict[str, Any]]) -> Path:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    figure.suptitle(_drawable(title), parse_math=False)
-    return _save(figure, path)
+    figure.suptitle(drawable(title), parse_math=False)
+    return save_figure(figure, path)
 
 
 def draw_sweep(path: Path, title: str, rows: Sequence[SweepRow], score_name: str) -> Path:
@@ -210,49 +210,7 @@ def draw_sweep(path: Path, title: str, rows: Sequence[SweepRow], score_name: str
         lowest, highest = [min(row.val) for row in line], [max(row.val) for row in line]
         axes.fill_between(rates, lowest, highest, alpha=0.15, color=drawn.get_color())
     axes.set(xscale="log", xlabel="learning rate", ylabel=score_name)
-    axes.set_title(_drawable(title), parse_math=False)
+    axes.set_title(drawable(title), parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    return _save(figure, path)
-
-
-def draw_confusion(path: Path, title: str, matrix: Tensor, labels: list[str]) -> Path:
-    """True by predicted classes: the fraction of each row, with counts where they can be read."""
-    from matplotlib.figure import Figure
-
-    count = len(labels)
-    fractions = (matrix / matrix.sum(dim=1, keepdim=True).clamp(min=1)).numpy()
-    side = min(14.0, max(4.5, 0.45 * count + 2.5))
-    figure = Figure(figsize=(side, side * 0.9), layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(fractions, cmap="Blues", vmin=0, vmax=1)
-    if count <= 60:
-        size = 9 if count <= 25 else 6
-        names = [_drawable(label, most=18) for label in labels]
-        axes.set_xticks(range(count), names, fontsize=size, parse_math=False)
-        axes.set_yticks(range(count), names, fontsize=size, parse_math=False)
-        for name in axes.get_xticklabels():
-            name.set(rotation=60, ha="right", rotation_mode="anchor")
-    if count <= 25:
-        for row, column in matrix.nonzero().tolist():
-            shade = "white" if fractions[row, column] > 0.5 else "black"
-            value = str(int(matrix[row, column]))
-            axes.text(column, row, value, ha="center", va="center", fontsize=8, color=shade)
-    axes.set(xlabel="predicted", ylabel="true")
-    axes.set_title(_drawable(title), parse_math=False)
-    figure.colorbar(image, ax=axes, shrink=0.8, label="fraction of the true class")
-    return _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> Path:
-    figure.savefig(path, dpi=120)
-    return path
-
-
-def _drawable(text: str, most: int = 200) -> str:
-    """The text with boxes for characters that the font lacks: matplotlib would warn of each."""
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    font = get_font(findfont(FontProperties()))
-    shown = text if len(text) <= most else f"{text[: most - 1]}…"
-    return "".join(character if font.get_char_index(ord(character)) else "□" for character in shown)
+    return save_figure(figure, path)

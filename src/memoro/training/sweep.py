@@ -16,7 +16,7 @@ from memoro.console import make_table
 from memoro.data import ImageSet, Splits, Streams
 from memoro.data.splits import Index, fold_numbers
 from memoro.errors import TrainingError
-from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, measure, score
+from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, measure, recorded, score
 from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
 from memoro.tasks.task import Task
@@ -237,8 +237,11 @@ def _score_folds(results: Sequence[FitResult], splits: Splits | Streams, figure:
     found = measure(splits.kind, splits.labels, logits, targets)
     add_calibration(whole.task, (logits, targets), f"{len(folds)} folds")
     if splits.test is None:
-        whole = replace(whole, metrics={"split": f"{len(folds)} folds", **found}, logits=logits, targets=targets)
-        whole.task.describe(metrics={name: value for name, value in whole.metrics.items() if value is not None})
+        parts = [fold.images for fold in folds if isinstance(fold.images, ImageSet)]
+        images = replace(parts[0], rows=np.concatenate([part.rows for part in parts]), targets=targets)
+        measured = {"split": f"{len(folds)} folds", **found}
+        whole = replace(whole, metrics=measured, logits=logits, targets=targets, images=images)
+        whole.task.describe(metrics=recorded(splits.kind, whole.metrics, logits, targets))
     return score(splits.kind, found), whole
 
 

@@ -130,6 +130,8 @@ def train(
     Fields of the recipe and of the options can be given by name: `epochs=5`, `image_size=112`, `folder="runs/{task}"`.
     The task file is written to `out`, a file or folder, if that is given.
     """
+    from memoro.training.report import report_training
+
     recipe, options = merge_options(recipe, options, changes)
     chosen, target = find_regime(regime), None if out is None else Path(out)
     columns = [label_column] if isinstance(label_column, str) else label_column
@@ -208,6 +210,8 @@ def train(
             results[name] = _save(result, files[name], options, write=main)
     for part in leftovers if main else ():  # of a write that was killed before this training began
         part.unlink(missing_ok=True)
+    more = [{"settings": one.tables()[0] if one.rows else None, "file": one.file} for one in results.values()]
+    report_training(backbone, list(results.values()), [sweep.splits for sweep in sweeps], options, more)
     several = type(data) is dict or isinstance(label_column, list)
     return results if several else next(iter(results.values()))
 

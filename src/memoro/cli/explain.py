@@ -1,0 +1,63 @@
+"""The command that shows where tasks looked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memoro.cli.options import DeviceOption, Json, TaskBackboneOption, TaskFiles, gather_tasks, load, print_json
+from memoro.console import Cell, plain_console
+
+app = typer.Typer()
+
+
+@app.command()
+def explain(
+    images: Annotated[list[str], typer.Argument(help="Files, folders or globs.", show_default=False)],
+    tasks: TaskFiles,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The picture to write: .png, .jpg or .webp.")] = Path(
+        "overlay.png"
+    ),
+    backbone: TaskBackboneOption = None,
+    device: DeviceOption = None,
+    as_json: Json = False,
+) -> None:
+    """Show where tasks looked: each image in grey, coloured by attention.
+
+    Yellow is the most attention, dark blue none. Several images or tasks make
+    one sheet: a row for each image, a column for each task. The table says how
+    much attention went to the image's patches, to the task's memory and so on.
+
+    memoro explain photo.jpg -t pets.safetensors -o overlay.png
+
+    memoro explain photos/ -t pets.safetensors -t rooms.safetensors -o sheet.png
+    """
+    from memoro.console import make_table
+    from memoro.engine.composition import compose
+    from memoro.evaluation.overlays import brief_answer, draw_overlays, picture_format, save_picture
+    from memoro.images import find_images
+
+    picture_format(out)  # an error before the work
+    members = gather_tasks(tasks)
+    model = compose(load(backbone, device, members[0].spec.backbone), members)
+    found = draw_overlays(model, list(find_images(images)))
+    errors = plain_console(stderr=True, soft_wrap=True)
+    for reason in found.skipped.values():
+        errors.print(f"skipped {reason}")
+    if found.picture is None:
+        raise typer.Exit(1)
+    save_picture(found.picture, out)
+    for name, source in found.heads.items():
+        errors.print(f"note: {name} is a head and has no attention of its own: shown is the attention of {source}.")
+    if as_json:
+        print_json({"out": str(out), "images": found.answers, "skipped": found.skipped})
+        return
+    rows: list[list[Cell]] = [
+        [image, name, brief_answer(own["answer"]), [f"{part} {share:.0%}" for part, share in own["attention"].items()]]
+        for image, answers in found.answers.items()
+        for name, own in answers.items()
+    ]
+    plain_console().print(make_table(["image", "task", "answer", "attention to"], rows, left=4))
+    plain_console(soft_wrap=True).print(f"written to {out}")

@@ -1,0 +1,100 @@
+"""The command that answers over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memoro.cli.options import DeviceOption, TaskBackboneOption, load
+from memoro.console import format_count, plain_console, quiet_libraries
+
+if TYPE_CHECKING:
+    from memoro.backbones import Backbone, BackboneRecord
+
+app = typer.Typer()
+
+
+@app.command()
+def serve(
+    tasks: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--tasks",
+            "-t",
+            help="Folder of task files, which keeps what is attached; or a file (repeatable), then attaching is off.",
+            show_default=False,
+        ),
+    ] = None,
+    backbone: TaskBackboneOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all networks.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    device: DeviceOption = None,
+    max_batch: Annotated[int, typer.Option(help="Images in a pass of the backbone.")] = 16,
+    max_delay_ms: Annotated[float, typer.Option(help="How long an image waits for others to share its pass.")] = 5.0,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="MEMORO_TOKEN",
+            help="Bearer token for attaching and detaching. Without it, that works on loopback only.",
+        ),
+    ] = None,
+    read_token: Annotated[
+        str | None, typer.Option(envvar="MEMORO_READ_TOKEN", help="Bearer token for everything else but health.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Host name that requests may use, for a proxy in front of a server on loopback; repeatable."),
+    ] = None,
+    max_queue: Annotated[int, typer.Option(help="Images waiting; more are refused with 503.")] = 256,
+    max_images: Annotated[int, typer.Option(help="Images in one request.")] = 64,
+    max_body_mb: Annotated[int, typer.Option(help="Megabytes of one request.")] = 32,
+    max_megapixels: Annotated[int, typer.Option(help="Size of one image.")] = 50,
+    timeout: Annotated[float, typer.Option(help="Seconds for a request.")] = 30.0,
+) -> None:
+    """Answer over HTTP: one backbone in memory, tasks that come and go without a restart.
+
+    memoro serve --tasks tasks/
+
+    curl --data-binary @photo.jpg 'http://127.0.0.1:8000/v1/predict?tasks=pets'
+
+    curl -T pets.safetensors http://127.0.0.1:8000/v1/tasks/pets
+
+    The API is described at /docs, and by docs/serving.md. In Python: memoro.Client("http://127.0.0.1:8000").predict("photo.jpg").
+    """
+    from memoro.extras import need
+
+    need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")
+    from memoro.serve.options import ServeOptions
+    from memoro.serve.run import open_store, run_server
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        token=token,
+        read_token=read_token,
+        allowed_hosts=tuple(allow_host or ()),
+        max_batch=max_batch,
+        max_delay_ms=max_delay_ms,
+        max_queue=max_queue,
+        max_images=max_images,
+        max_body=max_body_mb << 20,
+        max_pixels=max_megapixels * 1_000_000,
+        timeout=timeout,
+    )
+    quiet_libraries()
+    console = plain_console(stderr=True, soft_wrap=True)
+
+    def load_own(made_for: BackboneRecord | None) -> Backbone:
+        return load(backbone, device, made_for)
+
+    store = open_store(tasks or [], load_own)
+    model = store.current.model
+    console.print(f"{format_count(len(model.names), 'task')} on {model.backbone.name}: {', '.join(model.names) or '-'}")
+    if not store.writable:
+        console.print("attaching is off: it needs --tasks FOLDER")
+    elif not options.may_write:
+        console.print("attaching is off: it needs --token, or a server on loopback without --allow-host")
+    run_server(store, options, lambda url: console.print(f"listening on {url} (API: {url}/docs); Ctrl-C stops"))
+    console.print("stopped")

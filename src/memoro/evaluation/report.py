@@ -1,0 +1,330 @@
+"""The report of a training or an evaluation: one self-contained page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from torch import Tensor
+
+from memoro.backbones import Backbone
+from memoro.backbones.load import TINY
+from memoro.console import format_bytes, format_count, quoted
+from memoro.data import ImageSet, ImageStream, Splits, Streams
+from memoro.data.near import near_duplicates
+from memoro.engine.composition import Composition
+from memoro.engine.explain import OWN_TOKEN
+from memoro.errors import ImageError
+from memoro.evaluation.breakdown import Mistake, class_figures, find_mistakes
+from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion
+from memoro.files import write_whole
+from memoro.pages.charts import bar_chart, line_chart, matrix_chart, scatter_chart
+from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
+from memoro.regimes.baseline import Baseline
+from memoro.tasks.task import Task
+
+MISTAKES = 12
+"""Images in the gallery."""
+DUPLICATES = 6
+"""Pairs of near-duplicates that are shown; the others are listed."""
+CLASSES = 15
+"""In the confusion matrix; with more, those with the most mistakes."""
+DOTS = 1500
+"""Of a scatter plot, which would otherwise be the most of the page."""
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """What the page tells about one task. What is empty is left out."""
+
+    task: Task | Baseline
+    metrics: Mapping[str, Any]
+    """With `split`: the images that `logits` and `targets` are of."""
+    logits: Tensor
+    targets: Tensor
+    images: ImageSet | ImageStream
+    splits: Splits | Streams
+    notes: Sequence[str] = ()
+    model: Composition | None = None
+    """Contains the task, to show where it looked; None for a baseline."""
+    history: Sequence[Mapping[str, Any]] = ()
+    """Of the chosen run, by epoch; empty for an evaluation."""
+    settings: Table | None = None
+    """The settings that were compared."""
+    file: Path | None = None
+
+
+def write_report(path: Path, title: str, backbone: Backbone, reports: Sequence[TaskReport]) -> Path:
+    """Writes the page, a part for each task, and returns its path."""
+    parts: list[Html] = []
+    if len(reports) > 1:
+        links = [tag("a", report.task.name, href=f"#task-{at}") for at, report in enumerate(reports)]
+        parts += [tag("h1", title), tag("nav", *links)]
+    for at, report in enumerate(reports):
+        parts.append(tag("section", join(_task_parts(report, backbone)), id=f"task-{at}"))
+    parts.append(tag("p", "Written by memoro.", class_="soft"))
+    write_whole(path, render_page(title, *parts).encode())
+    return path
+
+
+def _task_parts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
+    task, split = report.task, report.metrics["split"]
+    yield tag("h1", task.name)
+    verb = f"Trained on {report.splits.name}, measured" if report.history else f"Evaluated on {report.splits.name},"
+    where = {"all": "on all", "val": "on the validation split of", "train": "on the training split of"}
+    on = where.get(split, f"on the {split} split of" if split == "test" else f"by {split} on")
+    yield tag("p", f"{verb} {on} {format_count(report.metrics['images'], 'image')}. Backbone: {backbone}.")
+    figures = [(name, report.metrics[name]) for name in COLUMNS if report.metrics.get(name) is not None]
+    first = MAIN_FIGURE[task.kind]
+    figures.sort(key=lambda figure: figure[0] != first)
+    shown = (tag("div", tag("b", f"{value:.4g}"), COLUMNS[name]) for name, value in figures)
+    yield tag("div", *shown, class_="figures")
+    if report.notes:
+        yield tag("ul", *(tag("li", note) for note in report.notes))
+    yield from _curves(report)
+    yield from _confusions(report)
+    yield from _classes(report)
+    yield from _gallery(report, backbone)
+    yield from _left_out(report)
+    yield from _duplicates(report)
+    if report.settings is not None:
+        yield tag("h2", "Settings tried")
+        yield tag("p", "All were trained in the same passes of the backbone; the best by its score was kept.")
+        yield table_of(report.settings)
+    yield from _facts(report, backbone)
+    yield from _usage(report, backbone)
+
+
+def _curves(report: TaskReport) -> Iterator[Html]:
+    names = dict.fromkeys(name.partition("_")[2] for entry in report.history for name in entry if "_" in name)
+    charts = []
+    for name in [name for name in names if name in COLUMNS and name in {"loss", MAIN_FIGURE[report.task.kind]}]:
+        lines = []
+        for split, look in (("train", "dashed"), ("val", "")):
+            key = f"{split}_{name}"
+            points = [(float(entry["epoch"]), float(entry[key])) for entry in report.history if key in entry]
+            lines += [(look, points)] if points else []
+        if lines:
+            chart = line_chart(lines, "epoch", COLUMNS[name])
+            charts.append(tag("figure", tag("figcaption", COLUMNS[name]), chart))
+    if charts:
+        yield tag("h2", "Training")
+        yield tag("div", *charts, class_="charts")
+        solid = " Solid: validation images." if any("val_loss" in entry for entry in report.history) else ""
+        yield tag("p", f"Dashed: training images, as augmented.{solid}", class_="soft")
+
+
+def _confusions(report: TaskReport) -> Iterator[Html]:
+    task = report.task
+    if task.kind == "multilabel":
+        return
+    if task.kind == "regression":
+        yield tag("h2", "Predicted and true numbers")
+        charts = []
+        for at, label in enumerate(task.labels):
+            points = list(zip(report.targets[:DOTS, at].tolist(), report.logits[:DOTS, at].tolist(), strict=True))
+            chart = scatter_chart(points, f"true {label}", f"predicted {label}")
+            charts.append(tag("figure", tag("figcaption", f"{label}: predicted over true"), chart))
+        yield tag("div", *charts, class_="charts")
+        some = f" The first {DOTS:,} images." if len(report.targets) > DOTS else ""
+        yield tag("p", f"On the dashed line, predictions are exact.{some}", class_="soft")
+        return
+    matrix = confusion(report.logits, report.targets)
+    labels, counts, note = list(task.labels), matrix.tolist(), ""
+    if len(labels) > CLASSES:
+        wrong = matrix.clone().fill_diagonal_(0)
+        chosen = (wrong.sum(0) + wrong.sum(1)).argsort(descending=True, stable=True)[: CLASSES - 1].sort().values
+        note = f" The {len(chosen)} classes with the most mistakes, of {len(labels)}."
+        counts, labels = matrix[chosen][:, chosen].tolist(), [labels[at] for at in chosen.tolist()]
+    yield tag("h2", "What was taken for what")
+    yield tag("div", matrix_chart(counts, labels), class_="scroll", tabindex=0)
+    text = f"Rows: the true class. Columns: the predicted one. Green is right, red is wrong.{note}"
+    yield tag("p", text, class_="soft")
+
+
+def _classes(report: TaskReport) -> Iterator[Html]:
+    columns, rows = class_figures(report.task.kind, report.task.labels, report.logits, report.targets)
+    noun = {"softmax": "class", "multilabel": "label", "regression": "number"}[report.task.kind]
+    yield tag("h2", f"Each {noun}")
+    if report.task.kind == "multilabel":
+        yield tag("p", "A label is found where its probability is one half or more.", class_="soft")
+    yield fold_rows(columns, rows, 20, "row", left=2 if report.task.kind == "softmax" else 1)
+
+
+def _gallery(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
+    task, images = report.task, report.images
+    numbers = task.kind == "regression"
+    yield tag("h2", "The largest errors" if numbers else "The most confident mistakes")
+    count, mistakes = find_mistakes(task.kind, task.labels, report.logits, report.targets, MISTAKES)
+    if not mistakes:
+        yield tag("p", f"There is no mistake among {format_count(len(report.targets), 'image')}.")
+        return
+    if not isinstance(images, ImageSet):
+        yield tag("p", "The images of a stream are not kept, so they cannot be shown.")
+        return
+    text = "" if numbers else f"{count:,} of {format_count(len(report.targets), 'image')} were answered wrongly. "
+    source, cards = "", []
+    for mistake in mistakes:
+        card, source = _card(report, images, mistake)
+        cards.append(card)
+    if report.model is None:
+        text += "A baseline has no attention of its own to show."
+    else:
+        text += "Beside each image, where the task looked: yellow is the most attention, dark blue none."
+        if source != OWN_TOKEN:
+            text += f" A head has no attention of its own: this is the attention of {source}."
+    if report.metrics["split"].endswith("folds"):
+        text += " Each image was answered by a run that had not seen it; the attention is that of the final task."
+    yield tag("p", text)
+    yield tag("div", *cards, class_="cards wide")
+
+
+def _card(report: TaskReport, images: ImageSet, mistake: Mistake) -> tuple[Html, str]:
+    """The card of a mistake, and whose attention it shows."""
+    preprocessing = report.task.spec.preprocessing
+    where, source = images.where(mistake.index), ""
+    try:
+        image = images.open(mistake.index, draft=512 if preprocessing is None else max(512, preprocessing.draft or 512))
+    except ImageError as error:
+        shown = [tag("p", str(error), class_="soft")]
+    else:
+        shown = [picture(image, f"{where}, true: {mistake.true}")]
+        if report.model is not None:
+            found = report.model.explain(image, report.task.name)
+            shown.append(picture(found.overlay(), "where the task looked"))
+            source = found.source
+    lines = [
+        tag("div", "predicted ", tag("b", mistake.predicted, class_="bad")),
+        tag("div", "true ", tag("b", mistake.true)),
+        tag("div", where, class_="soft"),
+    ]
+    return tag("div", tag("div", *shown, class_="pair"), *lines, class_="card"), source
+
+
+def _left_out(report: TaskReport) -> Iterator[Html]:
+    skipped = report.splits.skipped
+    yield tag("h2", "Images left out")
+    if skipped:
+        yield tag("p", f"{format_count(len(skipped), 'image')} could not be read.")
+        yield fold_rows(["image", "why"], [list(entry) for entry in skipped], 10, "image", left=2)
+    else:
+        yield tag("p", "None: all images could be read.")
+
+
+def _duplicates(report: TaskReport) -> Iterator[Html]:
+    """Near-duplicates across splits: a score on images that were learned from is too good."""
+    splits = report.splits
+    if not isinstance(splits, Splits):
+        return
+    sets = {"train": splits.train, "validation": splits.val, "test": splits.test}
+    known = {name: images for name, images in sets.items() if images is not None}
+    pairs_of = (("test", "train"), ("validation", "train"), ("test", "validation"))
+    compared = [(a, b) for a, b in pairs_of if a in known and b in known]
+    if not compared:
+        return
+    yield tag("h2", "Near-duplicates across splits")
+    rows: list[list[str]] = []
+    cards: list[Html] = []
+    for first, second in compared:
+        pairs = near_duplicates(known[first], known[second])
+        if pairs is None:
+            yield tag("p", f"{first} and {second} were not compared: the images were not screened, or are too many.")
+        for a, b, alike in pairs or ():
+            places = [(first, known[first], a), (second, known[second], b)]
+            rows.append([*(f"{name}: {images.where(at)}" for name, images, at in places), f"{alike:.2f}"])
+            if len(cards) < DUPLICATES:
+                cards.append(_pair(places))
+    if rows:
+        yield tag(
+            "p",
+            f"{format_count(len(rows), 'pair')} of images in different splits look the same. A score on images that "
+            "were learned from is too good: remove one of each pair.",
+        )
+        yield tag("div", *cards, class_="cards wide")
+        yield fold_rows(["image", "looks like", "similarity"], rows, DUPLICATES, "pair", left=2)
+    else:
+        yield tag("p", f"None found between {', '.join(f'{a} and {b}' for a, b in compared)}.")
+
+
+def _pair(places: Sequence[tuple[str, ImageSet, int]]) -> Html:
+    shown, lines = [], []
+    for name, images, at in places:
+        try:
+            shown.append(picture(images.open(at, draft=256), f"{name}: {images.where(at)}"))
+        except ImageError as error:
+            shown.append(tag("p", str(error), class_="soft"))
+        lines.append(tag("div", f"{name}: ", tag("span", images.where(at), class_="soft")))
+    return tag("div", tag("div", *shown, class_="pair"), *lines, class_="card")
+
+
+def _facts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
+    task, training = report.task, dict(report.task.spec.training)
+    sizes = [(name, getattr(report.splits, name)) for name in ("train", "val", "test")]
+    counts = [f"{len(images):,} {name}" for name, images in sizes if isinstance(images, ImageSet)]
+    phases = training.pop("phases", None) or {"training": training.get("seconds", 0.0)}
+    rows: list[tuple[str, object]] = [
+        ("data", report.splits.name),
+        ("images", ", ".join(counts)),
+        ("labels", _some(task.labels)),
+        ("backbone", f"{backbone}, fingerprint {backbone.fingerprint.short}"),
+    ]
+    if isinstance(task, Task):
+        extends = ", ".join(parent.name for parent in task.extends)
+        rows += [("cells per layer", task.cells), ("from layer", task.from_layer), ("extends", extends)]
+    if task.spec.preprocessing is not None and task.spec.preprocessing.size is not None:
+        rows.append(("input", "{} x {} pixels".format(*task.spec.preprocessing.size)))
+    given = {"data", "images", "seconds"} if report.history else {"seconds"}
+    own = {
+        name: value for name, value in training.items() if isinstance(value, (str, int, float)) and name not in given
+    }
+    names = {"data": "trained on", "images": "training images"}
+    rows += [
+        (names.get(name, name.replace("_", " ")), f"{v:,}" if isinstance(v, int) else v) for name, v in own.items()
+    ]
+    yield tag("h2", "What was trained on what" if report.history else "What was evaluated on what")
+    yield table([], [row for row in rows if row[1] != ""], left=2)
+    spent = {str(name): float(value) for name, value in phases.items() if value >= 0.05}
+    if report.history and spent:
+        yield tag("h2", "Time")
+        yield tag("p", f"{sum(spent.values()):.0f} seconds in all.")
+        yield bar_chart(spent, " s")
+
+
+def _usage(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
+    if not report.history:
+        return
+    yield tag("h2", "How to use it")
+    if report.file is None:
+        yield tag("p", "The task was not written to a file. ", tag("code", "memoro.save_task(task, FILE)"), " does it.")
+        return
+    task, file = report.task, report.file
+    parents = [parent.name for parent in task.extends]
+    yield tag("p", f"The task is in {file} ({format_bytes(file.stat().st_size)}).")
+    if parents:
+        yield tag("p", f"It extends {', '.join(parents)}: give the files of these tasks too.")
+    files = [*(f"{name}.safetensors" for name in parents), str(file)]
+    options = [
+        *(word for name in files for word in ("-t", name)),
+        *([] if backbone.name == TINY else ["-b", backbone.name]),
+    ]
+    commands = [["memoro", "predict", "photo.jpg", *options]]
+    if isinstance(task, Task):
+        commands.append(["memoro", "explain", "photo.jpg", *options, "-o", "overlay.png"])
+    yield tag("pre", join(quoted(*command) for command in commands))
+    if isinstance(task, Task):
+        lines = (
+            "import memoro",
+            "",
+            f"backbone = memoro.load_backbone({backbone.name!r})",
+            f"tasks = [memoro.load_task(file) for file in {files!r}]",
+            "model = memoro.compose(backbone, tasks)",
+            f'model.predict(["photo.jpg"])[0][{task.name!r}]',
+        )
+        yield tag("pre", join(lines))
+
+
+def _some(labels: Sequence[str]) -> str:
+    return f"{len(labels)}: {', '.join(labels[:20])}{', …' if len(labels) > 20 else ''}"

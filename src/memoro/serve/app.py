@@ -1,0 +1,207 @@
+"""The routes: memoro's own API under /v1, health, metrics, documentation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from memoro import __version__
+from memoro.errors import MemoroError, ServeError
+from memoro.serve import schemas
+from memoro.serve.bodies import FORMS, read_images
+from memoro.serve.docspage import CONTENT_POLICY, docs_page
+from memoro.serve.guard import Guard, unless_gone
+from memoro.serve.metrics import Metrics
+from memoro.serve.open_inference import add_open_inference
+from memoro.serve.options import ServeOptions
+from memoro.serve.service import Service, write_json
+from memoro.serve.store import Attached, TaskStore, file_bytes
+
+TOP = 5
+DESCRIPTION = """Answers of many tasks to images, from one pass of one backbone. Errors are `{"error": "what happened"}`
+on every route. The header `x-request-timeout-ms` sets a deadline for a request."""
+FILE: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+TasksQuery = Annotated[
+    list[str] | None, Query(description="The tasks to ask: repeat it, or separate names by commas. All without it.")
+]
+TopQuery = Annotated[int, Query(ge=1, le=100_000, description="Probabilities of how many labels, best first.")]
+BaseQuery = Annotated[bool, Query(description="Also what the backbone itself answers.")]
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": schemas.Error, "description": meaning}
+    for status, meaning in {
+        400: "The body cannot be read.", 401: "The token is missing or wrong.", 403: "Not allowed here.",
+        404: "There is no such task.", 409: "Other tasks extend it.", 413: "Too large.", 422: "Cannot be used.",
+        503: "Busy; see Retry-After.", 504: "The deadline has passed.",
+    }.items()
+}  # fmt: skip
+
+
+def create_app(store: TaskStore, options: ServeOptions) -> ASGIApp:
+    """The server as an ASGI app."""
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.service = Service(store, options, metrics)
+        metrics.tasks.set(len(store.current.info))
+        yield
+        await app.state.service.close()
+
+    app = FastAPI(
+        title="memoro",
+        version=__version__,
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=ERRORS,
+        redirect_slashes=False,
+    )
+    _add_errors(app)
+    _add_predictions(app)
+    _add_tasks(app, metrics)
+    add_open_inference(app)
+
+    @app.get("/healthz", response_model=schemas.Health, summary="Whether the server runs")
+    async def healthz() -> Response:
+        return _json({"status": "ok", "tasks": len(store.current.info)})
+
+    @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
+    async def show_metrics() -> Response:
+        metrics.tasks.set(len(store.current.info))
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        page = docs_page(app.openapi())
+        return Response(page, media_type="text/html", headers={"content-security-policy": CONTENT_POLICY})
+
+    return Guard(app, options, metrics)
+
+
+def _add_predictions(app: FastAPI) -> None:
+    async def predict(request: Request, tasks: list[str] | None, top_k: int, base: bool, explain: bool) -> Response:
+        service: Service = app.state.service
+        service.batcher.check_room()
+        question = service.ask(tasks, top=top_k, base=base, explain=explain)
+        uploads = await read_images(request, service.options)
+        if explain and len(uploads) * len(question.tasks) > service.options.max_images:
+            raise ServeError(
+                f"{len(question.tasks)} tasks on {len(uploads)} images are too many maps for one request (at most "
+                f"{service.options.max_images}): name some with tasks=.",
+                413,
+            )
+        body = await unless_gone(request, service.predict(question, uploads))
+        return Response(body, media_type="application/json")
+
+    @app.post("/v1/predict", response_model=schemas.Predictions, openapi_extra=FORMS, summary="What tasks answer")
+    async def predict_images(
+        request: Request, tasks: TasksQuery = None, top_k: TopQuery = TOP, base: BaseQuery = False
+    ) -> Response:
+        """Send an image as the body, several as multipart/form-data, or JSON with base64."""
+        return await predict(request, tasks, top_k, base, explain=False)
+
+    @app.post("/v1/explain", response_model=schemas.Predictions, openapi_extra=FORMS, summary="Where tasks looked")
+    async def explain_images(
+        request: Request, tasks: TasksQuery = None, top_k: TopQuery = TOP, base: BaseQuery = False
+    ) -> Response:
+        """The same as /v1/predict, and `attention` with each answer: a map over the patches and shares by layer."""
+        return await predict(request, tasks, top_k, base, explain=True)
+
+
+def _add_tasks(app: FastAPI, metrics: Metrics) -> None:
+    def find(name: str) -> Attached:
+        attached: Attached = app.state.service.store.current
+        if name not in attached.info:
+            raise ServeError(f"there is no task {name!r}.", 404)
+        return attached
+
+    async def attach(request: Request, name: str | None) -> Response:
+        service: Service = app.state.service
+        changed = await service.in_pool(service.store.attach, await request.body(), name)
+        tasks = {one: {"version": service.store.current.version(one), "changed": changed[one]} for one in changed}
+        return _json({"tasks": tasks}, 201 if any(changed.values()) else 200)
+
+    @app.get("/v1/tasks", response_model=schemas.TaskList, summary="All tasks")
+    async def list_tasks() -> Response:
+        attached: Attached = app.state.service.store.current
+        options = app.state.service.options
+        backbone = attached.model.backbone
+        writable = app.state.service.store.writable and options.may_write
+        return _json(
+            {
+                "backbone": {"name": backbone.name, "fingerprint": backbone.fingerprint.digest},
+                "writable": writable,
+                "token_needed": writable and options.token is not None,
+                "tasks": list(attached.info.values()),
+            }
+        )
+
+    @app.put("/v1/tasks", response_model=schemas.Attaching, openapi_extra=FILE, summary="Attach the tasks of a file")
+    async def attach_tasks(request: Request) -> Response:
+        """The body is a task file or a bundle, which is taken apart into its tasks."""
+        return await attach(request, None)
+
+    @app.get("/v1/tasks/{name}", response_model=schemas.TaskInfo, summary="One task")
+    async def show_task(name: str) -> Response:
+        return _json(find(name).info[name])
+
+    @app.put("/v1/tasks/{name}", response_model=schemas.Attaching, openapi_extra=FILE, summary="Attach one task")
+    async def attach_task(request: Request, name: str) -> Response:
+        """The body is the file of a task of this name. A task of the same name is replaced."""
+        return await attach(request, name)
+
+    @app.delete("/v1/tasks/{name}", status_code=204, summary="Detach a task")
+    async def detach_task(name: str) -> Response:
+        service: Service = app.state.service
+        await service.in_pool(service.store.detach, name)
+        with suppress(KeyError):
+            metrics.task_answers.remove(name)
+        return Response(status_code=204)
+
+    @app.get("/v1/tasks/{name}/file", summary="A task as a file", response_class=Response)
+    async def download_task(name: str) -> Response:
+        task = find(name).model.tasks[name]
+        headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}.safetensors"}
+        data = await app.state.service.in_pool(file_bytes, task)
+        return Response(data, media_type="application/octet-stream", headers=headers)
+
+
+def _add_errors(app: FastAPI) -> None:
+    def error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+        more = {503: {"retry-after": "1"}}.get(status, {})
+        return _json({"error": message}, status, {**(headers or {}), **more})
+
+    @app.exception_handler(MemoroError)
+    async def ours(_: Request, found: MemoroError) -> Response:
+        return error((found.status if isinstance(found, ServeError) else None) or 422, str(found))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, found: RequestValidationError) -> Response:
+        first = found.errors()[0]
+        return error(422, f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}")
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, found: HTTPException) -> Response:
+        return error(found.status_code, str(found.detail), dict(found.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def unknown(_: Request, found: Exception) -> Response:
+        return error(500, "internal error; the server's log has the details.")
+
+
+def _json(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(write_json(document), status, headers, "application/json")

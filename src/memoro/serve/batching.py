@@ -1,0 +1,202 @@
+"""Dynamic batching: images of many requests share passes of the backbone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from memoro.engine.answers import read_answers
+from memoro.engine.composition import Composition
+from memoro.errors import ServeError
+from memoro.images import Preprocessing
+from memoro.serve.metrics import Metrics
+from memoro.serve.options import ServeOptions
+
+T = TypeVar("T")
+Group = Preprocessing | None
+"""Tasks that share a pass; None for a tensor from a client, which has been preprocessed by it."""
+
+
+class BusyError(ServeError):
+    """The queue is full."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is busy: try again in a second.", 503)
+
+
+@dataclass(eq=False)
+class PassOutput:
+    """What one pass computed for all images in it, on the CPU."""
+
+    model: Composition
+    logits: dict[str, Tensor]
+    """(images, labels) by task, and `base`."""
+    backbone_seconds: float
+    task_seconds: float
+    _answers: dict[tuple[str, int | None], list[dict[str, Any]]] = field(default_factory=dict)
+
+    def answer(self, task: str, row: int, top: int | None) -> dict[str, Any]:
+        """The answer of a task to one of the images. Those to the others are kept for their requests."""
+        if (task, top) not in self._answers:
+            kind, labels = self.model.tasks[task].kind, self.model.tasks[task].labels
+            self._answers[task, top] = read_answers(kind, labels, self.logits[task], top)
+        return self._answers[task, top][row]
+
+
+@dataclass(eq=False)
+class Item:
+    """One image of a request, ready for its passes."""
+
+    model: Composition
+    pixels: Mapping[Any, Tensor]
+    """(channels, height, width) by `Group`."""
+    names: Mapping[Any, list[str]]
+    """The tasks that are asked, by group; an empty list for the backbone's own answer only."""
+    done: asyncio.Future[None]
+    arrived: float = field(default_factory=perf_counter)
+    started: float = 0.0
+    places: dict[Group, tuple[PassOutput, int]] = field(default_factory=dict)
+    """By group: the pass, and this image's row in it."""
+    error: Exception | None = None
+
+    def find_places(self) -> dict[str, tuple[PassOutput, int]]:
+        """By task: the pass that answered it, and this image's row in it; `base` is that of the backbone's own size."""
+        own = self.model.backbone.preprocessing
+        found = {"base": self.places[own] if own in self.places else next(iter(self.places.values()))}
+        return found | {name: self.places[group] for group, names in self.names.items() for name in names}
+
+
+class Batcher:
+    """Gathers items up to `max_batch` or for `max_delay_ms`, and runs them in one thread: one pass at a time.
+
+    The items of a pass all have the composition that was current when their request came in. It belongs to one event
+    loop.
+    """
+
+    def __init__(self, options: ServeOptions, metrics: Metrics) -> None:
+        self._options, self._metrics = options, metrics
+        self._waiting: list[Item] = []
+        self._admitted = 0
+        self._changed = asyncio.Event()
+        self._closing = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memoro-pass")
+        self._worker = asyncio.create_task(self._work())
+
+    @contextmanager
+    def admit(self, images: int) -> Iterator[None]:
+        """A place in the queue for images that are about to be decoded. Raises BusyError if it is full."""
+        if self._closing or self._admitted + images > self._options.max_queue:
+            raise BusyError
+        self._admit(images)
+        try:
+            yield
+        finally:
+            self._admit(-images)
+
+    def check_room(self) -> None:
+        """Raises BusyError if not even one image could be admitted: no need to read a body then."""
+        if self._closing or self._admitted >= self._options.max_queue:
+            raise BusyError
+
+    async def run(self, items: Sequence[Item]) -> None:
+        """Returns when all items have been in their passes. If it is cancelled, those that still wait are dropped."""
+        self._waiting += items
+        self._changed.set()
+        try:
+            await asyncio.gather(*(item.done for item in items))
+        finally:
+            for item in items:
+                item.done.cancel()
+            self._waiting = [item for item in self._waiting if not item.done.cancelled()]
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Runs a function between two passes, in their thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    async def close(self) -> None:
+        """Runs what waits, then stops."""
+        self._closing = True
+        self._changed.set()
+        await self._worker
+        self._thread.shutdown()
+
+    def _admit(self, images: int) -> None:
+        self._admitted += images
+        self._metrics.queue.set(self._admitted)
+
+    async def _work(self) -> None:
+        while self._waiting or not self._closing:
+            self._changed.clear()
+            left = self._delay_left()
+            if left > 0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None if left == float("inf") else left):
+                        await self._changed.wait()
+                continue
+            batch = self._take()
+            await self.call(lambda batch=batch: run_batch(batch, self._metrics))  # type: ignore[misc]
+            for item in batch:
+                if not item.done.done():
+                    item.done.set_result(None) if item.error is None else item.done.set_exception(item.error)
+
+    def _delay_left(self) -> float:
+        """Seconds until a pass should start."""
+        if not self._waiting:
+            return float("inf")
+        if self._closing or len(self._waiting) >= self._options.max_batch:
+            return 0.0
+        return self._waiting[0].arrived + self._options.max_delay_ms / 1000 - perf_counter()
+
+    def _take(self) -> list[Item]:
+        """The oldest items of one composition, and at most `max_batch`."""
+        model = self._waiting[0].model
+        batch = [item for item in self._waiting if item.model is model][: self._options.max_batch]
+        taken = set(map(id, batch))
+        self._waiting = [item for item in self._waiting if id(item) not in taken]
+        return batch
+
+
+def run_batch(batch: Sequence[Item], metrics: Metrics) -> None:
+    """One pass for each group of tasks that share a preprocessing, with all images that ask one of them."""
+    start = perf_counter()
+    members: dict[tuple[Group, tuple[int, ...]], list[Item]] = {}
+    for item in batch:
+        item.started = start
+        metrics.stage_seconds.labels("queue").observe(start - item.arrived)
+        for group, pixels in item.pixels.items():
+            members.setdefault((group, tuple(pixels.shape)), []).append(item)
+    for (group, _), items in members.items():
+        model = items[0].model
+        asked = {name for item in items for name in item.names[group]}
+        names = [name for name in model.names if name in asked]
+        try:
+            output = run_pass(model, torch.stack([item.pixels[group] for item in items]), names)
+        except Exception as error:  # one request must not stop the server for all others
+            for item in items:
+                item.error = error
+            continue
+        for row, item in enumerate(items):
+            item.places[group] = output, row
+            for name in item.names[group]:
+                metrics.task_answers.labels(name).inc()
+        metrics.passes.inc()
+        metrics.batch_size.observe(len(items))
+        metrics.stage_seconds.labels("backbone").observe(output.backbone_seconds)
+        metrics.stage_seconds.labels("tasks").observe(output.task_seconds)
+
+
+def run_pass(model: Composition, pixels: Tensor, names: Sequence[str]) -> PassOutput:
+    """The logits of these tasks for a batch of pixels."""
+    start, seconds = perf_counter(), list[float]()
+    with torch.no_grad():
+        out = model(pixels.to(model.backbone.dtype), names, seconds=seconds)
+        logits = {name: value.float().cpu() for name, value in out.items()}
+    return PassOutput(model, logits, sum(seconds), perf_counter() - start - sum(seconds))

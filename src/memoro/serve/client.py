@@ -1,0 +1,190 @@
+"""A small client for the server. It needs nothing but Python's own library."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import ssl
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from memoro.errors import ImageError, ServeError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    Picture = str | Path | bytes | Image.Image
+
+
+class Client:
+    """Asks a server that `memoro serve` started. Threads can share it; each has a connection of its own."""
+
+    def __init__(self, url: str = "http://127.0.0.1:8000", *, token: str | None = None, timeout: float = 30.0) -> None:
+        """`timeout` is in seconds, and covers the time that a busy server asks the client to wait."""
+        self._local = threading.local()
+        self._connections: list[http.client.HTTPConnection] = []  # of all threads
+        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ServeError(f"{url!r} is not an address such as http://127.0.0.1:8000.")
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self._parts, self._token, self._timeout = parts, token, timeout
+
+    def close(self) -> None:
+        """Closes all connections; the next request opens a new one."""
+        for connection in self._connections:
+            connection.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def predict(
+        self,
+        images: Picture | Iterable[Picture],
+        tasks: Sequence[str] | None = None,
+        *,
+        top: int | None = None,
+    ) -> list[dict[str, dict[str, Any]]]:
+        """What each task answers for each image (paths, bytes, PIL images), as `Composition.predict` returns it."""
+        return [image["answers"] for image in self.ask("predict", images, tasks, top=top)["images"]]
+
+    def explain(
+        self, images: Picture | Iterable[Picture], tasks: Sequence[str] | None = None
+    ) -> list[dict[str, dict[str, Any]]]:
+        """The same, with each answer's `attention`: where the task looked."""
+        return [image["answers"] for image in self.ask("explain", images, tasks)["images"]]
+
+    def ask(
+        self,
+        what: str,
+        images: Picture | Iterable[Picture],
+        tasks: Sequence[str] | None = None,
+        *,
+        top: int | None = None,
+        base: bool = False,
+    ) -> dict[str, Any]:
+        """The server's whole answer: `images`, `tasks` with their versions, `seconds`."""
+        if isinstance(tasks, str):
+            raise ServeError(f"tasks takes a list of names: [{tasks!r}].")
+        several: Any = [images] if isinstance(images, (str, Path, bytes)) or hasattr(images, "convert") else images
+        files = [_encode(image) for image in several]
+        query = [("tasks", task) for task in tasks or ()]
+        query += [("top_k", str(top))] if top is not None else []
+        query += [("base", "true")] if base else []
+        if tasks is not None and not tasks:
+            raise ServeError("name at least one task, or leave tasks out for all of them.")
+        body, kind = _multipart(files)
+        found = self._request("POST", f"/v1/{what}?{urlencode(query)}", body, {"content-type": kind})
+        document: dict[str, Any] = json.loads(found)
+        for image in document["images"]:
+            if "error" in image:
+                raise ImageError(image["error"])
+        return document
+
+    def tasks(self) -> dict[str, dict[str, Any]]:
+        """What is known of each attached task, by name."""
+        return {task["name"]: task for task in json.loads(self._request("GET", "/v1/tasks"))["tasks"]}
+
+    def attach(self, file: str | Path) -> list[str]:
+        """Attaches the tasks of a file; their names."""
+        return list(json.loads(self._request("PUT", "/v1/tasks", Path(file).read_bytes()))["tasks"])
+
+    def detach(self, name: str) -> None:
+        """Detaches a task."""
+        self._request("DELETE", f"/v1/tasks/{quote(name, safe='')}")
+
+    def download(self, name: str) -> bytes:
+        """The file of a task."""
+        return self._request("GET", f"/v1/tasks/{quote(name, safe='')}/file")
+
+    def _request(
+        self, method: str, target: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> bytes:
+        end = time.monotonic() + self._timeout
+        sent = {**(headers or {}), **({} if self._token is None else {"authorization": f"Bearer {self._token}"})}
+        while True:
+            response, data = self._send(method, self._parts.path.rstrip("/") + target, body, sent)
+            if response.status < 300:
+                return data
+            pause = float(response.getheader("retry-after") or 1)
+            if response.status != 503 or time.monotonic() + pause > end:
+                raise ServeError(_message(data) or f"{self.url} answered {response.status}.", response.status)
+            time.sleep(pause)
+
+    def _send(
+        self, method: str, target: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> tuple[http.client.HTTPResponse, bytes]:
+        """One request. A connection that the server closed while it was idle is opened again."""
+        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            self._local.connection = connection = self._connect()
+            self._connections.append(connection)
+        elif connection.sock is not None:
+            try:
+                return _exchange(connection, method, target, body, headers)
+            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+                connection.close()
+        try:
+            return _exchange(connection, method, target, body, headers)
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            reason = getattr(error, "strerror", None) or error or type(error).__name__
+            raise ServeError(f"cannot reach {self.url} ({reason}): is `memoro serve` running there?") from None
+
+    def _connect(self) -> http.client.HTTPConnection:
+        host, port = str(self._parts.hostname), self._parts.port
+        if self._parts.scheme == "https":
+            context = ssl.create_default_context()
+            return http.client.HTTPSConnection(host, port, timeout=self._timeout, context=context)
+        return http.client.HTTPConnection(host, port, timeout=self._timeout)
+
+
+def _exchange(
+    connection: http.client.HTTPConnection, method: str, target: str, body: bytes | None, headers: Mapping[str, str]
+) -> tuple[http.client.HTTPResponse, bytes]:
+    connection.request(method, target, body, dict(headers))
+    response = connection.getresponse()
+    return response, response.read()
+
+
+def _message(data: bytes) -> str | None:
+    try:
+        return str(json.loads(data)["error"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _encode(image: Picture) -> tuple[str, bytes]:
+    """An image's name and its bytes; a PIL image as PNG, which loses nothing."""
+    if isinstance(image, bytes):
+        return "image", image
+    if isinstance(image, (str, Path)):
+        try:
+            return Path(image).name, Path(image).read_bytes()
+        except OSError as error:
+            raise ImageError(f"{image}: cannot be read ({error.strerror}).") from None
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "image.png", buffer.getvalue()
+
+
+def _multipart(files: Sequence[tuple[str, bytes]]) -> tuple[bytes, str]:
+    """The body of a form with these files, and its content type."""
+    if not files:
+        raise ServeError("there is no image to send.")
+    boundary, parts = uuid.uuid4().hex, list[bytes]()
+    for name, data in files:
+        head = f'--{boundary}\r\ncontent-disposition: form-data; name="images"; filename="{quote(name)}"\r\n\r\n'
+        parts += [head.encode(), data, b"\r\n"]
+    return b"".join([*parts, f"--{boundary}--\r\n".encode()]), f"multipart/form-data; boundary={boundary}"

@@ -1,0 +1,180 @@
+"""What every request passes first: hosts, tokens, sizes, time, and the count of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import Coroutine
+from contextlib import suppress
+from time import perf_counter
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from memoro.errors import ServeError
+from memoro.serve.metrics import Metrics
+from memoro.serve.options import ServeOptions
+
+OPEN = frozenset({"/healthz", "/v2/health/live", "/v2/health/ready"})
+"""For load balancers: no token is needed."""
+HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+]
+CONTENT_POLICY = (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'")
+BODIES = 8
+"""How many bodies of the largest size may be in memory at once."""
+MAX_TARGET = 16 << 10
+
+T = TypeVar("T")
+
+log = logging.getLogger("memoro.serve")
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection."""
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work, which is cancelled if the client closes the connection meanwhile."""
+
+    async def wait_gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_gone())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        for one in (task, gone):
+            if not one.done():
+                one.cancel()
+                with suppress(asyncio.CancelledError):
+                    await one
+
+
+class Guard:
+    """Wraps the app. Its own answers and the app's have the same security headers and are counted alike."""
+
+    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
+        self._app, self._options, self._metrics = app, options, metrics
+        self._held = 0  # bytes of bodies in memory
+        self._hosts = {"localhost", "127.0.0.1", "[::1]", options.host.lower(), f"[{options.host.lower()}]"}
+        self._hosts |= {host.lower() for host in options.allowed_hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        start, status, held = perf_counter(), 0, 0
+        headers = {name.lower(): value for name, value in scope["headers"]}
+
+        async def limited() -> Message:
+            """Receives the body, counting it as it comes: a length that the client states proves nothing."""
+            nonlocal held
+            message = await receive()
+            if message["type"] == "http.request":
+                size = len(message.get("body", b""))
+                held, self._held = held + size, self._held + size
+                self._check_size(held)
+                if self._held > BODIES * self._options.max_body:
+                    raise ServeError("the server is busy: try again in a second.", 503)
+            return message
+
+        async def secured(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = {name for name, _ in message["headers"]}
+                extra = [pair for pair in [*HEADERS, CONTENT_POLICY] if pair[0] not in own]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+            async with asyncio.timeout(self._timeout(headers)):
+                await self._app(scope, limited, secured)
+        except ServeError as error:
+            await answer(secured, error.status or 500, str(error))
+        except TimeoutError:
+            if status == 0:
+                await answer(secured, 504, "the deadline has passed before the answer was there.")
+        except (ClientGoneError, ClientDisconnect):
+            status = 499
+        except Exception:
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            if status == 0:
+                await answer(secured, 500, "internal error; the server's log has the details.")
+        finally:
+            self._held -= held
+            endpoint = getattr(scope.get("route"), "path", "other")
+            self._metrics.requests.labels(endpoint, str(status)).inc()
+            self._metrics.request_seconds.labels(endpoint).observe(perf_counter() - start)
+            if status >= 400:
+                self._metrics.errors.labels(str(status)).inc()
+
+    def _timeout(self, headers: dict[bytes, bytes]) -> float:
+        asked = headers.get(b"x-request-timeout-ms")
+        if asked is None:
+            return self._options.timeout
+        if not asked.isdigit() or len(asked) > 9 or int(asked) == 0:
+            raise ServeError("x-request-timeout-ms must be a whole number of milliseconds.", 400)
+        return min(int(asked) / 1000, self._options.timeout)
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        options = self._options
+        if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_TARGET:
+            raise ServeError("the address is too long.", 414)
+        if options.loopback:
+            self._check_site(headers)
+        writing = scope["path"].startswith("/v1/tasks") and scope["method"] not in {"GET", "HEAD", "OPTIONS"}
+        if writing and not options.may_write:
+            raise ServeError("attaching is off: start the server with --token, or let it listen on loopback only.", 403)
+        needed = [options.token] if writing else [options.read_token, options.token] if options.read_token else []
+        given = headers.get(b"authorization", b"")
+        # All are compared, whatever the first one gives: the time says nothing about any of them.
+        matches = [hmac.compare_digest(given, f"Bearer {token}".encode()) for token in needed if token is not None]
+        if matches and not any(matches) and scope["path"] not in OPEN:
+            raise ServeError("send a valid token: 'Authorization: Bearer TOKEN'.", 401)
+        stated = headers.get(b"content-length", b"0")
+        self._check_size(int(stated) if stated.isdigit() and len(stated) < 20 else 0)
+
+    def _check_site(self, headers: dict[bytes, bytes]) -> None:
+        """A page of another site can make a browser send requests to loopback, by its own name or by ours."""
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if _without_port(host) not in self._hosts:
+            raise ServeError("this host name is not allowed here: start the server with --allow-host NAME.", 403)
+        origin = headers.get(b"origin")
+        if origin is not None and urlsplit(origin.decode("latin-1").lower()).netloc != host:
+            raise ServeError("requests from pages of other sites are not allowed.", 403)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._options.max_body:
+            raise ServeError(f"the body is larger than {self._options.max_body} bytes.", 413)
+
+
+def _without_port(host: str) -> str:
+    """`[::1]:8000` and `localhost:8000` without the port."""
+    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+
+
+async def answer(send: Send, status: int, error: str) -> None:
+    """Sends an error as JSON: `{"error": "…"}`, the same for all routes and protocols."""
+    headers: list[tuple[bytes, bytes]] = [(b"content-type", b"application/json")]
+    headers += [(b"retry-after", b"1")] if status == 503 else []
+    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
+    body = json.dumps({"error": error}).encode()
+    headers.append((b"content-length", str(len(body)).encode()))
+    start: dict[str, Any] = {"type": "http.response.start", "status": status, "headers": headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,238 @@
+"""The Open Inference Protocol v2 under /v2: a model is a task, or `all`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Path, Request, Response
+from torch import Tensor
+
+from memoro import __version__
+from memoro.engine.answers import read_answers
+from memoro.errors import ServeError
+from memoro.heads import probabilities
+from memoro.serve.bodies import compress, decompress
+from memoro.serve.guard import unless_gone
+from memoro.serve.options import MAX_INPUT_SIDE
+from memoro.serve.service import Question, Service, Upload, write_json
+from memoro.serve.store import ALL, Attached
+from memoro.serve.tensors import Output, output_options, read_files, read_pixels, read_request, write_outputs
+
+LENGTH = "inference-header-content-length"
+ModelName = Annotated[str, Path(description="A task, or `all` for all tasks.")]
+INFER: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["inputs"],
+                    "properties": {
+                        "id": {"type": "string"},
+                        "inputs": {
+                            "type": "array",
+                            "minItems": 1,
+                            "maxItems": 1,
+                            "items": {
+                                "type": "object",
+                                "required": ["name", "shape", "datatype", "data"],
+                                "properties": {
+                                    "name": {"enum": ["pixel_values", "image"]},
+                                    "shape": {"type": "array", "items": {"type": "integer", "minimum": 1}},
+                                    "datatype": {"enum": ["FP32", "BYTES"]},
+                                    "data": {"type": "array"},
+                                },
+                            },
+                        },
+                        "outputs": {"type": "array", "items": {"type": "object", "required": ["name"]}},
+                    },
+                }
+            },
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+        },
+    }
+}
+
+
+def add_open_inference(app: FastAPI) -> None:
+    """Adds the routes; those of a model with and without a version in the path."""
+
+    def find(model: str, version: str | None) -> Attached:
+        attached: Attached = app.state.service.store.current
+        if model != ALL and model not in attached.info:
+            raise ServeError(f"there is no model {model!r}; GET /v1/tasks lists the tasks.", 404)
+        if version is not None and version != attached.version(model):
+            raise ServeError(f"model {model!r} has version {attached.version(model)!r}, not {version!r}.", 404)
+        return attached
+
+    @app.get("/v2", summary="Server metadata")
+    async def server() -> Response:
+        extensions = ["binary_tensor_data", "classification", "model_configuration", "model_repository"]
+        return _json({"name": "memoro", "version": __version__, "extensions": extensions})
+
+    @app.get("/v2/health/live", summary="Whether the server runs")
+    async def live() -> Response:
+        return _json({"live": True})
+
+    @app.get("/v2/health/ready", summary="Whether the server answers")
+    async def ready() -> Response:
+        return _json({"ready": True})
+
+    @app.post("/v2/repository/index", summary="All models")
+    async def index() -> Response:
+        attached: Attached = app.state.service.store.current
+        names = [ALL, *attached.info]
+        return _json([{"name": name, "version": attached.version(name), "state": "READY"} for name in names])
+
+    @app.get("/v2/models/{model}/ready", summary="Whether a model is there")
+    @app.get("/v2/models/{model}/versions/{version}/ready", summary="Whether a version of a model is there")
+    async def ready_model(model: ModelName, version: str | None = None) -> Response:
+        find(model, version)
+        return _json({"name": model, "ready": True})
+
+    @app.get("/v2/models/{model}", summary="Inputs and outputs of a model")
+    @app.get("/v2/models/{model}/versions/{version}", summary="Inputs and outputs of a version")
+    async def metadata(model: ModelName, version: str | None = None) -> Response:
+        return _json(describe_model(find(model, version), model))
+
+    @app.get("/v2/models/{model}/config", summary="Configuration of a model")
+    @app.get("/v2/models/{model}/versions/{version}/config", summary="Configuration of a version")
+    async def config(model: ModelName, version: str | None = None) -> Response:
+        return _json(configure_model(find(model, version), model, app.state.service.options.max_images))
+
+    @app.post("/v2/models/{model}/infer", summary="Ask a model", openapi_extra=INFER)
+    @app.post("/v2/models/{model}/versions/{version}/infer", summary="Ask a version of a model", openapi_extra=INFER)
+    async def infer(request: Request, model: ModelName, version: str | None = None) -> Response:
+        """Inputs: `pixel_values` (FP32, preprocessed by the client) or `image` (BYTES, encoded files; base64 in JSON).
+        Outputs: logits under the task's name, `NAME.probabilities`, `NAME.label`; `base` on request."""
+        app.state.service.batcher.check_room()
+        return await infer_model(app.state.service, find(model, version), request, model)
+
+
+def list_outputs(attached: Attached, model: str) -> dict[str, tuple[str, str]]:
+    """By the name of an output: the task, and what it is of it (logits, probabilities, label)."""
+    tasks = list(attached.info) if model == ALL else [model]
+    found = {name: (name, "logits") for name in tasks}
+    for name in tasks:
+        if attached.model.tasks[name].kind != "regression":
+            found.setdefault(f"{name}.probabilities", (name, "probabilities"))
+            found.setdefault(f"{name}.label", (name, "label"))
+    return found
+
+
+def describe_model(attached: Attached, model: str) -> dict[str, Any]:
+    """A model's metadata. Sizes that depend on the request are -1."""
+    composition = attached.model
+    sizes = {steps.size for steps in composition.passes(None if model == ALL else [model])} or {None}
+    height, width = next(iter(sizes)) or (-1, -1) if len(sizes) == 1 else (-1, -1)
+    outputs: list[dict[str, Any]] = []
+    for name, (task, what) in list_outputs(attached, model).items():
+        labels = len(composition.tasks[task].labels)
+        if what == "label":
+            outputs.append({"name": name, "datatype": "BYTES", "shape": [-1]})
+        else:
+            outputs.append({"name": name, "datatype": "FP32", "shape": [-1, labels]})
+    return {
+        "name": model,
+        "versions": [attached.version(model)],
+        "platform": "memoro",
+        "inputs": [
+            {"name": "pixel_values", "datatype": "FP32", "shape": [-1, composition.backbone.channels, height, width]},
+            {"name": "image", "datatype": "BYTES", "shape": [-1]},
+        ],
+        "outputs": outputs,
+    }
+
+
+def configure_model(attached: Attached, model: str, max_images: int) -> dict[str, Any]:
+    """The same as the configuration that Triton's clients read. Of the two inputs, a request gives one."""
+    found = describe_model(attached, model)
+
+    def entries(kind: str) -> list[dict[str, Any]]:
+        types = {"FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
+        return [
+            {"name": one["name"], "data_type": types[one["datatype"]], "dims": one["shape"][1:] or [1]}
+            for one in found[kind]
+        ]
+
+    inputs = [{**one, "optional": True} for one in entries("inputs")]
+    return {
+        "name": model,
+        "platform": "memoro",
+        "backend": "memoro",
+        "max_batch_size": max_images,
+        "input": inputs,
+        "output": entries("outputs"),
+    }
+
+
+async def infer_model(service: Service, attached: Attached, request: Request, model: str) -> Response:
+    """Reads a request, runs it and writes the outputs as the client wants them."""
+    options = service.options
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    body = await service.in_pool(decompress, await request.body(), encoding, options.max_body)
+    asked = await service.in_pool(read_request, body, request.headers.get(LENGTH))
+    if len(asked.inputs) != 1 or asked.inputs[0].name not in {"pixel_values", "image"}:
+        raise ServeError("give one input: pixel_values or image.", 400)
+    known = list_outputs(attached, model)
+    wanted = [(str(one.get("name")), *output_options(one, asked.binary)) for one in asked.outputs]
+    wanted = wanted or [(name, asked.binary, 0) for name in known]
+    for name, _, _ in wanted:
+        if name not in known and name != "base":
+            raise ServeError(f"model {model!r} has no output {name[:200]!r}.", 400)
+    used = {known[name][0] for name, _, _ in wanted if name in known}
+    tasks = [name for name in attached.model.names if name in used]
+    question = Question(attached, tasks, base=any(name == "base" for name, _, _ in wanted))
+    given = asked.inputs[0]
+    images: Tensor | list[Upload]
+    if given.name == "pixel_values":
+        channels = attached.model.backbone.channels
+        images = await service.in_pool(read_pixels, given, channels, options.max_images, MAX_INPUT_SIDE)
+    else:
+        files = await service.in_pool(read_files, given, options.max_images)
+        images = [Upload(f"image {number}", data) for number, data in enumerate(files, start=1)]
+    logits = await unless_gone(request, service.logits(question, images))
+
+    def write() -> tuple[bytes, dict[str, str]]:
+        head = {"model_name": model, "model_version": attached.version(model)}
+        head |= {} if asked.id is None else {"id": asked.id}
+        outputs = [
+            (name, _output(attached, logits, known.get(name, ("base", "logits")), classes), binary)
+            for name, binary, classes in wanted
+        ]
+        document, tail = write_outputs(head, outputs)
+        text = write_json(document)
+        body, used = compress(b"".join([text, *tail]), request.headers.get("accept-encoding", ""))
+        headers = {"content-type": "application/octet-stream", LENGTH: str(len(text))} if tail else {}
+        return body, {**headers, **({"content-encoding": used} if used else {})}
+
+    content, headers = await service.in_pool(write)
+    return Response(content, headers={"content-type": "application/json", **headers})
+
+
+def _output(attached: Attached, logits: dict[str, Tensor], source: tuple[str, str], classes: int) -> Output:
+    task, what = source
+    found = logits[task]
+    if not found.isfinite().all():
+        raise ServeError(f"the answer of {task!r} is not a finite number.", 422)
+    if task == "base":
+        return found
+    kind, labels = attached.model.tasks[task].kind, attached.model.tasks[task].labels
+    if what == "label":
+        answers = read_answers(kind, labels, found, top=1)
+        # Several labels are a JSON list: a label may contain any separator.
+        return [answer["label"] if "label" in answer else json.dumps(answer["labels"]) for answer in answers]
+    values = found if what == "logits" else probabilities(kind, found)
+    if classes == 0:
+        return values
+    best, order = values.topk(min(classes, len(labels)), dim=-1)
+    return [
+        [f"{value:f}:{i}:{labels[i]}" for value, i in zip(row, places, strict=True)]
+        for row, places in zip(best.tolist(), order.tolist(), strict=True)
+    ]
+
+
+def _json(document: Any) -> Response:
+    return Response(write_json(document), media_type="application/json")

@@ -1,0 +1,77 @@
+"""Starting the server."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import uvicorn
+
+from memoro.backbones import Backbone, BackboneRecord
+from memoro.errors import ServeError
+from memoro.serve.app import create_app
+from memoro.serve.options import ServeOptions
+from memoro.serve.store import TaskStore, find_files, load_files
+
+MAX_CONNECTIONS = 1024
+
+
+def open_store(places: Sequence[Path], load: Callable[[BackboneRecord | None], Backbone]) -> TaskStore:
+    """The tasks of a folder or of files, on the backbone that `load` gives for the first of them, if there is one."""
+    files, folder = find_files(places)
+    found = load_files(files)
+    first = next((task.spec.backbone for _, task in found.values()), None)
+    return TaskStore(load(first), found, folder)
+
+
+def run_server(store: TaskStore, options: ServeOptions, started: Callable[[str], None] = lambda url: None) -> None:
+    """Serves until SIGINT or SIGTERM, then finishes what it took in. `started` receives the address."""
+    server = make_server(store, options)
+    listening = listen(options)
+    started(address_of(listening))
+    # uvicorn raises the signal that stopped it again once all is done: it has served its purpose then.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=[listening])
+    finally:
+        listening.close()
+
+
+def make_server(store: TaskStore, options: ServeOptions) -> uvicorn.Server:
+    """uvicorn with the app. h11 limits the size of headers, which the faster httptools does not."""
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    config = uvicorn.Config(
+        create_app(store, options),
+        http="h11",
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=int(options.timeout) + 5,
+    )
+    return uvicorn.Server(config)
+
+
+def listen(options: ServeOptions) -> socket.socket:
+    """The listening socket; port 0 takes a free one."""
+    try:
+        family, *_, place = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        found = socket.create_server(place[:2], family=family, backlog=1024)
+    except OSError as error:
+        raise ServeError(f"cannot listen on {options.host}:{options.port} ({error.strerror}); try --port 0.") from None
+    found.set_inheritable(True)
+    return found
+
+
+def address_of(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,234 @@
+"""From encoded images to answers: decode, batch, format."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from memoro.engine.answers import Decoder
+from memoro.engine.explain import Explanation
+from memoro.errors import ImageError, ServeError
+from memoro.images import Preprocessing
+from memoro.serve.batching import Batcher, Group, Item
+from memoro.serve.metrics import Metrics
+from memoro.serve.options import MAX_INPUT_SIDE, ServeOptions
+from memoro.serve.store import Attached, TaskStore
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Upload:
+    """An image as it came in."""
+
+    name: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a request wants to know of its images."""
+
+    attached: Attached
+    tasks: list[str]
+    """In the order of the composition."""
+    top: int | None = None
+    base: bool = False
+    explain: bool = False
+
+    @cached_property
+    def groups(self) -> dict[Preprocessing, list[str]]:
+        """The tasks by preprocessing; the backbone's own answer is asked for with its own preprocessing."""
+        model = self.attached.model
+        groups = model.passes(self.tasks)
+        if self.base or not groups:
+            groups.setdefault(model.backbone.preprocessing, [])
+        return groups
+
+
+class Service:
+    """What the routes call. Built inside the event loop that serves them."""
+
+    def __init__(self, store: TaskStore, options: ServeOptions, metrics: Metrics) -> None:
+        self.store, self.options, self.metrics = store, options, metrics
+        self.batcher = Batcher(options, metrics)
+        self._pool = ThreadPoolExecutor(options.decoders, thread_name_prefix="memoro-decode")
+
+    async def close(self) -> None:
+        """Finishes what was taken in."""
+        await self.batcher.close()
+        self._pool.shutdown()
+
+    async def in_pool(self, function: Callable[..., T], *given: Any) -> T:
+        """Runs a function off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *given)
+
+    def ask(self, tasks: Sequence[str] | None, **options: Any) -> Question:
+        """A question to the tasks of this moment. A name may be several, separated by commas."""
+        attached = self.store.current
+        if tasks is None:
+            return Question(attached, attached.model.names, **options)
+        names = {part for name in tasks for part in ([name] if name in attached.info else name.split(","))}
+        if unknown := sorted(names - set(attached.info)):
+            raise ServeError(f"there is no task {unknown[0]!r}; GET /v1/tasks lists them.", 404)
+        return Question(attached, [name for name in attached.model.names if name in names], **options)
+
+    async def predict(self, question: Question, uploads: Sequence[Upload]) -> bytes:
+        """The JSON document that answers the question for each image."""
+        start = perf_counter()
+        with self.batcher.admit(len(uploads)):
+            decoded = await asyncio.gather(*(self._decode(question, upload) for upload in uploads))
+            seconds = {"decode": perf_counter() - start}
+            errors = [found for found in decoded if isinstance(found, ImageError)]
+            if len(errors) == len(uploads):
+                raise errors[0]
+            items = [found for found in decoded if isinstance(found, Item)]
+            await self.batcher.run(items)
+            maps = await self.batcher.call(lambda: _explain(question, items)) if question.explain else None
+        passes = {id(output): output for item in items for output, _ in item.places.values()}
+        seconds["queue"] = max(item.started - item.arrived for item in items)
+        seconds["backbone"] = sum(output.backbone_seconds for output in passes.values())
+        seconds["tasks"] = sum(output.task_seconds for output in passes.values())
+        return await self.in_pool(_write_answers, question, uploads, decoded, maps, seconds, start)
+
+    async def logits(self, question: Question, images: Sequence[Upload] | Tensor) -> dict[str, Tensor]:
+        """(images, labels) for each task asked, and `base` if that is asked for; all images must be readable."""
+        with self.batcher.admit(len(images)):
+            if isinstance(images, Tensor):
+                items = _raw_items(question, images)
+            else:
+                items = []
+                for found in await asyncio.gather(*(self._decode(question, image) for image in images)):
+                    if isinstance(found, ImageError):
+                        raise found
+                    items.append(found)
+            await self.batcher.run(items)
+        places = [item.find_places() for item in items]
+        return {
+            name: torch.stack([found[name][0].logits[name][found[name][1]] for found in places])
+            for name in [*question.tasks, *(["base"] if question.base else [])]
+        }
+
+    async def _decode(self, question: Question, upload: Upload) -> Item | ImageError:
+        start = perf_counter()
+        try:
+            pixels = await self.in_pool(prepare, upload, question, self.options.max_pixels)
+        except ImageError as error:
+            return error
+        self.metrics.stage_seconds.labels("decode").observe(perf_counter() - start)
+        return _new_item(question, pixels, question.groups)
+
+
+def prepare(upload: Upload, question: Question, max_pixels: int) -> dict[Preprocessing, Tensor]:
+    """The pixels of an image for each preprocessing, exactly as `Composition.predict` prepares them."""
+    decode = Decoder(tuple(question.groups), max_pixels)
+    found, failures = decode([(upload.name, upload.data)])
+    if failures:
+        raise ImageError(f"{upload.name}: {failures[0]}")
+    pixels = {steps: own[0] for steps, own in zip(decode.preprocessings, found, strict=True)}
+    least = max(question.attached.model.backbone.anatomy.patch)
+    for tensor in pixels.values():
+        if min(tensor.shape[1:]) < least or max(tensor.shape[1:]) > MAX_INPUT_SIDE:
+            size = f"{tensor.shape[2]}x{tensor.shape[1]}"
+            raise ImageError(
+                f"{upload.name}: {size} pixels after resizing; the model takes {least} to {MAX_INPUT_SIDE} a side."
+            )
+    return pixels
+
+
+def _raw_items(question: Question, pixels: Tensor) -> list[Item]:
+    """Items of pixels that a client has prepared. They share a pass with others where the preprocessing is clear."""
+    model = question.attached.model
+    model.backbone.check_pixels(pixels)
+    model.check_size(question.tasks, (pixels.shape[-2], pixels.shape[-1]))
+    groups = list(model.passes(question.tasks))
+    group: Group = groups[0] if len(groups) == 1 else None
+    return [_new_item(question, {group: one}, {group: question.tasks}) for one in pixels]
+
+
+def _new_item(question: Question, pixels: Mapping[Any, Tensor], names: Mapping[Any, list[str]]) -> Item:
+    return Item(question.attached.model, pixels, names, asyncio.get_running_loop().create_future())
+
+
+def _explain(question: Question, items: Sequence[Item]) -> list[dict[str, Explanation]]:
+    """Each task's attention on each image: a pass for every two of them."""
+    model = question.attached.model
+    return [
+        {
+            name: model.explain(item.pixels[steps].unsqueeze(0).to(model.backbone.dtype), name)
+            for steps, names in model.passes(question.tasks).items()
+            for name in names
+        }
+        for item in items
+    ]
+
+
+def _write_answers(
+    question: Question,
+    uploads: Sequence[Upload],
+    decoded: Sequence[Item | ImageError],
+    maps: Sequence[dict[str, Explanation]] | None,
+    seconds: dict[str, float],
+    start: float,
+) -> bytes:
+    images: list[dict[str, Any]] = []
+    count = 0
+    for upload, item in zip(uploads, decoded, strict=True):
+        if isinstance(item, ImageError):
+            images.append({"name": upload.name, "error": str(item)})
+            continue
+        answers, places = {}, item.find_places()
+        for name in question.tasks:
+            output, row = places[name]
+            answers[name] = output.answer(name, row, question.top)
+            if maps is not None:
+                answers[name] = {**answers[name], "attention": describe_attention(maps[count][name])}
+        images.append({"name": upload.name, "answers": answers})
+        if question.base:
+            output, row = places["base"]
+            images[-1]["base"] = output.logits["base"][row].tolist()
+        count += 1
+    document = {
+        "images": images,
+        "tasks": {name: {"version": question.attached.version(name)} for name in question.tasks},
+        "seconds": {**seconds, "total": perf_counter() - start},
+    }
+    return write_json(document)
+
+
+def write_json(document: Any) -> bytes:
+    """JSON as bytes. Numbers that JSON does not know are an error of the model, not of the server."""
+    try:
+        return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        raise ServeError("an answer to this image is not a finite number.", 422) from None
+
+
+def describe_attention(maps: Explanation) -> dict[str, Any]:
+    """Where a task looked in one image: a map over its patches, and shares by layer, averaged over heads."""
+
+    def shares(weights: Tensor) -> list[float]:
+        """(layers, 1, heads, …) summed over what is behind the heads."""
+        layers, _, heads, *rest = weights.shape
+        found: list[float] = weights.reshape(layers, heads, math.prod(rest)).sum(dim=-1).mean(dim=-1).tolist()
+        return found
+
+    return {
+        "layers": list(maps.layers),
+        "heatmap": maps.heatmap()[0].tolist() if maps.layers else None,
+        "patches": shares(maps.patches),
+        "prefix": shares(maps.prefix),
+        "itself": shares(maps.itself),
+        "memory": shares(maps.memory),
+        "parents": {name: shares(weights) for name, weights in maps.parents.items()},
+    }

@@ -1,0 +1,247 @@
+"""The attached tasks: a composition that requests read, and the folder that keeps it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from memoro.backbones import Backbone
+from memoro.engine.composition import Composition
+from memoro.errors import CompositionError, MemoroError, ServeError, TaskFileError
+from memoro.evaluation.inspect import describe_task
+from memoro.files import sync_folder
+from memoro.serve.batching import run_pass
+from memoro.serve.options import MAX_INPUT_SIDE, MAX_TASKS
+from memoro.tasks.task import Task
+from memoro.tasks.taskfile import load_tasks, save_task, save_tasks
+
+ALL = "all"
+"""The model of the Open Inference Protocol that stands for all tasks."""
+OFF = "attaching is off: start the server with --tasks FOLDER, which keeps what is attached."
+STALE_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class Attached:
+    """The tasks at one moment. A request takes it once, and never sees a change."""
+
+    model: Composition
+    info: Mapping[str, dict[str, Any]]
+    """What `describe_task` says of each; `content` is the version."""
+
+    def version(self, name: str) -> str:
+        """The first digits of a task's content hash, or of all of them together."""
+        if name != ALL:
+            return str(self.info[name]["content"])[:12]
+        return hashlib.sha256("".join(sorted(info["content"] for info in self.info.values())).encode()).hexdigest()[:12]
+
+
+def find_files(places: Sequence[Path]) -> tuple[list[Path], Path | None]:
+    """The task files of a folder (and the folder, which is created if it is not there), or the given files."""
+    if len(places) == 1 and not places[0].is_file() and places[0].suffix != ".safetensors":
+        folder = places[0]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for part in folder.glob(".*.part"):  # left by a crash
+                if part.stat().st_mtime < time.time() - STALE_SECONDS:
+                    part.unlink()
+            inside = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
+        except OSError as error:
+            raise ServeError(f"cannot use the folder {folder} ({error.strerror}).") from None
+        return inside, folder
+    for place in places:
+        if place.is_dir():
+            raise ServeError(f"{place} is a folder: give one folder, or files.")
+    return list(places), None
+
+
+def load_files(files: Iterable[Path]) -> dict[str, tuple[Path, Task]]:
+    """The tasks of all files by name, each with its file."""
+    found: dict[str, tuple[Path, Task]] = {}
+    for file in files:
+        for task in load_tasks(file):
+            if task.name in found:
+                raise CompositionError(f"two tasks are called {task.name!r}, in {found[task.name][0]} and in {file}.")
+            found[task.name] = file, task
+    return found
+
+
+class TaskStore:
+    """Attach and detach write to the folder first, then swap the whole composition at once.
+
+    Every change of the folder is one rename or removal: a crash leaves a task there whole or not at all.
+    """
+
+    def __init__(self, backbone: Backbone, found: Mapping[str, tuple[Path, Task]], folder: Path | None) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._files = {name: file for name, (file, _) in found.items()}
+        tasks = [task for _, task in found.values()]
+        self.current = _attach(Composition(backbone, tasks), {}, tasks)
+
+    @property
+    def writable(self) -> bool:
+        return self._folder is not None
+
+    def attach(self, data: bytes, name: str | None = None) -> dict[str, bool]:
+        """Attaches the tasks of an uploaded file: their names, and whether each is new or changed.
+
+        Raises, and changes nothing, if the file cannot be trusted or its tasks cannot be composed with the others.
+        """
+        tasks = read_upload(data)
+        if name is not None and [task.name for task in tasks] != [name]:
+            names = ", ".join(repr(task.name) for task in tasks)
+            raise ServeError(f"the file contains {names}, not {name!r} alone; upload it to /v1/tasks instead.", 422)
+        with self._lock:
+            if self._folder is None:
+                raise ServeError(OFF, 403)
+            old = self.current
+            hashes = {task.name: task.content_hash() for task in tasks}
+            changed = [task for task in tasks if old.info.get(task.name, {}).get("content") != hashes[task.name]]
+            for task in changed:
+                if children := _children(old.model, task.name):
+                    raise ServeError(f"cannot replace {task.name!r} before what extends it: {_listed(children)}.", 409)
+            new = {task.name: task for task in changed}
+            model = Composition(old.model.backbone, list({**old.model.tasks, **new}.values()))
+            current = _attach(model, old.info, changed)
+            self._write(old.model, _parents_first(changed))
+            self.current = current
+        return {task.name: task.name in new for task in tasks}
+
+    def detach(self, name: str) -> None:
+        """Detaches a task. One that others extend cannot be detached before them."""
+        with self._lock:
+            if self._folder is None:
+                raise ServeError(OFF, 403)
+            old = self.current
+            if name not in old.info:
+                raise ServeError(f"there is no task {name!r}.", 404)
+            if children := _children(old.model, name):
+                raise ServeError(f"cannot detach {name!r} before what extends it: {_listed(children)}.", 409)
+            current = _attach(old.model.detach(name), old.info, [])
+            file = self._files[name]
+            rest = [task for task in current.model.tasks.values() if self._files[task.name] == file]
+            if rest:
+                save_tasks(rest, file)
+            else:
+                try:
+                    file.unlink(missing_ok=True)
+                except OSError as error:
+                    raise ServeError(f"cannot remove the file of {name!r} ({error.strerror}).", 500) from None
+                sync_folder(file.parent)
+            del self._files[name]
+            self.current = current
+
+    def _write(self, model: Composition, tasks: Sequence[Task]) -> None:
+        """Writes each task to its file. If one cannot be written, those before it are taken back."""
+        written: list[tuple[Task, Path]] = []
+        try:
+            for task in tasks:
+                file = self._files.get(task.name) or self._new_file(task.name)
+                self._save(model, file, task)
+                self._files[task.name] = file
+                written.append((task, file))
+        except MemoroError as error:
+            for task, file in written:
+                with suppress(MemoroError, OSError):
+                    if task.name in model.tasks:
+                        self._save(model, file, model.tasks[task.name])
+                    else:
+                        file.unlink()
+                        del self._files[task.name]
+            if isinstance(error, ServeError):
+                raise
+            raise ServeError("the task could not be stored, so it was not attached; is the disk full?", 507) from error
+
+    def _save(self, model: Composition, file: Path, task: Task) -> None:
+        """Writes a task to a file that may contain others, which stay in it."""
+        inside = [model.tasks[name] for name, place in self._files.items() if place == file and name in model.tasks]
+        save_tasks([*(one for one in inside if one.name != task.name), task], file)
+
+    def _new_file(self, name: str) -> Path:
+        assert self._folder is not None
+        # A name may be longer in bytes than a file's may be, or reserved on some system: then its hash is used.
+        stem = name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+-]{0,79}", name) else f"task-{_digest(name)}"
+        file = self._folder / f"{stem}.safetensors"
+        if any(file.name.lower() == known.name.lower() for known in self._files.values()):
+            file = self._folder / f"{stem}-{_digest(name)}.safetensors"
+        if file.exists():
+            raise ServeError(
+                f"{file.name} appeared in the server's folder after it started: restart the server, or remove it.", 409
+            )
+        return file
+
+
+def read_upload(data: bytes) -> list[Task]:
+    """The tasks of an uploaded file, which nobody trusts."""
+    with tempfile.TemporaryDirectory(prefix="memoro-") as folder:
+        path = Path(folder) / "upload.safetensors"
+        path.write_bytes(data)
+        try:
+            return load_tasks(path)
+        except TaskFileError as error:
+            raise ServeError(str(error).replace(str(path), "the task file"), 422) from None
+
+
+def file_bytes(task: Task) -> bytes:
+    """The task as a file of its own."""
+    with tempfile.TemporaryDirectory(prefix="memoro-") as folder:
+        return save_task(task, Path(folder) / "task.safetensors").read_bytes()
+
+
+def _attach(model: Composition, info: Mapping[str, dict[str, Any]], changed: Sequence[Task]) -> Attached:
+    """The composition with what is known of its tasks, if the changed ones can be served."""
+    if len(model.tasks) > MAX_TASKS:
+        raise ServeError(f"at most {MAX_TASKS} tasks can be attached.", 422)
+    _check(model, [task.name for task in changed])
+    new = {task.name: describe_task(task) for task in changed}
+    try:
+        json.dumps(new, allow_nan=False)
+    except (RecursionError, ValueError):
+        raise ServeError("the record of the task is nested too deeply.", 422) from None
+    known = {**info, **new}
+    return Attached(model, {name: known[name] for name in model.names})
+
+
+def _check(model: Composition, names: Sequence[str]) -> None:
+    """Raises if the name, the input size or the answer to a plain image of a task would be a problem later."""
+    if ALL in names:
+        raise ServeError(f"the name {ALL!r} stands for all tasks here: train the task again with --task OTHER.", 422)
+    for steps, members in model.passes(names).items():
+        if max(steps.size or (steps.resize if isinstance(steps.resize, int) else 0,)) > MAX_INPUT_SIDE:
+            raise ServeError(f"{_listed(members)} take images of more than {MAX_INPUT_SIDE} pixels a side.", 422)
+        pixels = steps.to_tensor(Image.new("RGB", (64, 64), (128, 96, 64)))
+        logits = run_pass(model, pixels.unsqueeze(0), members).logits
+        if broken := [name for name in members if not torch.isfinite(logits[name]).all()]:
+            raise ServeError(f"{_listed(broken)}: the answer to a plain image is not a finite number.", 422)
+
+
+def _children(model: Composition, name: str) -> list[str]:
+    return [task.name for task in model.tasks.values() if any(parent.name == name for parent in task.extends)]
+
+
+def _parents_first(tasks: Sequence[Task]) -> list[Task]:
+    by_name = {task.name: task for task in tasks}
+    order = TopologicalSorter({task.name: [parent.name for parent in task.extends] for task in tasks}).static_order()
+    return [by_name[name] for name in order if name in by_name]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:16]

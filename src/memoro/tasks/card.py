@@ -1,0 +1,174 @@
+"""Model cards: a README.md for the hub, written from what a task's file records. Nothing in the record is trusted."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from memoro.console import printable
+from memoro.errors import TaskFileError
+from memoro.files import write_whole
+from memoro.plots import MAX_CONFUSION, draw_confusion
+from memoro.tasks.hub import is_hub_id
+from memoro.tasks.task import Task
+
+MAX_LABELS = 50
+MAX_ROWS = 30
+MAX_TEXT = 120
+
+
+def write_card(
+    tasks: Sequence[Task],
+    folder: str | Path,
+    *,
+    repo_id: str | None = None,
+    license: str | None = None,
+    base_model: str | None = None,
+) -> Path:
+    """Writes README.md and a picture of each task's confusion matrix, if its file has one; returns the path.
+
+    `repo_id` is the hub id that the card's example loads (default: the folder's name). `base_model` is the hub id of
+    the backbone, where the tasks record it under another name, such as that of a folder.
+    """
+    from huggingface_hub import ModelCard
+
+    folder = Path(folder)
+    pictures = {}
+    for number, task in enumerate(tasks):
+        picture = "confusion.png" if len(tasks) == 1 else f"confusion-{number}.png"
+        if (matrix := _read_confusion(task)) is not None and find_spec("matplotlib") is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                draw_confusion(folder / picture, task.name, matrix, task.labels)
+            except OSError as error:
+                raise TaskFileError(f"cannot write {folder / picture} ({error.strerror}).") from None
+            pictures[task.name] = picture
+    own = tasks[0].spec.backbone.name
+    base_model = base_model or (own if is_hub_id(own) else None)
+    head = _front_matter(tasks, license, base_model)
+    usage = _usage(tasks, repo_id or folder.resolve().name, base_model or own)
+    sections = [part for task in tasks for part in _describe(task, pictures.get(task.name))]
+    text = "\n\n".join([f"---\n{head}\n---", *_introduce(tasks, base_model), usage, *sections]) + "\n"
+    ModelCard(text)  # what the hub's own parser refuses is not written
+    write_whole(folder / "README.md", text.encode(errors="backslashreplace"))
+    return folder / "README.md"
+
+
+def _front_matter(tasks: Sequence[Task], license: str | None, base_model: str | None) -> str:
+    """The YAML that the hub reads: what filters, links and leaderboards are made of."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    kinds = list(dict.fromkeys(task.kind for task in tasks))
+    results = [
+        EvalResult(
+            task_type="image-classification" if task.kind != "regression" else "image-regression",
+            dataset_type=_plain(task.spec.training.get("data") or task.name),
+            dataset_name=_plain(task.spec.training.get("data") or task.name),
+            dataset_split=_plain(task.spec.metrics.get("split") or "test"),
+            metric_type=name,
+            metric_name=f"{_plain(task.name)}: {name.replace('_', ' ')}" if len(tasks) > 1 else name.replace("_", " "),
+            metric_value=value,
+        )
+        for task in tasks
+        for name, value in _figures(task)
+    ]
+    # The hub has no name for regression on images.
+    data = ModelCardData(
+        library_name="memoro",
+        pipeline_tag=None if kinds == ["regression"] else "image-classification",
+        base_model=base_model,
+        tags=["memoro", "vision-transformer", "learnable-memory", *kinds],
+        license=license,
+        model_name=_plain(tasks[0].name if len(tasks) == 1 else ", ".join(task.name for task in tasks)),
+        eval_results=results or None,
+    )
+    return str(data.to_yaml())
+
+
+def _introduce(tasks: Sequence[Task], base_model: str | None) -> list[str]:
+    made = tasks[0].spec.backbone
+    name = f"[{_text(base_model)}](https://huggingface.co/{base_model})" if base_model else _text(made.name)
+    what = "A memoro task" if len(tasks) == 1 else f"{len(tasks)} memoro tasks"
+    return [
+        f"# {', '.join(_text(task.name) for task in tasks)}",
+        f"{what} for the frozen backbone {name} ({_text(made.family)}, fingerprint {_text(made.fingerprint.short)}). "
+        "Attach other tasks for the same backbone beside it: one pass of the backbone answers all of them, and the "
+        "backbone's own output stays the same to the last bit. The file contains no code.",
+    ]
+
+
+def _usage(tasks: Sequence[Task], source: str, backbone: str) -> str:
+    load = f"[memoro.load_task({source!r})]" if len(tasks) == 1 else f"memoro.load_tasks({source!r})"
+    code = (
+        "import memoro\n"
+        f"backbone = memoro.load_backbone({printable(backbone)!r})\n"
+        f"model = memoro.compose(backbone, {load})\n"
+        'print(model.predict("photo.jpg"))'
+    )
+    return f"## Use\n\n```python\n{code}\n```"
+
+
+def _describe(task: Task, picture: str | None) -> Iterator[str]:
+    spec = task.spec
+    labels = ", ".join(_text(label) for label in spec.labels[:MAX_LABELS])
+    more = f", … ({len(spec.labels)} in all)" if len(spec.labels) > MAX_LABELS else ""
+    yield f"## {_text(task.name)}"
+    stream = f"{spec.cells} memory cells per layer, rank {spec.rank}, from layer {spec.from_layer}"
+    yield f"Head: {spec.kind}, {stream}. Labels: {labels}{more}."
+    if task.parents:
+        names = ", ".join(_text(parent.name) for parent in task.parents)
+        yield f"It extends {names}: attach that too, in the version that it was trained with."
+    if figures := list(_figures(task)):
+        images, split = spec.metrics.get("images"), _text(spec.metrics.get("split") or "test")
+        count = f", {images:,} images" if isinstance(images, int) and not isinstance(images, bool) else ""
+        rows = "\n".join(f"| {_text(name.replace('_', ' '))} | {value:.4g} |" for name, value in figures)
+        yield f"| metric ({split} split{count}) | value |\n|---|---|\n{rows}"
+    if picture is not None:
+        yield f"![confusion matrix: true by predicted classes]({picture})"
+    facts = [(name, value) for name, value in spec.training.items() if isinstance(value, (str, int, float))]
+    if facts:
+        rows = "\n".join(f"| {_text(name.replace('_', ' '))} | {_text(value)} |" for name, value in facts[:MAX_ROWS])
+        yield f"| training | |\n|---|---|\n{rows}"
+
+
+def _figures(task: Task) -> Iterator[tuple[str, float]]:
+    """The metrics of a record that are finite numbers under a plain name."""
+    found = [
+        (name, float(value))
+        for name, value in task.spec.metrics.items()
+        if re.fullmatch(r"\w{1,40}", name, re.ASCII) and name != "images" and _is_number(value)
+    ]
+    yield from found[:MAX_ROWS]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _read_confusion(task: Task) -> Tensor | None:
+    """The confusion matrix of a record, None where there is none or it does not fit the labels."""
+    matrix, count = task.spec.metrics.get("confusion"), len(task.labels)
+    if not isinstance(matrix, list) or len(matrix) != count or count > MAX_CONFUSION:
+        return None
+    for row in matrix:
+        if not isinstance(row, list) or len(row) != count or not all(type(n) is int and 0 <= n < 1 << 40 for n in row):
+            return None
+    return torch.tensor(matrix)
+
+
+def _plain(value: object) -> str:
+    """One short line."""
+    text = printable(str(value))
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
+
+
+def _text(value: object) -> str:
+    """The same for Markdown, in which no character of it has a meaning."""
+    text = _plain(f"{value:.4g}" if isinstance(value, float) else value)
+    return re.sub(r"([\\`*_{}\[\]()<>#+!|~&$-])", r"\\\1", text)

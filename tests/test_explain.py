@@ -1,0 +1,112 @@
+"""Where a task looked: maps over images, from Python and from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_task
+from families import CASES, Case
+from PIL import Image
+from test_cli_words import Shell, shell  # noqa: F401
+
+import memoro
+from memoro.backbones import Backbone
+from memoro.engine.explain import VIEW
+from memoro.errors import ImageError
+from memoro.images import open_image
+
+
+def save_photo(path: Path, seed: int = 0) -> Path:
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (60, 80, 3), dtype=np.uint8)).save(path)
+    return path
+
+
+def test_explain_takes_paths_and_images(backbone: Backbone, tmp_path: Path) -> None:
+    model = memoro.compose(backbone, [random_task(backbone, "pets"), random_task(backbone, "rooms", seed=1)])
+    photo, other = save_photo(tmp_path / "a.png"), save_photo(tmp_path / "b.png", 1)
+    found = model.explain(photo, "pets")
+    pixels = backbone.preprocessing.to_tensor(open_image(photo))[None]
+    assert torch.equal(found.patches, model.explain(pixels, "pets").patches)
+    assert not torch.equal(found.patches, model.explain(photo, "rooms").patches)
+    several = model.explain([str(other), open_image(photo)], "pets")
+    assert torch.allclose(several.heatmap()[1], found.heatmap()[0], atol=1e-6)  # another batch size rounds differently
+    shares = found.shares()
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-5)
+    assert {"patches", "memory", "itself"} < set(shares)
+
+
+def test_an_overlay_is_bright_where_the_attention_is(backbone: Backbone, tmp_path: Path) -> None:
+    model = memoro.compose(backbone, [random_task(backbone, "pets")])
+    grey = Image.new("RGB", (90, 60), (128, 128, 128))
+    found = model.explain([grey, save_photo(tmp_path / "a.png")], "pets")
+    overlay = found.overlay()
+    assert isinstance(overlay, Image.Image)
+    assert min(overlay.size) == VIEW
+    heat, shown = found.heatmap()[0], np.asarray(overlay).astype(int)
+    rows, columns = heat.shape
+    centres = [((at // columns + 0.5) / rows, (at % columns + 0.5) / columns) for at in (heat.argmax(), heat.argmin())]
+    most, least = (shown[int(y * overlay.height), int(x * overlay.width)] for y, x in centres)
+    assert most.sum() > least.sum() + 200
+    assert found.overlay(1).tobytes() != overlay.tobytes()
+    with pytest.raises(ImageError, match="give explain\\(\\) images or paths, not a tensor"):
+        model.explain(backbone.preprocessing.to_tensor(grey)[None], "pets").overlay()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_head_shows_what_the_base_attends_to(case: Case) -> None:
+    """Against the attention that transformers itself reports."""
+    theirs = case.model("eager")
+    backbone = memoro.load_backbone(theirs)
+    head = random_task(backbone, "head", from_layer=backbone.depth)
+    pixels = torch.randn(2, 3, *backbone.image_size, generator=torch.Generator().manual_seed(0))
+    found = memoro.compose(backbone, [head]).explain(pixels, "head")
+    assert found.layers == tuple(range(backbone.depth))
+    assert torch.isfinite(found.heatmap()).all()
+    weights = torch.cat([found.prefix, found.patches.flatten(-2)], dim=-1)
+    assert torch.allclose(weights.sum(-1), torch.ones(weights.shape[:-1]), atol=1e-5)
+    if case.name == "mae":
+        return  # it drops patches at random
+    with torch.no_grad():
+        reported = theirs(pixels, output_attentions=True).attentions
+    expected = torch.stack([one[:, :, 0] if "class token" in found.source else one.mean(2) for one in reported])
+    assert torch.allclose(weights, expected, atol=1e-5)
+
+
+def test_the_command_draws_one_overlay(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:  # noqa: F811
+    memoro.save_task(random_task(backbone, "pets", labels=["cat", "dog"]), tmp_path / "pets.safetensors")
+    photo = save_photo(tmp_path / "photo.png")
+    said = shell("explain", "photo.png", "-t", "pets.safetensors", "-b", "vit", "-o", "overlay.png")
+    assert "patches" in said.out
+    assert "memory" in said.out
+    [answer] = memoro.compose(backbone, [memoro.load_task("pets.safetensors")]).predict([photo])
+    assert f"{answer['pets']['label']} {answer['pets']['probability']:.0%}" in said.out
+    overlay = memoro.compose(backbone, [memoro.load_task("pets.safetensors")]).explain(photo, "pets").overlay()
+    drawn = np.asarray(open_image("overlay.png"), dtype=int) - np.asarray(overlay, dtype=int)
+    assert np.abs(drawn).max() <= 1, "but for the rounding of a loaded copy of the weights"
+    said = shell("explain", "photo.png", "-t", "pets.safetensors", "-b", "vit", "-o", "overlay.gif", code=1)
+    assert "choose a name that ends with .png, .jpg or .webp" in said.err
+
+
+def test_the_command_draws_a_sheet_and_names_heads(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:  # noqa: F811
+    memoro.save_task(random_task(backbone, "pets"), tmp_path / "pets.safetensors")
+    memoro.save_task(random_task(backbone, "top", from_layer=backbone.depth), tmp_path / "top.safetensors")
+    (tmp_path / "photos").mkdir()
+    for number in range(3):
+        save_photo(tmp_path / "photos" / f"{number}.png", number)
+    (tmp_path / "photos" / "broken.png").write_bytes(b"no image")
+    files = ("-t", "pets.safetensors", "-t", "top.safetensors", "-b", "vit")
+    said = shell("explain", "photos", *files, "-o", "sheet.png", "--json")
+    assert "top is a head and has no attention of its own: shown is the attention of the base's class token" in said.err
+    assert "pets is a head" not in said.err
+    assert "broken.png: not a readable image" in said.err
+    record = json.loads(said.out)
+    assert len(record["images"]) == 3
+    assert record["images"]["photos/0.png"]["top"]["source"] == "the base's class token"
+    assert "memory" not in record["images"]["photos/0.png"]["top"]["attention"]
+    width, height = open_image("sheet.png").size
+    assert width > 3 * 256
+    assert height > 3 * 256
