@@ -87,13 +87,16 @@ class Routing:
         """The answer as it is given to the user; None where it is dropped."""
         if self.unfamiliar == "keep" or "familiarity" not in answer:
             return answer
-        strange = self.is_unfamiliar(answer["familiarity"])
+        marked = self.mark(answer)
         if self.unfamiliar == "drop":
-            return None if strange else answer
-        return {**answer, "unfamiliar": strange}
+            return None if marked["unfamiliar"] else answer
+        return marked
 
-    def is_unfamiliar(self, familiarity: float) -> bool:
-        return familiarity < self.false_alarms
+    def mark(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The answer with `unfamiliar`, where it has a familiarity."""
+        if "familiarity" not in answer:
+            return answer
+        return {**answer, "unfamiliar": answer["familiarity"] < self.false_alarms}
 
 
 def read_answers(

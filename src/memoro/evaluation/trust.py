@@ -79,7 +79,7 @@ def evaluate_trust(
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
     results = {}
     for name, source in sources.items():
-        images, *_ = load_test_images(source, model.tasks[name], None, workers, True)
+        _, images, *_ = load_test_images(source, model.tasks[name], None, workers, True)
         own, targets = collect_outputs(model, images, [name], **how)
         results[name] = _calibration_of(model.tasks[name], own.logits[name], targets)
         if name in own.judged:
@@ -221,7 +221,7 @@ def verify_tasks(
             raise DataError(f"no task {name!r} among {', '.join(model.names)}: write NAME=DATA with one of these.")
         if model.tasks[name].kind != "softmax":
             raise DataError(f"{name!r} is no softmax task: accuracy is compared only for these.")
-        images, split, *_ = load_test_images(source, model.tasks[name], None, workers, True)
+        _, images, split, _ = load_test_images(source, model.tasks[name], None, workers, True)
         alone, targets = collect_outputs(model.alone(name), images, [name], **how)
         together, _ = collect_outputs(model, images, model.names, **how)
         right = [one.logits[name].argmax(dim=-1) == targets for one in (alone, together)]
