@@ -41,6 +41,8 @@ class Calibration:
 
     def apply(self, logits: Tensor) -> Tensor:
         """Calibrated logits (…, labels); a regression's numbers as they are. The best label stays the best."""
+        if len(self.temperature) == 1:
+            return logits / self.temperature[0]
         return logits / logits.new_tensor(self.temperature) if self.temperature else logits
 
     def decide(self, logits: Tensor) -> Tensor:
