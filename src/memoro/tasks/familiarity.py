@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,9 +94,7 @@ class FamiliarityBank:
         self.means, self.squares = means.nan_to_num(posinf=0.0).to(device), means.square().sum(-1).to(device)
         self.residual = torch.tensor([one.residual for one in items], device=device)
         self.sorted = [one.distances.float().to(device) for one in items]
-        logs = [own.clamp(min=1e-6).log() for own in self.sorted]
-        self.typical = torch.stack([own.median() for own in logs])
-        self.spread = torch.stack([(own.quantile(0.84) - own.quantile(0.16)).clamp(min=1e-3) / 2 for own in logs])
+        self.volume = torch.tensor([_log_determinant(one) for one in items], device=device)
 
     def measure(self, tokens: Tensor) -> Tensor:
         """The distance of each image to each task's training images (b, tasks), from its token (b, dim)."""
@@ -111,14 +110,21 @@ class FamiliarityBank:
     def judge(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Of each image and task (b, tasks): the score, and the familiarity.
 
-        The score is comparable between tasks: 0 is typical of the task's own images, -1 is one standard deviation
-        further away. The familiarity is the share of the task's own held-out images that look at least as strange.
+        The score is the log-density per dimension, up to a constant of the backbone: it is comparable between tasks,
+        and the highest one tells whose image it is (results/trust.md). The familiarity is the share of the task's own
+        held-out images that look at least as strange.
         """
         distances = self.measure(tokens)
-        scores = (self.typical - distances.clamp(min=1e-6).log()) / self.spread
+        scores = -(distances + self.volume) / (2 * tokens.shape[1])
         columns = zip(distances.T.contiguous(), self.sorted, strict=True)
         shares = [1 - torch.searchsorted(own, column) / len(own) for column, own in columns]
         return scores, torch.stack(shares, dim=1)
+
+
+def _log_determinant(one: Familiarity) -> float:
+    """Of the covariance."""
+    others = one.directions.shape[1] - len(one.directions)
+    return float(one.variances.double().log().sum()) + others * math.log(one.residual)
 
 
 def fit_familiarity(tokens: Tensor, classes: Tensor | None, *, seed: int = 0) -> Familiarity | None:
