@@ -151,7 +151,7 @@ def train(matcher: Matcher, cache: TokenCache, labels: Labels, args: argparse.Na
         print(f"resumed at step {first}", flush=True)
     run = torch.compile(matcher) if args.compile else matcher
     begun, missed = time.monotonic(), torch.zeros(3)
-    weights = torch.tensor([1.0, 1.0, args.label_weight])
+    weights = torch.tensor([args.class_weight, 1.0, args.label_weight])
     matcher.train()
     for done in range(first + 1, args.steps + 1):
         rate = args.lr * min(1.0, done / 100) * (0.5 + 0.5 * math.cos(math.pi * (done - 1) / args.steps))
@@ -196,6 +196,7 @@ def parse() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the checkpoint in --work")
     add("--start", choices=("shrink", "random"), default="shrink", help="narrow copy of teacher, or noise")
     add("--shrink-images", type=int, default=1024, help="images that the narrow copy is fitted on")
+    add("--class-weight", type=float, default=2.0, help="weight of class tokens; patch tokens have 1")
     add("--label-weight", type=float, default=0.1, help="weight of the labels of sources with class folders")
     add("--limit-views", type=int, help="let the teacher see only the first so many views of the plan")
     add("--teacher-only", action="store_true", help="fill the cache and stop: a second process can train meanwhile")

@@ -190,8 +190,8 @@ def test_predict_in_every_form(root: Path, tmp_path: Path) -> None:
     red = root / "set" / "test" / "red"
     done = run(root, "predict", red, "set/test/blue/*.png", tmp_path / "broken.png", *tasks, "--json")
     said = done.json
-    assert len(said) == 6
-    assert str(tmp_path / "broken.png") not in said
+    assert len(said) == 7
+    assert "not a readable image" in said.pop(str(tmp_path / "broken.png"))["error"]
     assert "1 of 7 images could not be read" in done.stderr
     assert "broken.png" in done.stderr
     right = [Path(path).parent.name == answers["colour"]["label"] for path, answers in said.items()]
@@ -200,16 +200,18 @@ def test_predict_in_every_form(root: Path, tmp_path: Path) -> None:
 
     rows = list(csv.DictReader(io.StringIO(run(root, "predict", red, *tasks, "--format", "csv").stdout)))
     assert [row["task"] for row in rows] == ["colour", "warmth"] * 3
+    assert not any(row["error"] for row in rows)
     first = said[rows[0]["image"]]["colour"]
-    assert (rows[0]["answer"], float(rows[0]["probability"])) == (first["label"], pytest.approx(first["probability"]))
-    assert (rows[1]["answer"].split("=")[0], rows[1]["probability"]) == ("number", "")
+    assert (rows[0]["label"], float(rows[0]["probability"])) == (first["label"], pytest.approx(first["probability"]))
+    assert (rows[1]["label"], rows[1]["probability"]) == ("number", "")
+    assert float(rows[1]["value"]) == pytest.approx(said[rows[1]["image"]]["warmth"]["values"]["number"])
 
     out = tmp_path / "new" / "predictions.parquet"
     assert run(root, "predict", red, *tasks, "-f", "parquet", "-o", out).stdout == ""
     from pyarrow import parquet
 
-    assert parquet.read_table(out).column("answer").to_pylist() == [row["answer"] for row in rows]
-    assert "name a file" in run(root, "predict", red, *tasks, "-f", "parquet", code=1).stderr
+    assert parquet.read_table(out).column("label").to_pylist() == [row["label"] for row in rows]
+    assert "--out" in run(root, "predict", red, *tasks, "-f", "parquet", code=2).stderr
     table = run(root, "predict", "set/test/**/*.png", *tasks).stdout
     assert "9 images" in table
     assert "warmth" in table

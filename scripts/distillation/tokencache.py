@@ -56,8 +56,15 @@ class TokenCache:
                 left = (end - high) / rate / 60
                 print(f"teacher: {high}/{end} views, {rate:.0f}/s, {left:.0f} min left", flush=True)
 
+    def _refresh(self) -> None:
+        """Takes in what another process (`--teacher-only`) has added since."""
+        progress = self.folder / "done.json"
+        if progress.exists():
+            self.done = max(self.done, json.loads(progress.read_text())["done"])
+
     def draw(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of the plan, pixels and tokens: mirrored at random (the teacher's grid as well), brightness jittered."""
+        self._refresh()
         rows = torch.randint(self.done, (size,), generator=generator)
         pixels, tokens = (
             torch.from_numpy(self.pixels[rows.numpy()]),
