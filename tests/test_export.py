@@ -23,6 +23,7 @@ from memoro.bench.export import bench_export
 from memoro.engine.composition import Composition
 from memoro.errors import BackboneError, CompositionError
 from memoro.images import Preprocessing
+from memoro.tasks.calibration import Calibration
 
 SMALL = Preprocessing(resize=(20, 20), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
 TOLERANCE = 1e-4  # other kernels sum in another order; float32, logits of about 10
@@ -97,7 +98,7 @@ def test_the_command_exports_bytes_as_input(tmp_path: Path) -> None:
     case.model(num_hidden_layers=1).save_pretrained(tmp_path / "clip")
     backbone = memoro.load_backbone(tmp_path / "clip")
     pets = random_task(backbone, "pets", labels=["cat", "dog"])
-    pets.describe(preprocessing=SMALL)
+    pets.describe(preprocessing=SMALL, calibration=Calibration((2.5,), (), (), 30, "validation"))
     memoro.save_task(pets, tmp_path / "pets.safetensors")
     said = run(tmp_path, "export", "-b", "clip", "-t", "pets.safetensors", "-o", "model.onnx", "--images")
     assert said.stdout.startswith("model.onnx: pets (")

@@ -31,6 +31,7 @@ and the backbone's own output stays bitwise the same.
   memoro compose pets.safetensors flowers.safetensors -o both.safetensors
                                                          put tasks into one file
   memoro verify --tasks both.safetensors photo.jpg       prove that the backbone is untouched
+  memoro calibrate pets.safetensors photos/new           fit probabilities and familiarity on your own images
   memoro export --tasks both.safetensors -o model.onnx   backbone and tasks as one ONNX file
   memoro card pets.safetensors                           a folder for the Hugging Face hub, with a model card
   memoro import model.pt --backbone FOLDER -o tasks.safetensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,6 +42,14 @@ def predict(
             show_default="the answer; all in JSON and for multi-label tasks",
         ),
     ] = None,
+    unfamiliar: Annotated[
+        str,
+        typer.Option("--unfamiliar", help="Answers about images unlike a task's own: mark, drop or keep them."),
+    ] = "mark",
+    false_alarms: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Share of a task's own images that may be called unfamiliar."),
+    ] = 0.01,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any image cannot be read.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
     as_json: Json = False,
@@ -55,10 +63,15 @@ def predict(
     Folders are searched for images, which are recognised by their suffix or
     their first bytes. An image that cannot be read has a row with the error.
     CSV and Parquet have a row for each image, task and label, and the columns
-    image, task, label, probability, value (of a regression), predicted, error.
+    image, task, label, probability, value (of a regression), low and high (of
+    its 90 % interval), predicted, score, familiarity, unfamiliar, error.
+
+    Probabilities are calibrated. familiarity is the share of the task's own
+    images that look at least as strange as this one; score compares tasks:
+    the highest is the most likely owner of the image.
     """
     from memoro.console import bar, format_count
-    from memoro.engine.answers import stream_predictions
+    from memoro.engine.answers import Routing, stream_predictions
     from memoro.engine.composition import compose
     from memoro.evaluation.predictions import MAX_ROWS, Tally, predictions_table, write_predictions
     from memoro.files import part_of, write_gradually
@@ -66,6 +79,9 @@ def predict(
     from memoro.regimes import Baseline
 
     form = _choose_form("json" if as_json else form, out)
+    if unfamiliar not in {"mark", "drop", "keep"}:
+        raise typer.BadParameter(f"--unfamiliar {unfamiliar!r} is not one of mark, drop, keep")
+    routing = Routing(unfamiliar, false_alarms)  # type: ignore[arg-type]
     count = sum(1 for _ in find_images(images))
     frozen, models = load_models(tasks, backbone, device)
     errors = plain_console(stderr=True, soft_wrap=True)
@@ -75,12 +91,18 @@ def predict(
         errors.print(f"{len(model.passes())} passes, because the tasks were trained with different preprocessing.")
     if apart:
         errors.print(f"{', '.join(one.name for one in apart)}: baselines, which need a separate pass each.")
+    if unknowing := [task.name for task in model.tasks.values() if task.spec.familiarity is None]:
+        errors.print(
+            f"{', '.join(unknowing)}: without familiarity, so every image is answered. To add it: memoro calibrate "
+            "TASK DATA"
+        )
     passes = [*model.prediction_passes(), *(one for baseline in apart for one in baseline.prediction_passes())]
     names = [one.name for one in models]
     tally = Tally()
     try:
         with bar("predicting", count, quiet=not errors.is_terminal) as tick:
-            found = stream_predictions(find_images(images), passes, names, batch_size=batch_size, top=top)
+            how: dict[str, Any] = {"batch_size": batch_size, "top": top, "routing": routing}
+            found = stream_predictions(find_images(images), passes, names, **how)
             rows = tally.count(found, tick)
             if form == "table":
                 shown = list(islice(rows, MAX_ROWS))

@@ -1,9 +1,9 @@
-"""Commands about task files: inspect, compose, verify, export, card, import."""
+"""Commands about task files: inspect, compose, verify, calibrate, export, card, import."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -73,6 +73,10 @@ def verify(
     images: Annotated[
         list[Path] | None, typer.Argument(help="Images to run on; without any, random pixels.", show_default=False)
     ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="NAME=DATA: also compare the task's accuracy on this set; repeat for more."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare the composition with the original model, and each task alone with the same task composed.
@@ -84,20 +88,64 @@ def verify(
     Exits with 1 if the backbone's output differs, or a task by more than its bound.
 
     memoro verify -t pets.safetensors -t rooms.safetensors photo.jpg
+
+    With --data, each task's accuracy is measured alone, composed, and when the
+    task is not told: then the image goes to the task to which it is most familiar.
+
+    memoro verify -t pets.safetensors -t rooms.safetensors --data pets=photos/pets --data rooms=rooms.zip
     """
     from memoro.engine.composition import compose
     from memoro.engine.verify import sample_pixels
+    from memoro.evaluation.trust import verify_table, verify_tasks
 
     members = gather_tasks(tasks)
     loaded = load(backbone, device, members[0].spec.backbone)
     model = compose(loaded, members)
     receipt = model.verify(sample_pixels(loaded, images or []))
+    if data and not all("=" in one for one in data):
+        raise typer.BadParameter("--data needs NAME=DATA, such as --data pets=photos/pets")
+    found = verify_tasks(model, dict(one.split("=", 1) for one in data)) if data else {}
     if as_json:
-        print_json(receipt.to_json())
+        print_json({**receipt.to_json(), **({"accuracy": found} if found else {})})
     else:
         for line in str(receipt).splitlines():
             plain_console(soft_wrap=True).print(line)
+        if found:
+            plain_console().print(verify_table(found))
     raise typer.Exit(0 if receipt.base_equal and receipt.tasks_equal else 1)
+
+
+@app.command("calibrate")
+def calibrate_task(
+    file: Annotated[Path, typer.Argument(help="A task file.", show_default=False)],
+    data: Annotated[str, typer.Argument(help="Labelled images that the task did not learn from.", show_default=False)],
+    backbone: TaskBackboneOption = None,
+    device: DeviceOption = None,
+    extends: Annotated[
+        list[Path] | None, typer.Option("--extends", help="Files of the tasks that it extends.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write.", show_default="the task file itself")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
+) -> None:
+    """Fit a task's probabilities, and what is familiar to it, on your own images.
+
+    The weights and the content hash stay the same. Older task files have
+    neither; this adds both.
+
+    memoro calibrate pets.safetensors photos/new-pets
+    """
+    from memoro.evaluation.trust import calibrate
+    from memoro.tasks.taskfile import load_task, load_tasks, save_task
+
+    task = load_task(file)
+    parents = [parent for path in extends or [] for parent in load_tasks(path)]
+    console = plain_console(soft_wrap=True)
+    how: dict[str, Any] = {"parents": parents, "batch_size": batch_size, "log": console.print}
+    calibrate(load(backbone, device, task.spec.backbone), task, data, **how)
+    save_task(task, out or file)
+    console.print(f"written to {out or file}")
 
 
 @app.command()

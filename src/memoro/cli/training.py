@@ -144,6 +144,13 @@ def evaluate_tasks(
     workers: Annotated[
         int | None, typer.Option(help="Processes that decode images.", show_default="one per core")
     ] = None,
+    others: Annotated[
+        list[str] | None,
+        typer.Option("--others", help="A set of other images, to be told from the task's own; repeat for more."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="With --others: draw reliability and familiarity to this file.")
+    ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Also write a page: confusions, each class, the worst mistakes.")
     ] = False,
@@ -159,9 +166,13 @@ def evaluate_tasks(
     memoro eval photos/pets -t pets.safetensors --report     (writes report.html)
 
     memoro eval pets=photos/pets rooms=rooms.zip -t pets.safetensors -t rooms.safetensors
+
+    memoro eval photos/pets -t pets.safetensors --others rooms.zip --picture trust.png
     """
     from memoro.evaluation.evaluate import evaluate
     from memoro.evaluation.metrics import metrics_tables
+    from memoro.evaluation.trust import draw_trust, evaluate_trust, trust_tables
+    from memoro.tasks.task import Task
 
     frozen, loaded = load_models(tasks, backbone, device)
     errors = plain_console(stderr=True, soft_wrap=True)
@@ -170,8 +181,18 @@ def evaluate_tasks(
     results = evaluate(frozen, loaded, read_data(data), label_column=label_column, report=page, **how)
     if report:
         errors.print(f"report: {out}")
+    tables, shown = metrics_tables(results), dict[str, Any](results)
+    if others:
+        members = [model for model in loaded if isinstance(model, Task)]
+        sets = {Path(other).stem: other for other in others}
+        relied = evaluate_trust(frozen, members, read_data(data), sets, batch_size=batch_size, workers=workers)
+        tables += trust_tables(relied)
+        shown = {name: {**found, "trust": relied[name]} if name in relied else found for name, found in results.items()}
+        if picture is not None:
+            draw_trust(picture, relied)
+            errors.print(f"picture: {picture}")
     if as_json:
-        print_json(results)
+        print_json(shown)
     else:
-        for table in metrics_tables(results):
+        for table in tables:
             plain_console().print(table)

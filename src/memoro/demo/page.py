@@ -24,7 +24,7 @@ SAME_IMAGES = (("letter", "style", "case"), ("digit", "parity"))
 SAMPLES = 8
 """Images shown of each set."""
 
-RESULT_COLUMNS = ("task", "classes", "alone", "composed", "head only", "from layer", "lr", "file")
+RESULT_COLUMNS = ("task", "classes", "alone", "composed", "head only", "strangers noticed", "from layer", "lr", "file")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class DemoResult:
     composed: float
     head: float
     """Of a linear head on the frozen backbone."""
+    noticed: float | None = None
+    """The share of the other set's images that the task calls unfamiliar."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def result_rows(results: dict[str, DemoResult]) -> list[list[str]]:
             f"{name}, extends {parents}" if parents else name,
             str(len(task.labels)),
             *(f"{accuracy:.3f}" for accuracy in accuracies),
+            "-" if found.noticed is None else f"{found.noticed:.0%}",
             str(task.from_layer),
             f"{task.spec.training['lr']:g}",
             format_bytes(found.file.stat().st_size),
@@ -88,7 +91,8 @@ def write_page(path: Path, model: Composition, results: dict[str, DemoResult], c
             f"{cost.separate:.2f}."),
         table(RESULT_COLUMNS, result_rows(results)),
         tag("h2", "Answers of all tasks to some test images, from one pass"),
-        tag("p", "Green is right, red is wrong, grey is a task that was not trained on such images."),
+        tag("p", "Green is right, red is wrong, grey is a task that was not trained on such images: unfamiliar, where "
+            "it notices that."),
         tag("div", *(_card(image, answers) for image, answers in answered), class_="cards"),
         tag("h2", "Cost, in plain passes of the backbone"),
         bar_chart(_costs(cost, len(results)), ""),
@@ -116,7 +120,9 @@ def predict_samples(model: Composition, results: dict[str, DemoResult]) -> Answe
         lines = []
         for name, answer in answers.items():
             text = printable(f"{name}: {answer['label']} {answer['probability']:.0%}")
-            if name not in target or target[name] == answer["label"]:
+            if answer.get("unfamiliar"):
+                lines.append(("other", printable(f"{name}: unfamiliar ({answer['label']}?)")))
+            elif name not in target or target[name] == answer["label"]:
                 lines.append(("good" if name in target else "other", text))
             else:
                 lines.append(("bad", f"{text} (is {printable(target[name])})"))

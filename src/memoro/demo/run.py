@@ -14,7 +14,7 @@ from memoro.bench.clock import best_times
 from memoro.console import bar, make_table
 from memoro.data import Augment, Splits, load_columns, load_data
 from memoro.demo.drawings import COLUMNS, draw_letters, write_digits, write_parity_table
-from memoro.demo.page import RESULT_COLUMNS, Cost, DemoResult, result_rows, write_page
+from memoro.demo.page import RESULT_COLUMNS, SAME_IMAGES, Cost, DemoResult, result_rows, write_page
 from memoro.engine.composition import Composition, compose
 from memoro.engine.verify import sample_pixels
 from memoro.evaluation.evaluate import evaluate
@@ -74,7 +74,12 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
     metrics = evaluate(backbone, list(model.tasks.values()), dict(sets))
     results = {
         name: DemoResult(
-            files[name], sets[name], swept, metrics[name]["accuracy"], heads[name].best.metrics["accuracy"]
+            files[name],
+            sets[name],
+            swept,
+            metrics[name]["accuracy"],
+            heads[name].best.metrics["accuracy"],
+            _notice(model, name, sets),
         )
         for name, swept in found.items()
     }
@@ -93,6 +98,15 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
     page = write_page(folder / "report.html", model, results, cost, same)
     console.print(f"{time.monotonic() - start:.0f} s. Open {page}; task files and plots are in {folder}/.")
     return page
+
+
+def _notice(model: Composition, name: str, sets: dict[str, Splits], most: int = 100) -> float:
+    """The share of test images of the other set that a task calls unfamiliar."""
+    (others,) = [names for names in SAME_IMAGES if name not in names]
+    test = sets[others[0]].test
+    assert test is not None
+    answers = model.predict([test.open(at) for at in range(min(most, len(test)))], [name])
+    return [answer[name].get("unfamiliar", False) for answer in answers].count(True) / len(answers)
 
 
 def _measure_cost(model: Composition, pixels: torch.Tensor) -> Cost:

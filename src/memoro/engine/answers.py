@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from memoro.errors import ImageError
+from memoro.errors import CompositionError, ImageError
 from memoro.heads import HeadKind, probabilities
 from memoro.images import MAX_PIXELS, PICTURE_TYPES, Picture, Preprocessing, open_image, walk_images
+from memoro.tasks.calibration import Calibration
+from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.spec import TaskModule
 
 Pictures = Picture | Iterable[Picture]
@@ -34,49 +36,141 @@ class Prediction:
     error: str | None = None
 
 
+class Judged(NamedTuple):
+    """Whether images look like those that a task was trained on: see `FamiliarityBank.judge`."""
+
+    score: Tensor
+    """(b)"""
+    familiarity: Tensor
+    """(b)"""
+
+
+class Outputs(NamedTuple):
+    """What models give for a batch of images, by name."""
+
+    logits: Mapping[str, Tensor]
+    """(b, labels)"""
+    judged: Mapping[str, Judged]
+    """Of the tasks that know what is familiar to them."""
+
+
 class Pass(NamedTuple):
     """Models with the same preprocessing, which one function runs together."""
 
     preprocessing: Preprocessing
     models: Sequence[TaskModule[Any]]
-    run: Callable[[Tensor], Mapping[str, Tensor]]
-    """Pixels (b, 3, height, width) to the logits (b, labels) of each model, by name."""
+    run: Callable[[Tensor], Outputs]
+    """Pixels (b, 3, height, width) to what the models give."""
 
 
-def read_answers(kind: HeadKind, labels: Sequence[str], logits: Tensor, top: int | None = None) -> list[dict[str, Any]]:
+Unfamiliar = Literal["mark", "drop", "keep"]
+"""What happens to answers about images that look unlike a task's own: they get `unfamiliar`, true or false; they are
+left out; nothing."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How unfamiliar images are treated. `false_alarms` is the share of a task's own images that may be called
+    unfamiliar."""
+
+    unfamiliar: Unfamiliar = "mark"
+    false_alarms: float = FALSE_ALARMS
+
+    def __post_init__(self) -> None:
+        if self.unfamiliar not in get_args(Unfamiliar):
+            allowed = ", ".join(get_args(Unfamiliar))
+            raise CompositionError(f"unfamiliar must be one of {allowed}, not {self.unfamiliar!r}.")
+        if not 0 <= self.false_alarms <= 1:
+            raise CompositionError(f"false_alarms must be between 0 and 1, not {self.false_alarms!r}.")
+
+    def apply(self, answer: dict[str, Any]) -> dict[str, Any] | None:
+        """The answer as it is given to the user; None where it is dropped."""
+        if self.unfamiliar == "keep" or "familiarity" not in answer:
+            return answer
+        marked = self.mark(answer)
+        if self.unfamiliar == "drop":
+            return None if marked["unfamiliar"] else answer
+        return marked
+
+    def mark(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The answer with `unfamiliar`, where it has a familiarity."""
+        if "familiarity" not in answer:
+            return answer
+        return {**answer, "unfamiliar": answer["familiarity"] < self.false_alarms}
+
+
+def read_answers(
+    kind: HeadKind,
+    labels: Sequence[str],
+    logits: Tensor,
+    top: int | None = None,
+    *,
+    calibration: Calibration | None = None,
+    judged: Judged | None = None,
+) -> list[dict[str, Any]]:
     """One JSON-ready answer per row of logits (b, labels).
 
     softmax: `label`, its `probability`, and the `probabilities` of all labels or of the `top` ones, best first.
-    multilabel: `labels` at or above one half, and `probabilities`. regression: `values`.
+    multilabel: `labels` at or above their thresholds (one half without a calibration), and `probabilities`.
+    regression: `values`, and with a calibration the `intervals` that cover 90 % of new images. Probabilities are
+    calibrated where there is a calibration. Where it was judged how familiar the images are: `score` and `familiarity`.
     """
-    found = probabilities(kind, logits.detach()).cpu()
+    logits = logits.detach()
+    found = probabilities(kind, logits if calibration is None else calibration.apply(logits.float())).cpu()
+    answers: list[dict[str, Any]]
     if kind == "regression":
-        return [{"values": dict(zip(labels, row, strict=True))} for row in found.tolist()]
+        answers = [{"values": dict(zip(labels, row, strict=True))} for row in found.tolist()]
+        for answer in answers if calibration is not None else ():
+            assert calibration is not None
+            pairs = zip(answer["values"].items(), calibration.spread, strict=True)
+            answer["intervals"] = {name: [value - half, value + half] for (name, value), half in pairs}
+        return _add_judged(answers, judged)
     # Sorted for the whole batch at once: a row at a time is slow where there are many tasks.
     order = torch.argsort(found, dim=-1, descending=True, stable=True)
-    answers: list[dict[str, Any]] = []
+    answers = []
     for best, values in zip(order.tolist(), found.gather(-1, order).tolist(), strict=True):
         shown = {labels[i]: value for i, value in zip(best[:top], values[:top], strict=True)}
         if kind == "softmax":
             answers.append({"label": labels[best[0]], "probability": values[0], "probabilities": shown})
         else:
-            above = [labels[i] for i, value in zip(best, values, strict=True) if value >= 0.5]
+            limits = calibration.thresholds if calibration is not None else (0.5,) * len(labels)
+            above = [labels[i] for i, value in zip(best, values, strict=True) if value >= limits[i]]
             answers.append({"labels": above, "probabilities": shown})
-    return answers
+    return _add_judged(answers, judged)
+
+
+def _add_judged(answers: list[dict[str, Any]], judged: Judged | None) -> list[dict[str, Any]]:
+    if judged is None:
+        return answers
+    columns = zip(answers, judged.score.tolist(), judged.familiarity.tolist(), strict=True)
+    return [{**answer, "score": score, "familiarity": share} for answer, score, share in columns]
+
+
+def read_outputs(model: TaskModule[Any], outputs: Outputs, top: int | None = None) -> list[dict[str, Any]]:
+    """The answers of one of the models, calibrated, and with its familiarity, where it has them."""
+    calibration = getattr(model.spec, "calibration", None)
+    how: dict[str, Any] = {"calibration": calibration, "judged": outputs.judged.get(model.name)}
+    return read_answers(model.kind, model.labels, outputs.logits[model.name], top, **how)
 
 
 def stream_predictions(
-    images: Pictures, passes: Sequence[Pass], names: Sequence[str], *, batch_size: int = 32, top: int | None = None
+    images: Pictures,
+    passes: Sequence[Pass],
+    names: Sequence[str],
+    *,
+    batch_size: int = 32,
+    top: int | None = None,
+    routing: Routing | None = None,
 ) -> Iterator[Prediction]:
     """The prediction for each image, in order, with the answers in the order of `names`.
 
     One batch is in memory at a time, at the size that the models take; an image that cannot be read becomes a
     prediction with an error.
     """
-    pictures = list_pictures(images)
+    pictures, routing = list_pictures(images), routing or Routing()
     decode = Decoder(tuple(one.preprocessing for one in passes))
     while batch := list(islice(pictures, batch_size)):
-        yield from _answer(batch, *decode(batch), passes, names, top)
+        yield from _answer(batch, *decode(batch), passes, names, top, routing)
 
 
 def read_predictions(predictions: Iterable[Prediction]) -> list[Answers]:
@@ -138,16 +232,19 @@ def _answer(
     passes: Sequence[Pass],
     names: Sequence[str],
     top: int | None,
+    routing: Routing,
 ) -> Iterator[Prediction]:
-    found: dict[str, Iterator[dict[str, Any]]] = {}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for one, own in zip(passes, pixels, strict=True) if len(failures) < len(batch) else ():
         # A preprocessing without a crop leaves images at different sizes.
         parts = [torch.stack(list(own))] if len({image.shape for image in own}) == 1 else [i[None] for i in own]
-        with torch.no_grad():
-            logits = [one.run(part) for part in parts]
-        for model in one.models:
-            answers = read_answers(model.kind, model.labels, torch.cat([part[model.name] for part in logits]), top)
-            found[model.name] = iter(answers)
+        for part in parts:
+            with torch.no_grad():
+                outputs = one.run(part)
+            for model in one.models:
+                found[model.name] += read_outputs(model, outputs, top)
+    rows = {name: iter(answers) for name, answers in found.items()}
     for at, (name, _) in enumerate(batch):
         error = failures.get(at)
-        yield Prediction(name, {} if error is not None else {key: next(found[key]) for key in names}, error)
+        routed = {} if error is not None else {key: routing.apply(next(rows[key])) for key in names}
+        yield Prediction(name, {key: answer for key, answer in routed.items() if answer is not None}, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,7 +14,18 @@ from PIL import Image
 from torch import Tensor, nn
 
 from memoro.backbones import Backbone
-from memoro.engine.answers import Answers, Pass, Pictures, Prediction, read_predictions, stream_predictions
+from memoro.engine.answers import (
+    Answers,
+    Judged,
+    Outputs,
+    Pass,
+    Pictures,
+    Prediction,
+    Routing,
+    Unfamiliar,
+    read_predictions,
+    stream_predictions,
+)
 from memoro.engine.bank import Bank, build_bank
 from memoro.engine.explain import Explanation, explain_task, read_views
 from memoro.engine.plan import Plan, build_plan
@@ -21,6 +33,7 @@ from memoro.engine.streams import run_streams
 from memoro.engine.verify import Verification, verify_composition
 from memoro.errors import CompositionError
 from memoro.images import Preprocessing
+from memoro.tasks.familiarity import FALSE_ALARMS, FamiliarityBank
 from memoro.tasks.mask import Lineage, trace_lineage
 from memoro.tasks.task import Task, content_hashes
 
@@ -106,49 +119,98 @@ class Composition(nn.Module):
         `tasks` names the ones to answer; only those and what they extend are computed. Tasks that were trained at
         another input size are refused, unless `any_size`. `seconds` receives the time of each backbone layer.
         """
-        pixels = self.backbone.check_pixels(pixel_values)
-        wanted = self._pick(tasks)
+        return self._run(pixel_values, tasks, any_size, seconds)[0]
+
+    def _run(
+        self, pixel_values: Tensor, tasks: Sequence[str] | None, any_size: bool, seconds: list[float] | None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """What `forward` gives, and the base's token (b, dim) as it enters the last layer."""
+        pixels, wanted = self.backbone.check_pixels(pixel_values), self._pick(tasks)
         if not any_size:
             self.check_size(tasks, (pixels.shape[-2], pixels.shape[-1]))
         plan = self._plan(wanted)
-        base, stream = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), seconds=seconds)
+        base, stream, token = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), seconds=seconds)
         answers = {"base": base}
         row = {task: position for position, task in enumerate(plan.order)}
         for i in wanted:
             assert stream is not None
             head = self._list[i].head
             answers[self._list[i].name] = head(stream[:, row[i]].to(head.weight))
-        return answers
+        return answers, token
 
     if TYPE_CHECKING:
         __call__ = forward
 
+    def run(
+        self,
+        pixel_values: Tensor,
+        tasks: Sequence[str] | None = None,
+        *,
+        any_size: bool = False,
+        seconds: list[float] | None = None,
+    ) -> Outputs:
+        """`forward` with, for each task that knows it, how familiar the images are. The logits include `base`."""
+        wanted = self._pick(tasks)
+        answers, token = self._run(pixel_values, tasks, any_size, seconds)
+        known, bank = self._known
+        if bank is None:
+            return Outputs(answers, {})
+        scores, shares = bank.judge(token)
+        rows = [(self._list[i].name, known.index(i)) for i in wanted if i in known]
+        return Outputs(answers, {name: Judged(scores[:, row], shares[:, row]) for name, row in rows})
+
+    @cached_property
+    def _known(self) -> tuple[list[int], FamiliarityBank | None]:
+        """The tasks that know what is familiar to them, and their descriptions."""
+        found = {i: one for i, task in enumerate(self._list) if (one := task.spec.familiarity) is not None}
+        return list(found), FamiliarityBank(list(found.values()), self.backbone.device) if found else None
+
     def predict(
-        self, images: Pictures, tasks: Sequence[str] | None = None, *, batch_size: int = 32, top: int | None = None
+        self,
+        images: Pictures,
+        tasks: Sequence[str] | None = None,
+        *,
+        batch_size: int = 32,
+        top: int | None = None,
+        unfamiliar: Unfamiliar = "mark",
+        false_alarms: float = FALSE_ALARMS,
     ) -> list[Answers]:
         """What each task answers for each image: one dictionary per image, by task name.
 
         An image is a path, encoded bytes, a PIL image, an array (height, width, channels) or a tensor (channels,
         height, width), of bytes or of floats from 0 to 1. A folder stands for the images in it, by name, and an array
         with one more axis for a batch. `top` limits `probabilities` to that many labels. Tasks with the same
-        preprocessing share a pass; `passes` tells which do. An image that cannot be read is an error: for rows with
+        preprocessing share a pass; `passes` tells which do.
+
+        `unfamiliar` says what happens where an image looks unlike those that a task was trained on: `mark` adds
+        `unfamiliar` to each answer, `drop` leaves out the answer, `keep` does neither. `false_alarms` is the share of a
+        task's own images that may be called unfamiliar. An image that cannot be read is an error: for rows with
         errors, and for more images than fit into memory, use `predict_stream`.
         """
-        return read_predictions(self.predict_stream(images, tasks, batch_size=batch_size, top=top))
+        how: dict[str, Any] = {"unfamiliar": unfamiliar, "false_alarms": false_alarms}
+        return read_predictions(self.predict_stream(images, tasks, batch_size=batch_size, top=top, **how))
 
     def predict_stream(
-        self, images: Pictures, tasks: Sequence[str] | None = None, *, batch_size: int = 32, top: int | None = None
+        self,
+        images: Pictures,
+        tasks: Sequence[str] | None = None,
+        *,
+        batch_size: int = 32,
+        top: int | None = None,
+        unfamiliar: Unfamiliar = "mark",
+        false_alarms: float = FALSE_ALARMS,
     ) -> Iterator[Prediction]:
         """The same as it goes: yields for each image its `image` (path), its `answers` by task, and its `error`, which
         is None where it could be read."""
         names = [self._list[i].name for i in self._pick(tasks)]
-        return stream_predictions(images, self.prediction_passes(names), names, batch_size=batch_size, top=top)
+        how: dict[str, Any] = {"batch_size": batch_size, "top": top, "routing": Routing(unfamiliar, false_alarms)}
+        return stream_predictions(images, self.prediction_passes(names), names, **how)
 
     def prediction_passes(self, tasks: Sequence[str] | None = None) -> list[Pass]:
         """What `predict` runs: the tasks by preprocessing."""
 
-        def run(names: list[str]) -> Callable[[Tensor], Mapping[str, Tensor]]:
-            return lambda pixels: self(pixels.to(self.backbone.dtype), names)
+        def run(names: list[str]) -> Callable[[Tensor], Outputs]:
+            return lambda pixels: self.run(pixels.to(self.backbone.dtype), names)
 
         return [
             Pass(preprocessing, [self.tasks[name] for name in names], run(names))

@@ -32,7 +32,9 @@ def task_outputs(task: Task, logits: Tensor) -> dict[str, Tensor]:
     """The outputs of one task in an exported file, by name. A further answer of tasks is one more entry here."""
     outputs = {task.name: logits}
     if task.kind != "regression":  # whose numbers are the logits themselves
-        outputs[f"{task.name}.probabilities"] = probabilities(task.kind, logits)
+        calibration = task.spec.calibration
+        calibrated = logits if calibration is None else calibration.apply(logits)
+        outputs[f"{task.name}.probabilities"] = probabilities(task.kind, calibrated)
     return outputs
 
 

@@ -26,7 +26,7 @@ from memoro.errors import CacheError
 
 StoreDtype = Literal["float16", "bfloat16", "float32"]
 
-VERSION = 3
+VERSION = 4
 SHARD_BYTES = 64 * 2**20
 SHARD_RECORDS = 1024
 """A file holds at most this many bytes and records: a crash or damage loses no more, and eviction frees no less."""
@@ -49,7 +49,8 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """One image's record: the class token that enters each kept layer and the final one, and all keys and values."""
+    """One image's record: the class token that enters each kept layer (at least the last one) and the final one, and
+    all keys and values."""
 
     from_layer: int
     depth: int
@@ -68,7 +69,7 @@ class RecordFormat:
         return [
             (torch.uint8, (records, KEY_BYTES)),
             (torch.int64, (records,)),
-            (torch.float32, (records, self.layers + 1, self.dim)),
+            (torch.float32, (records, max(self.layers, 1) + 1, self.dim)),
             (getattr(torch, self.dtype), (records, self.layers, 2, self.heads, self.tokens, self.dim // self.heads)),
         ]
 
@@ -78,9 +79,15 @@ class RecordFormat:
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors(1))
 
     def pack(self, features: Features) -> tuple[Tensor, Tensor]:
-        """Class tokens (b, layers + 1, dim), and keys and values (b, layers, 2, h, n, d), as they are stored."""
+        """Class tokens (b, layers + 1, dim), and keys and values (b, layers, 2, h, n, d), as they are stored.
+
+        Without layers there are two tokens.
+        """
         *_, (token_dtype, _), (pair_dtype, pair_shape) = self.tensors(len(features.token))
-        tokens = torch.stack([*(layer.token for layer in features.layers), features.token], dim=1)
+        entering = [layer.token for layer in features.layers]
+        if not entering and features.entering is not None:
+            entering = [features.entering]
+        tokens = torch.stack([*entering, features.token], dim=1)
         pairs = [torch.stack([layer.keys, layer.values], dim=1) for layer in features.layers]
         both = torch.stack(pairs, dim=1) if pairs else tokens.new_zeros(pair_shape)
         packed = tokens.to("cpu", token_dtype), both.to("cpu", pair_dtype)
@@ -229,6 +236,11 @@ class FeatureStore:
         parts = zip(tokens[:-1], pairs, biases, strict=True)
         kept = [BaseLayer(token, pair[0], pair[1], bias) for token, pair, bias in parts]
         return Features(self.format.from_layer, kept, tokens[-1])
+
+    def entering_tokens(self, keys: Sequence[bytes]) -> Tensor:
+        """The tokens that enter the last layer (b, dim), without the rest of the records."""
+        places = [self._records[key] for key in keys]
+        return torch.stack([shard.tokens[row, -2] for shard, row in places])
 
     def files_of(self, keys: Iterable[bytes]) -> set[Path]:
         """The files that hold the records of these keys."""

@@ -56,6 +56,8 @@ class Features:
     first: int
     layers: Sequence[BaseLayer]
     token: Tensor
+    entering: Tensor | None = None
+    """The token that enters the last layer, where that is not among `layers`."""
 
 
 class BasePass:
@@ -135,8 +137,9 @@ def run_streams(
     *,
     watch: Watch | None = None,
     seconds: list[float] | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The base's own answer, and the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks).
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The base's own answer, the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks), and the
+    base's token (b, dim) as it enters the last layer: what familiarity is judged by.
 
     `seconds` receives the time that each of the backbone's layers took; on a GPU, the time to launch it.
     """
@@ -144,7 +147,13 @@ def run_streams(
     for layer, found in enumerate(base if seconds is None else _timed(base, seconds)):
         stream.read(layer, found)
     rows = stream.finish(base.token)
-    return base.answer(), rows
+    return base.answer(), rows, found.token
+
+
+def entering_token(anatomy: Anatomy, pixels: Tensor) -> Tensor:
+    """The base's token (b, dim) as it enters the last layer."""
+    *_, last = BasePass(anatomy, pixels)
+    return last.token
 
 
 def _timed(layers: Iterable[BaseLayer], seconds: list[float]) -> Iterator[BaseLayer]:

@@ -56,7 +56,7 @@ def evaluate(
         task = models[name]
         key = (source if isinstance(source, (str, Path)) else id(source), task.spec.labels, task.kind)
         if key not in groups:
-            groups[key] = (*_test_images(source, task, label_column, workers, quiet), [])
+            groups[key] = (*load_test_images(source, task, label_column, workers, quiet), [])
         groups[key][-1].append(name)
 
     def forward(names: list[str]) -> Callable[[Tensor], list[Tensor]]:
@@ -83,7 +83,7 @@ def evaluate(
             with bar(f"evaluating on {images.name}", len(images), quiet=quiet) as tick:
                 logits, targets = collect_logits(forward(together), backbone, loader, tick=tick)
             for name, out in zip(together, logits, strict=True):
-                found = {"split": split, **measure(models[name].kind, models[name].labels, out, targets)}
+                found = {"split": split, **_measure(models[name], out, targets)}
                 results[name] = {**found, **({"unknown_classes": unknown} if unknown else {})}
                 if (warning := warn_of(found)) is not None:
                     log(f"warning: {name}: {warning}")
@@ -93,6 +93,20 @@ def evaluate(
     if report is not None:
         write_report(Path(report), ", ".join(sources), backbone, [reports[name] for name in sources])
     return {name: results[name] for name in sources}
+
+
+def _measure(task: Task | Baseline, logits: Tensor, targets: Tensor) -> dict[str, Any]:
+    """The metrics of what `predict` answers: calibrated, where the task has a calibration."""
+    found = measure(task.kind, task.labels, logits, targets)
+    calibration = None if isinstance(task, Baseline) else task.spec.calibration
+    if calibration is None or task.kind == "regression":
+        return found
+    if task.kind == "multilabel":
+        decided = measure(task.kind, task.labels, calibration.decide(logits), targets)
+        return {**found, **{key: decided[key] for key in ("f1", "exact_match", "label_accuracy") if key in decided}}
+    after = measure(task.kind, task.labels, calibration.apply(logits), targets)
+    before = {"calibration_error_before": found["calibration_error"]} if "calibration_error" in found else {}
+    return {**found, **{key: after[key] for key in ("calibration_error",) if key in after}, **before}
 
 
 def _no_test_split(images: ImageSet, split: str, names: list[str]) -> str:
@@ -113,7 +127,7 @@ def _not_known(unknown: dict[str, int], kind: HeadKind, images: ImageSet, names:
     return f"{images.name} has {count} that {', '.join(names)} cannot predict: {which}{more}{rest}."
 
 
-def _test_images(
+def load_test_images(
     source: Any, task: Task | Baseline, label_column: str | None, workers: int | None, quiet: bool
 ) -> tuple[Splits, ImageSet, str, dict[str, int]]:
     """The splits, the images to measure on, their split's name, and the unknown labels among them with their counts."""

@@ -13,6 +13,7 @@ from memoro.console import Cell, format_bytes, make_table
 from memoro.evaluation.metrics import format_worst
 from memoro.regimes.baseline import BaselineSpec
 from memoro.regimes.baselinefile import is_baseline, read_baseline
+from memoro.tasks.familiarity import Familiarity
 from memoro.tasks.task import Task, TaskSpec
 from memoro.tasks.taskfile import load_tasks
 
@@ -50,9 +51,16 @@ def describe_task(task: Task, backbone: Backbone | None = None) -> dict[str, Any
         "parents": [parent.name for parent in task.parents],
         "parameters": sum(parameter.numel() for parameter in task.parameters()),
         "parts": _part_bytes(task),
+        "calibration": None if spec.calibration is None else spec.calibration.to_json(),
+        "familiarity": None if spec.familiarity is None else _familiarity(spec.familiarity),
         "content": task.content_hash(),
     }
     return _describe(spec, own, backbone)
+
+
+def _familiarity(found: Familiarity) -> dict[str, Any]:
+    sizes = {"directions": len(found.directions), "classes": len(found.means), "bytes": found.bytes}
+    return {**sizes, "images": found.images, "step": 1 / min(found.images, len(found.distances))}
 
 
 def _part_bytes(task: Task) -> dict[str, int]:
@@ -118,6 +126,7 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
         rows["own weights"] = f"rank {entry['rank']}" if entry["rank"] else "none"
         rows["stream"] = _layers(entry["from_layer"], backbone["depth"])
         rows["extends"] = ", ".join(entry["parents"]) or "nothing"
+        rows |= {"calibration": _calibration_text(entry), "familiarity": _familiarity_text(entry["familiarity"])}
     sizes = ", ".join(f"{part} {format_bytes(size)}" for part, size in entry.get("parts", {}).items())
     return rows | {
         "parameters": f"{entry['parameters']:,}" + (f" ({sizes})" if sizes else ""),
@@ -133,6 +142,32 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
         "history": _history(entry["training"].get("history")),
         "content": entry["content"][:12],
     }
+
+
+ADD = "add it with: memoro calibrate TASK DATA"
+
+
+def _calibration_text(entry: dict[str, Any]) -> Cell:
+    found = entry["calibration"]
+    if found is None:
+        return f"none; {ADD}"
+    parts = {"temperature": "temperature", "thresholds": "threshold", "spread": "90 % interval ±"}
+    values = [
+        f"{word} {_brief(min(found[key]))}" + (f" to {_brief(max(found[key]))}" if len(found[key]) > 1 else "")
+        for key, word in parts.items()
+        if found[key]
+    ]
+    return [", ".join(values), f"from {found['images']} held-out images ({_brief(found['source'])})"]
+
+
+def _familiarity_text(found: dict[str, Any] | None) -> Cell:
+    if found is None:
+        return f"none; {ADD}"
+    coarse = f"; coarse, in steps of {found['step']:.2f}" if found["images"] < 100 else ""
+    return [
+        f"{found['classes']} means, {found['directions']} directions ({format_bytes(found['bytes'])})",
+        f"compared with {found['images']} own images{coarse}",
+    ]
 
 
 def _layers(first: int, depth: int) -> str:

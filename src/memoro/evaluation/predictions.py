@@ -21,7 +21,10 @@ MAX_ROWS = 200
 ROW_GROUP = 20_000
 """Rows of a Parquet file that are collected before they are written."""
 
-FIELDS = ("image", "task", "label", "probability", "value", "predicted", "error")
+FIELDS = (
+    "image", "task", "label", "probability", "value", "low", "high", "predicted", "score", "familiarity", "unfamiliar",
+    "error",
+)  # fmt: skip
 """The columns of CSV and Parquet: see `flat_rows`."""
 
 
@@ -49,8 +52,8 @@ def flat_rows(prediction: Prediction, top: int | None = None) -> Iterator[dict[s
     """The rows of a prediction, with all `FIELDS`, None where there is nothing to say.
 
     One for each label: the answer or the `top` ones of a softmax task, all labels or the `top` ones of a multilabel
-    task, with their `probability` and whether they are `predicted`; one for each `value` of a regression. An image that
-    could not be read has a single row with its `error`.
+    task, with their `probability` and whether they are `predicted`; one for each `value` of a regression, with the ends
+    of its interval. An image that could not be read has a single row with its `error`.
     """
 
     def row(**fields: Any) -> dict[str, Any]:
@@ -60,13 +63,15 @@ def flat_rows(prediction: Prediction, top: int | None = None) -> Iterator[dict[s
     if prediction.error is not None:
         yield row(error=prediction.error)
     for task, answer in prediction.answers.items():
+        known = {name: answer.get(name) for name in ("score", "familiarity", "unfamiliar")}
         if "values" in answer:
             for name, value in answer["values"].items():
-                yield row(task=task, label=name, value=value)
+                low, high = answer.get("intervals", {}).get(name, (None, None))
+                yield row(task=task, label=name, value=value, low=low, high=high, **known)
             continue
         chosen, most = ([answer["label"]], top or 1) if "label" in answer else (answer["labels"], top)
         for label, probability in islice(answer["probabilities"].items(), most):
-            yield row(task=task, label=label, probability=probability, predicted=label in chosen)
+            yield row(task=task, label=label, probability=probability, predicted=label in chosen, **known)
 
 
 def write_predictions(predictions: Iterable[Prediction], form: str, file: BinaryIO, top: int | None = None) -> None:
@@ -80,8 +85,7 @@ def _write_csv(predictions: Iterable[Prediction], file: BinaryIO, top: int | Non
     writer.writeheader()
     for prediction in predictions:
         for row in flat_rows(prediction, top):
-            flag = row["predicted"]
-            writer.writerow(row if flag is None else {**row, "predicted": str(flag).lower()})
+            writer.writerow({key: str(cell).lower() if isinstance(cell, bool) else cell for key, cell in row.items()})
         _write(file, lines.getvalue())
         lines.seek(0)
         lines.truncate()
@@ -111,7 +115,8 @@ def _write_parquet(predictions: Iterable[Prediction], file: BinaryIO, top: int |
         from pyarrow import parquet
     except ImportError:
         raise DataError("writing parquet needs pyarrow: pip install 'memoro[train]', or use --format csv.") from None
-    types = {"probability": pyarrow.float64(), "value": pyarrow.float64(), "predicted": pyarrow.bool_()}
+    numbers = ("probability", "value", "low", "high", "score", "familiarity")
+    types = dict.fromkeys(numbers, pyarrow.float64()) | dict.fromkeys(("predicted", "unfamiliar"), pyarrow.bool_())
     schema = pyarrow.schema([(name, types.get(name, pyarrow.string())) for name in FIELDS])
     rows = (row for prediction in predictions for row in flat_rows(prediction, top))
     with parquet.ParquetWriter(file, schema) as writer:
@@ -129,11 +134,11 @@ FORMS: dict[str, Callable[[Iterable[Prediction], BinaryIO, int | None], None]] =
 
 def predictions_table(predictions: Sequence[Prediction], total: int, top: int | None = None) -> Table:
     """A row for each of the first images, a column for each task, and one for errors if there are any."""
-    names = list(next((one.answers for one in predictions if one.answers), {}))
+    names = list(dict.fromkeys(name for one in predictions for name in one.answers))
     errors = any(one.error is not None for one in predictions)
     rows: list[list[Cell]] = []
     for one in predictions:
-        cells = [_brief(one.answers[name], top) if one.answers else "" for name in names]
+        cells = [_brief(one.answers[name], top) if name in one.answers else "" for name in names]
         rows.append([one.image, *cells, *([one.error or ""] if errors else [])])
     title = format_count(total, "image")
     if total > len(predictions):
@@ -152,6 +157,9 @@ def _utf8(value: Any) -> Any:
 
 
 def _brief(answer: dict[str, Any], top: int | None) -> Cell:
+    if answer.get("unfamiliar"):
+        shown = _brief({**answer, "unfamiliar": False}, top)
+        return ["unfamiliar", *([f"({shown})"] if isinstance(shown, str) else shown)]
     if "values" in answer:
         return [f"{name} {value:.4g}" for name, value in answer["values"].items()]
     ranked = {label: f"{label} {p:.2f}" for label, p in answer["probabilities"].items()}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Anatomy, Backbone
-from memoro.engine.answers import Answers, Pass, Pictures, read_predictions, stream_predictions
+from memoro.engine.answers import Answers, Outputs, Pass, Pictures, read_predictions, stream_predictions
 from memoro.errors import TrainingError
 from memoro.regimes.dense import Weights
 from memoro.regimes.regime import Regime, TaskPlan, all_parameters
@@ -173,7 +173,11 @@ class Baseline(TaskModule[BaselineSpec]):
     def prediction_passes(self) -> list[Pass]:
         """What `predict` runs: its one pass."""
         preprocessing = self.spec.preprocessing or self.backbone.preprocessing
-        return [Pass(preprocessing, [self], lambda pixels: {self.name: self(pixels.to(self.backbone.dtype))})]
+
+        def run(pixels: Tensor) -> Outputs:
+            return Outputs({self.name: self(pixels.to(self.backbone.dtype))}, {})
+
+        return [Pass(preprocessing, [self], run)]
 
     def trained(self) -> dict[str, nn.Parameter]:
         """All that the regime trains, by name."""

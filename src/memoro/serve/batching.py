@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from memoro.engine.answers import read_answers
+from memoro.engine.answers import Judged, Outputs, Routing, read_outputs
 from memoro.engine.composition import Composition
 from memoro.errors import ServeError
 from memoro.images import Preprocessing
@@ -39,6 +39,7 @@ class PassOutput:
     model: Composition
     logits: dict[str, Tensor]
     """(images, labels) by task, and `base`."""
+    judged: dict[str, Judged]
     backbone_seconds: float
     task_seconds: float
     _answers: dict[tuple[str, int | None], list[dict[str, Any]]] = field(default_factory=dict)
@@ -46,8 +47,8 @@ class PassOutput:
     def answer(self, task: str, row: int, top: int | None) -> dict[str, Any]:
         """The answer of a task to one of the images. Those to the others are kept for their requests."""
         if (task, top) not in self._answers:
-            kind, labels = self.model.tasks[task].kind, self.model.tasks[task].labels
-            self._answers[task, top] = read_answers(kind, labels, self.logits[task], top)
+            found = read_outputs(self.model.tasks[task], Outputs(self.logits, self.judged), top)
+            self._answers[task, top] = [Routing().mark(answer) for answer in found]
         return self._answers[task, top][row]
 
 
@@ -197,6 +198,7 @@ def run_pass(model: Composition, pixels: Tensor, names: Sequence[str]) -> PassOu
     """The logits of these tasks for a batch of pixels."""
     start, seconds = perf_counter(), list[float]()
     with torch.no_grad():
-        out = model(pixels.to(model.backbone.dtype), names, seconds=seconds)
-        logits = {name: value.float().cpu() for name, value in out.items()}
-    return PassOutput(model, logits, sum(seconds), perf_counter() - start - sum(seconds))
+        out = model.run(pixels.to(model.backbone.dtype), names, seconds=seconds)
+        logits = {name: value.float().cpu() for name, value in out.logits.items()}
+        judged = {name: Judged(*(part.cpu() for part in found)) for name, found in out.judged.items()}
+    return PassOutput(model, logits, judged, sum(seconds), perf_counter() - start - sum(seconds))

@@ -220,11 +220,14 @@ def _output(attached: Attached, logits: dict[str, Tensor], source: tuple[str, st
     if task == "base":
         return found
     kind, labels = attached.model.tasks[task].kind, attached.model.tasks[task].labels
+    calibration = attached.model.tasks[task].spec.calibration
     if what == "label":
-        answers = read_answers(kind, labels, found, top=1)
+        answers = read_answers(kind, labels, found, top=1, calibration=calibration)
         # Several labels are a JSON list: a label may contain any separator.
         return [answer["label"] if "label" in answer else json.dumps(answer["labels"]) for answer in answers]
-    values = found if what == "logits" else probabilities(kind, found)
+    if what == "probabilities":
+        found = probabilities(kind, found if calibration is None else calibration.apply(found))
+    values = found
     if classes == 0:
         return values
     best, order = values.topk(min(classes, len(labels)), dim=-1)

@@ -204,6 +204,11 @@ def read_whole(record: Mapping[str, Any], name: str, low: int, high: int) -> int
     return value
 
 
+def read_number(record: Mapping[str, Any], name: str, low: float, high: float) -> float:
+    what = f"a number from {low:g} to {high:g}"
+    return float(_field(record, name, lambda v: isinstance(v, (int, float)) and low <= v <= high, what))
+
+
 def read_choice(record: Mapping[str, Any], name: str, choices: Sequence[str]) -> Any:
     return _field(record, name, lambda v: v in choices, f"one of {', '.join(choices)}")
 

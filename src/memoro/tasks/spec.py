@@ -52,12 +52,7 @@ class ModelSpec:
             "backbone": self.backbone.fingerprint.digest,
             **own,
         }
-        whole = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
-        for name, tensor in sorted(tensors.items()):
-            data = tensor.detach().cpu().contiguous()
-            whole.update(f"{name} {tuple(data.shape)} {data.dtype}\n".encode())
-            whole.update(data.reshape(-1).view(torch.uint8).numpy().data)
-        return whole.hexdigest()
+        return hash_record(record, tensors)
 
     def check_backbone(self, backbone: Backbone) -> None:
         """Raises if the model was made for another backbone."""
@@ -72,6 +67,16 @@ class ModelSpec:
             f"{self.name!r} was trained for {made.name} ({made.family}, {why}). Load that backbone, or train the task "
             f"again on this one: {quoted('memoro', 'train', 'DATA', '--backbone', backbone.name, '--task', self.name)}"
         )
+
+
+def hash_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of a JSON record and of tensors: their names, shapes, dtypes and values."""
+    whole = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        data = tensor.detach().cpu().contiguous()
+        whole.update(f"{name} {tuple(data.shape)} {data.dtype}\n".encode())
+        whole.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return whole.hexdigest()
 
 
 Spec = TypeVar("Spec", bound=ModelSpec)
@@ -102,7 +107,8 @@ class TaskModule(nn.Module, Generic[Spec]):
         """Called when a training starts."""
 
     def describe(self, **changes: Any) -> None:
-        """Replaces fields of the spec that say how the model came about: preprocessing, training, metrics."""
+        """Replaces fields of the spec that do not decide the logits: training, metrics, calibration, familiarity; and
+        the preprocessing."""
         self.spec = replace(self.spec, **changes)
 
 

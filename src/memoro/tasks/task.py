@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from memoro.backbones import Anatomy, Backbone, BackboneRecord
 from memoro.errors import CompositionError, TaskError
 from memoro.heads import HeadKind
+from memoro.tasks.calibration import Calibration
+from memoro.tasks.familiarity import Familiarity
 from memoro.tasks.spec import INIT_STD, MAX_CELLS, MAX_RANK, ModelSpec, TaskModule, check_labels, check_name
 
 MemoryNorm = Literal["pre", "post"]
@@ -56,6 +58,8 @@ class TaskSpec(ModelSpec):
     alone; 0: it has none."""
     widths: Widths | None = None
     """None for rank 0, which does not depend on it."""
+    calibration: Calibration | None = None
+    familiarity: Familiarity | None = None
 
     def check_backbone(self, backbone: Backbone) -> None:
         super().check_backbone(backbone)

@@ -27,6 +27,7 @@ from memoro.tasks.record import (
     write_spec,
     write_tensors,
 )
+from memoro.tasks.sections import read_sections, section_tensors, write_sections
 from memoro.tasks.spec import MAX_CELLS, MAX_RANK, by_name, check_name
 from memoro.tasks.task import MemoryNorm, Parent, Task, TaskSpec, Widths, content_hashes
 
@@ -49,10 +50,12 @@ def save_tasks(tasks: Sequence[Task], path: str | Path) -> Path:
             raise TaskFileError(f"{task!r} is not a task; save a baseline with save_baseline().")
     by_name(tasks)
     tensors: dict[str, Tensor] = {}
+    records, hashes = [], content_hashes(tasks)
     for number, task in enumerate(tasks):
-        tensors |= write_tensors(task.name, task.state_dict(), f"{number}.")
-    hashes = content_hashes(tasks)
-    return write_file(path, {"tasks": [_write_task(task, hashes) for task in tasks]}, tensors)
+        sections, own = write_sections(task.spec, f"{number}.")
+        tensors |= {**write_tensors(task.name, task.state_dict(), f"{number}."), **own}
+        records.append({**_write_task(task, hashes), **sections})
+    return write_file(path, {"tasks": records}, tensors)
 
 
 def load_task(path: str | Path, *, revision: str | None = None, device: torch.device | str | None = None) -> Task:
@@ -78,7 +81,12 @@ def load_tasks(
     with open_file(find_task_file(path, revision), "tasks", MAX_FILE) as (file, record):
         items = read_list(record, "tasks", 1, MAX_TASKS)
         specs = [_read_spec(item) for item in items]
-        known = {f"{number}.{part}" for number, spec in enumerate(specs) for part in spec.shapes}
+        sections = [section_tensors(item, spec.backbone.dim) for item, spec in zip(items, specs, strict=True)]
+        known = {
+            f"{number}.{part}"
+            for number, (spec, own) in enumerate(zip(specs, sections, strict=True))
+            for part in (*spec.shapes, *own)
+        }
         extra = set(file.keys()) - known
         if extra:
             raise TaskFileError(f"the file contains tensors that belong to none of its tasks ({min(extra)!r}).")
@@ -87,6 +95,7 @@ def load_tasks(
             tensors = read_tensors(file, spec.name, spec.shapes, f"{number}.")
             tasks.append(Task.from_tensors(spec, tensors, _read_parents(item)))
             check_content(item, spec.name, tasks[-1].content_hash())
+            tasks[-1].describe(**read_sections(item, spec, file, f"{number}."))
         if len({spec.name for spec in specs}) < len(specs):
             raise TaskFileError("the file contains two tasks of one name.")
     return [task.to(device) for task in tasks]

@@ -138,10 +138,19 @@ class CachedLoader:
             index = torch.from_numpy(samples)
             yield CachedBatch(partial(self._read, keys), self.images.targets[index], index, total)
 
-    def _read(self, keys: Sequence[bytes]) -> Features:
+    def entering_tokens(self, samples: Sequence[int]) -> Tensor:
+        """The base's tokens (n, dim) of some images as they enter the last layer, plain views."""
+        keys = [self.keys[0][sample] for sample in samples]
+        self._mend(keys)
+        return self.store.entering_tokens(keys)
+
+    def _mend(self, keys: Sequence[bytes]) -> None:
         while self.store.discard_damaged(keys):
             self.store.refresh()  # another process may have computed them again already
             self.fill()
+
+    def _read(self, keys: Sequence[bytes]) -> Features:
+        self._mend(keys)
         place = (self.store.format, self.batch_size)
         if place not in self.buffers:
             self.buffers[place] = self.store.buffer(self.batch_size, self._backbone.dtype)
@@ -150,9 +159,12 @@ class CachedLoader:
 
 def keep_features(backbone: Backbone, pixels: Tensor, from_layer: int) -> Features:
     """A base pass with what tasks read of it from this layer on."""
-    base = BasePass(backbone.anatomy, pixels)
-    layers = [layer for number, layer in enumerate(base) if number >= from_layer]
-    return Features(from_layer, layers, base.token)
+    base, layers = BasePass(backbone.anatomy, pixels), []
+    for number, layer in enumerate(base):
+        entering = layer.token
+        if number >= from_layer:
+            layers.append(layer)
+    return Features(from_layer, layers, base.token, entering)
 
 
 def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[int], None]) -> None:

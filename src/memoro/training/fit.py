@@ -33,6 +33,7 @@ from memoro.training.group import RunSpec
 from memoro.training.loop import Trainer
 from memoro.training.recipe import Recipe, TrainOptions, merge_options
 from memoro.training.run import Run, ancestors, build_forward
+from memoro.training.trust import Describer, add_calibration
 
 
 @dataclass(frozen=True)
@@ -300,33 +301,37 @@ def record_time(results: Sequence[FitResult], phases: Phases) -> None:
 
 
 def evaluate_runs(trainer: Trainer) -> list[FitResult]:
-    """The result of each run: metrics of its best weights, on images that it did not learn from if there are any."""
-    by_loader: dict[int, tuple[Batches, list[tuple[RunSpec, Run]]]] = {}
+    """The result of each run: metrics of its best weights, on images that it did not learn from if there are any.
+
+    Its task is calibrated on the validation images, and described by its training images.
+    """
+    by_loader: dict[int, tuple[Batches, list[tuple[RunSpec, Run, str]]]] = {}
     for spec, run in zip(trainer.specs, trainer.runs, strict=True):
-        if not run.diverged:
-            split, images = spec.final
+        for split, images in spec.evaluated.items() if not run.diverged else ():
             loader = trainer.loaders.evaluation(spec, images, keep=split in {"fold", "val"})
-            by_loader.setdefault(id(loader), (loader, []))[1].append((spec, run))
-    answers: dict[int, tuple[Tensor, Tensor]] = {}
+            by_loader.setdefault(id(loader), (loader, []))[1].append((spec, run, split))
+    answers: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
     sets = [loader.images for loader, _ in by_loader.values()]
     total = sum(len(images) if isinstance(images, ImageSet) else images.length or 0 for images in sets)
     with bar("evaluating", total, quiet=trainer.options.quiet) as tick:
-        for loader, pairs in by_loader.values():
-            forward = build_forward(trainer.backbone, [run.task for _, run in pairs])
+        for loader, members in by_loader.values():
+            forward = build_forward(trainer.backbone, [run.task for _, run, _ in members])
             how: dict[str, Any] = {"tick": tick, "all_gather": trainer.processes.all_gather}
             logits, targets = collect_logits(forward, trainer.backbone, loader, **how)
-            for (spec, run), out in zip(pairs, logits, strict=True):
-                _, images = spec.final  # its own targets: other labels may share the loader
-                answers[id(run)] = out, images.targets if isinstance(images, ImageSet) else targets
-    folder, results = trainer.options.folder, []
+            for (spec, run, split), out in zip(members, logits, strict=True):
+                images = spec.evaluated[split]  # its own targets: other labels may share the loader
+                answers[id(run), split] = out, images.targets if isinstance(images, ImageSet) else targets
+    folder, results, describer = trainer.options.folder, [], Describer(trainer)
     for spec, run in zip(trainer.specs, trainer.runs, strict=True):
         notes = spec.splits.notes if run.stopped is None else (*spec.splits.notes, run.stopped)
         if run.diverged:
             results.append(FitResult(run.task, run.history, {}, folder, notes))
             continue
-        out, targets = answers[id(run)]
+        out, targets = answers[id(run), spec.final[0]]
         metrics = {"split": spec.final[0], **measure(run.task.kind, run.task.labels, out, targets)}
         _describe(spec, run, recorded(run.task.kind, metrics, out, targets))
+        add_calibration(run.task, answers.get((id(run), "val")), "validation")
+        describer.add_familiarity(spec, run)
         results.append(FitResult(run.task, run.history, metrics, folder, notes, out, targets, spec.final[1]))
     return results
 

@@ -69,6 +69,13 @@ class RunSpec:
         return ("val", self.splits.val) if self.splits.val else ("train", self.train)
 
     @property
+    def evaluated(self) -> dict[str, ImageSet | ImageStream]:
+        """`final`, and the validation split if it has one: what its task is calibrated on."""
+        split, images = self.final
+        val = {"val": self.splits.val} if self.held_out is None and self.splits.val else {}
+        return {split: images, **val}
+
+    @property
     def group_key(self) -> tuple[Any, ...]:
         """Equal for runs that can share every batch."""
         common = [repr(getattr(self.recipe, name)) for name in IN_COMMON]

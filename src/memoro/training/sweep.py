@@ -23,6 +23,7 @@ from memoro.tasks.task import Task
 from memoro.training.fit import FitResult, train_runs
 from memoro.training.group import RunSpec
 from memoro.training.recipe import Recipe, TrainOptions
+from memoro.training.trust import add_calibration
 from memoro.training.warmstart import start_from
 
 LEARNING_RATES = {"sgd": (0.03, 0.1, 0.3), "adamw": (0.0003, 0.001, 0.003)}
@@ -234,6 +235,7 @@ def _score_folds(results: Sequence[FitResult], splits: Splits | Streams, figure:
     logits = torch.cat([fold.logits for fold in folds if fold.logits is not None])
     targets = torch.cat([fold.targets for fold in folds if fold.targets is not None])
     found = measure(splits.kind, splits.labels, logits, targets)
+    add_calibration(whole.task, (logits, targets), f"{len(folds)} folds")
     if splits.test is None:
         parts = [fold.images for fold in folds if isinstance(fold.images, ImageSet)]
         images = replace(parts[0], rows=np.concatenate([part.rows for part in parts]), targets=targets)

@@ -1,0 +1,304 @@
+"""How far a task's answers can be relied on: calibration, images of other sets, tasks that are not told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from memoro.backbones import Backbone
+from memoro.console import format_count, make_table
+from memoro.data import ImageSet, Loader, Splits, load_data
+from memoro.engine.answers import Judged, Outputs
+from memoro.engine.composition import Composition, compose
+from memoro.engine.streams import entering_token
+from memoro.errors import DataError
+from memoro.evaluation.evaluate import load_test_images
+from memoro.evaluation.logits import collect_logits
+from memoro.evaluation.metrics import measure
+from memoro.heads import probabilities
+from memoro.tasks.calibration import fit_calibration
+from memoro.tasks.familiarity import FALSE_ALARMS, fit_familiarity
+from memoro.tasks.task import Task
+
+COVERAGES = (1.0, 0.9, 0.8, 0.7, 0.5)
+"""Shares of the images, the surest answers first, over which accuracy is reported."""
+RECALL = 0.95
+
+
+def collect_outputs(
+    model: Composition, images: ImageSet, names: Sequence[str], *, batch_size: int = 32, workers: int | None = None
+) -> tuple[Outputs, Tensor]:
+    """What tasks give for all images of a set, and the targets; one pass for each preprocessing."""
+    logits: dict[str, Tensor] = {}
+    judged: dict[str, Judged] = {}
+    targets = torch.empty(0)
+    for preprocessing, together in model.passes(names).items():
+        known = [name for name in together if model.tasks[name].spec.familiarity is not None]
+
+        def answer(pixels: Tensor, together: list[str] = together, known: list[str] = known) -> list[Tensor]:
+            out = model.run(pixels, together)
+            return [*(out.logits[name] for name in together), *(torch.stack(out.judged[name], dim=1) for name in known)]
+
+        loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
+        found, targets = collect_logits(answer, model.backbone, loader)
+        logits |= dict(zip(together, found, strict=False))
+        judged |= {name: Judged(*one.T) for name, one in zip(known, found[len(together) :], strict=True)}
+    return Outputs(logits, judged), targets
+
+
+def auroc(own: Tensor, other: Tensor) -> float:
+    """How often one of a task's own images has a higher score than one of another set; equal scores count half."""
+    ranked = other.double().sort().values
+    below = torch.searchsorted(ranked, own.double()) + torch.searchsorted(ranked, own.double(), right=True)
+    return float(below.double().mean() / 2 / len(ranked))
+
+
+def false_positives(own: Tensor, other: Tensor, recall: float = RECALL) -> float:
+    """The share of another set's images above the score that `recall` of a task's own images reach."""
+    limit = own.double().quantile(1 - recall)
+    return float((other.double() >= limit).double().mean())
+
+
+def evaluate_trust(
+    backbone: Backbone,
+    tasks: Sequence[Task],
+    data: Any,
+    others: Mapping[str, Any],
+    *,
+    batch_size: int = 32,
+    workers: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """For each task: calibration on the test images of its own `data`, and how well it tells `others` from them."""
+    model = compose(backbone, tasks)
+    sources = dict(data) if type(data) is dict else dict.fromkeys(model.names, data)
+    how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
+    results = {}
+    for name, source in sources.items():
+        _, images, *_ = load_test_images(source, model.tasks[name], None, workers, True)
+        own, targets = collect_outputs(model, images, [name], **how)
+        results[name] = _calibration_of(model.tasks[name], own.logits[name], targets)
+        if name in own.judged:
+            shares = own.judged[name].familiarity
+            results[name] |= {
+                "false_alarms": float((shares < FALSE_ALARMS).double().mean()),
+                "histogram": {"own": _histogram(shares)},
+            }
+        results[name]["others"] = {}
+        for other, place in others.items():
+            found, _ = collect_outputs(model, _any_images(place, workers), [name], **how)
+            results[name]["others"][other] = _compare(model.tasks[name], own, found)
+            if name in found.judged:
+                results[name]["histogram"][other] = _histogram(found.judged[name].familiarity)
+    return results
+
+
+def _calibration_of(task: Task, logits: Tensor, targets: Tensor) -> dict[str, Any]:
+    """Of a softmax task: accuracy, calibration error before and after, accuracy over coverage, reliability."""
+    found: dict[str, Any] = {"images": len(targets)}
+    if task.kind != "softmax":
+        return found
+    raw = measure(task.kind, task.labels, logits, targets)
+    found |= {"accuracy": raw["accuracy"], "calibration_error_before": raw["calibration_error"]}
+    calibrated = logits if task.spec.calibration is None else task.spec.calibration.apply(logits)
+    if task.spec.calibration is not None:
+        found["calibration_error"] = measure(task.kind, task.labels, calibrated, targets)["calibration_error"]
+    sure, answer = probabilities(task.kind, calibrated).max(dim=-1)
+    right = (answer == targets).double()
+    order = sure.argsort(descending=True)
+    found["accuracy_over_coverage"] = {
+        f"{share:g}": float(right[order[: max(1, round(share * len(order)))]].mean()) for share in COVERAGES
+    }
+    bins = (sure * 10).long().clamp(max=9)
+    found["reliability"] = [
+        {"probability": float(sure[bins == at].mean()), "accuracy": float(right[bins == at].mean()), "images": count}
+        for at in range(10)
+        if (count := int((bins == at).sum()))
+    ]
+    return found
+
+
+def _compare(task: Task, own: Outputs, other: Outputs) -> dict[str, Any]:
+    name, found = task.name, {"images": len(other.logits[task.name])}
+    scores: dict[str, tuple[Tensor, Tensor]] = {}
+    if name in own.judged:
+        scores["familiarity"] = own.judged[name].score, other.judged[name].score
+    if task.kind == "softmax":
+        first, second = (probabilities(task.kind, one.logits[name]).amax(dim=-1) for one in (own, other))
+        scores["softmax"] = first, second
+    record: dict[str, Any] = {
+        how: {"auroc": auroc(*pair), "false_positives_at_95": false_positives(*pair)} for how, pair in scores.items()
+    }
+    if name in own.judged:
+        record["unfamiliar"] = float((other.judged[name].familiarity < FALSE_ALARMS).double().mean())
+    return {**found, **record}
+
+
+def _histogram(shares: Tensor) -> list[int]:
+    return (shares * 20).long().clamp(max=19).bincount(minlength=20).tolist()
+
+
+def _any_images(source: Any, workers: int | None) -> ImageSet:
+    """The test images of a set, whatever its labels; all of them where it has no test split."""
+    splits = source if isinstance(source, Splits) else load_data(source, val_fraction=0, workers=workers, quiet=True)
+    for images in (splits.test, splits.val, splits.train):
+        if images is not None:
+            return images
+    raise DataError(f"{splits.name} contains no images.")
+
+
+def trust_tables(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+    """The results of `evaluate_trust`: a table about the task's own images, one about those of other sets."""
+
+    def show(record: Mapping[str, Any], key: str) -> str:
+        return f"{record[key]:.4f}" if key in record else "-"
+
+    keys = {
+        "calibration_error_before": "calib. error before",
+        "calibration_error": "after",
+        "false_alarms": "unfamiliar",
+    }
+    own = [
+        [name, str(found["images"]), *(show(found, key) for key in keys), _coverage(found)]
+        for name, found in results.items()
+    ]
+    columns = ["task", "images", *keys.values(), "accuracy of the surest"]
+    tables = [make_table(columns, own, "Own images", left=1)]
+    rows = [
+        [
+            *(name, other, str(record["images"])),
+            *(show(record.get("familiarity", {}), key) for key in ("auroc", "false_positives_at_95")),
+            show(record.get("softmax", {}), "auroc"),
+            show(record, "unfamiliar"),
+        ]
+        for name, found in results.items()
+        for other, record in found["others"].items()
+    ]
+    heads = ["task", "other set", "images", "AUROC", "FPR at 95 %", "AUROC of softmax", "unfamiliar"]
+    return [*tables, *([make_table(heads, rows, "Images of other sets", left=2)] if rows else [])]
+
+
+def _coverage(found: Mapping[str, Any]) -> str:
+    return ", ".join(f"{float(k):.0%} {v:.3f}" for k, v in found.get("accuracy_over_coverage", {}).items()) or "-"
+
+
+def draw_trust(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """A row for each task: its reliability, and how familiar its own and other images are."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2 * len(results)), layout="constrained")
+    axes = figure.subplots(len(results), 2, squeeze=False)
+    for (left, right), (name, found) in zip(axes, results.items(), strict=True):
+        points = found.get("reliability", [])
+        left.plot([0, 1], [0, 1], color="#bbb", linewidth=1)
+        left.plot([p["probability"] for p in points], [p["accuracy"] for p in points], marker="o", color="#1a73e8")
+        left.set(title=f"{name}: reliability", xlabel="probability", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
+        for other, counts in found.get("histogram", {}).items():
+            edges = [at / 20 for at in range(21)]
+            right.stairs([count / max(1, sum(counts)) for count in counts], edges, label=other, linewidth=1.5)
+        right.set(title=f"{name}: familiarity of images", xlabel="familiarity", ylabel="share of images", xlim=(0, 1))
+        if found.get("histogram"):
+            right.legend()
+    figure.savefig(path, dpi=110)
+
+
+def verify_tasks(
+    model: Composition, data: Mapping[str, Any], *, batch_size: int = 32, workers: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """For each softmax task with data: its accuracy alone, composed, and when the task is not told.
+
+    Then the image belongs to the task with the highest score; the answer counts if task and label are right.
+    """
+    how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
+    candidates = [name for name, task in model.tasks.items() if task.spec.familiarity is not None]
+    results = {}
+    for name, source in data.items():
+        if name not in model.names:
+            raise DataError(f"no task {name!r} among {', '.join(model.names)}: write NAME=DATA with one of these.")
+        if model.tasks[name].kind != "softmax":
+            raise DataError(f"{name!r} is no softmax task: accuracy is compared only for these.")
+        _, images, split, _ = load_test_images(source, model.tasks[name], None, workers, True)
+        alone, targets = collect_outputs(model.alone(name), images, [name], **how)
+        together, _ = collect_outputs(model, images, model.names, **how)
+        right = [one.logits[name].argmax(dim=-1) == targets for one in (alone, together)]
+        results[name] = {
+            "split": split,
+            "images": len(targets),
+            "alone": float(right[0].double().mean()),
+            "composed": float(right[1].double().mean()),
+        }
+        if name in candidates:
+            scores = torch.stack([together.judged[other].score for other in candidates])
+            found = scores.argmax(dim=0) == candidates.index(name)
+            results[name] |= {
+                "routed": float(found.double().mean()),
+                "not_told": float((found & right[1]).double().mean()),
+            }
+    return results
+
+
+def verify_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
+    columns = {"alone": "alone", "composed": "composed", "not_told": "task not told", "routed": "right task found"}
+    rows = [
+        [name, str(found["images"]), *(f"{found[key]:.4f}" if key in found else "-" for key in columns)]
+        for name, found in results.items()
+    ]
+    return make_table(["task", "images", *columns.values()], rows, "Accuracy", left=1)
+
+
+def calibrate(
+    backbone: Backbone,
+    task: Task,
+    data: Any,
+    *,
+    parents: Sequence[Task] = (),
+    batch_size: int = 32,
+    workers: int | None = None,
+    log: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Gives a task a new calibration and familiarity, from images that look like those it is for.
+
+    The calibration is fitted on the validation split, or on all images of `data` where there is none, never on a test
+    split. Where those are the images that the task was trained on, it is left as it is.
+    """
+    model = compose(backbone, [task, *parents])
+    labels: dict[str, Any] = {"kind": task.kind, "labels": task.labels, "drop_unknown": True}
+    splits = data
+    if not isinstance(data, Splits):
+        splits = load_data(data, **labels, val_fraction=0, workers=workers, quiet=True)
+    (preprocessing,) = model.passes([task.name])
+    parts = [images for images in (splits.train, splits.val) if images is not None]
+    if not parts:
+        raise DataError(f"{splits.name} has only test images, which must not be used: rename its folder.")
+    tokens, targets = [], []
+    for images in parts:
+        loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
+        (found,), own = collect_logits(lambda x: [entering_token(backbone.anatomy, x)], backbone, loader)
+        tokens.append(found)
+        targets.append(own)
+    classes = torch.cat(targets) if task.kind == "softmax" else None
+    familiarity = fit_familiarity(torch.cat(tokens), classes)
+    changes: dict[str, Any] = {}
+    if familiarity is None:
+        log("too few images for a familiarity: it stays as it is.")
+    else:
+        changes["familiarity"] = familiarity
+        log(f"familiarity: from {format_count(familiarity.images, 'image')}")
+    if splits.val is None and task.spec.training.get("data") == splits.name:
+        log(
+            f"{splits.name} is what {task.name} was trained on, and has no validation split: the calibration stays as "
+            "it is. To calibrate, pass images that the task did not learn from."
+        )
+    else:
+        answers, held = collect_outputs(model, parts[-1], [task.name], batch_size=batch_size, workers=workers)
+        calibration = fit_calibration(task.kind, answers.logits[task.name], held, splits.name)
+        if calibration is None:
+            log("too few images for a calibration: it stays as it is.")
+        else:
+            changes["calibration"] = calibration
+            log(f"calibration: from {format_count(calibration.images, 'image')}; they must be new to the task")
+    task.describe(**changes)

@@ -1,0 +1,75 @@
+"""What a training adds to its tasks so that their answers can be relied on: calibration and familiarity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memoro.data import ImageSet
+from memoro.engine.streams import entering_token
+from memoro.evaluation.logits import collect_logits
+from memoro.regimes import Baseline
+from memoro.tasks.calibration import MIN_IMAGES, fit_calibration
+from memoro.tasks.familiarity import Familiarity, fit_familiarity
+from memoro.tasks.task import Task
+from memoro.training.cached import CachedLoader
+from memoro.training.group import RunSpec, content_key
+from memoro.training.loop import Trainer
+from memoro.training.run import Run
+
+MOST_IMAGES = 10_000
+"""Training images that a description is made from."""
+
+
+def add_calibration(task: Task | Baseline, held_out: tuple[Tensor, Tensor] | None, source: str) -> None:
+    """Calibrates a task on logits and targets of images that it did not learn from; records whether it was possible."""
+    if isinstance(task, Baseline):
+        return
+    found = None if held_out is None else fit_calibration(task.kind, *held_out, source)
+    text = f"none: fewer than {MIN_IMAGES} images were held out"
+    if found is not None:
+        text = f"{found.images} held-out images ({source})"
+    task.describe(calibration=found, training={**task.spec.training, "calibration": text})
+
+
+class Describer:
+    """Describes the training images of runs; runs over the same images and labels share a description."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._tokens: dict[Any, Tensor] = {}
+        self._done: dict[Any, Familiarity | None] = {}
+
+    def add_familiarity(self, spec: RunSpec, run: Run) -> None:
+        """Gives a run's task the description of its training images, and records what it is made from."""
+        images = spec.train
+        if isinstance(spec.task, Baseline) or spec.held_out is not None:
+            return
+        if not isinstance(images, ImageSet):
+            found, text = None, "none: a stream is read only once"
+        else:
+            key = (content_key(images), spec.preprocessing)
+            if (*key, id(spec.splits)) not in self._done:
+                samples = torch.linspace(0, len(images) - 1, min(len(images), MOST_IMAGES)).round().long()
+                if key not in self._tokens:
+                    self._tokens[key] = self._read(spec, run, images, samples)
+                classes = images.targets[samples] if spec.splits.kind == "softmax" else None
+                self._done[(*key, id(spec.splits))] = fit_familiarity(self._tokens[key], classes)
+            found = self._done[(*key, id(spec.splits))]
+            text = "none: too few images" if found is None else f"{found.images} training images, out of fold"
+        spec.task.describe(familiarity=found, training={**spec.task.spec.training, "familiarity": text})
+
+    def _read(self, spec: RunSpec, run: Run, images: ImageSet, samples: Tensor) -> Tensor:
+        """The tokens (n, dim) of some training images: kept ones, or computed."""
+        trainer = self._trainer
+        loader = next(group.loader for group in trainer.groups if any(run is other for other in group.runs))
+        if isinstance(loader, CachedLoader):
+            return loader.entering_tokens(samples.tolist())
+        part = trainer.loaders.evaluation(spec, images.subset(samples.numpy()), keep=False)
+        gather = trainer.processes.all_gather
+        (tokens,), _ = collect_logits(
+            lambda pixels: [entering_token(trainer.backbone.anatomy, pixels)], trainer.backbone, part, all_gather=gather
+        )
+        return tokens
