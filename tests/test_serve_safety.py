@@ -204,6 +204,7 @@ def test_a_full_queue_is_a_503(backbone: Backbone, folder: Path, monkeypatch: py
     gate.opened.set()
     with serving(backbone, folder, max_queue=4, max_batch=2, max_images=4) as server:
         gate.opened.clear()
+        gate.begun.clear()  # the server's first pass, before any request, has set it
         body, headers = multipart(*[IMAGE] * 4)
         found: list[Any] = []
         asking = threading.Thread(target=lambda: found.append(server.request("POST", "/v1/predict", body, **headers)))
@@ -211,7 +212,7 @@ def test_a_full_queue_is_a_503(backbone: Backbone, folder: Path, monkeypatch: py
         assert gate.begun.wait(30)
         for target in ("/v1/predict", "/v2/models/pets/infer"):
             status, answer, text = server.request("POST", target, IMAGE)
-            assert (status, answer["retry-after"]) == (503, "1"), text
+            assert (status, answer.get("retry-after")) == (503, "1"), (target, text)
         patient: list[Any] = []
         client = memoro.Client(server.url)
         waiting = threading.Thread(target=lambda: patient.append(client.predict(IMAGE, ["pets"])))

@@ -138,6 +138,8 @@ def fit_familiarity(tokens: Tensor, classes: Tensor | None, *, seed: int = 0) ->
     if count < MIN_IMAGES or not bool(torch.isfinite(tokens).all()):
         return None
     groups = torch.zeros(count, dtype=torch.long) if classes is None else classes.cpu()
+    if count < 2 * len(groups.unique()):  # images of their own class tell nothing about how much a class varies
+        groups = torch.zeros_like(groups)
     whole = _describe(tokens, groups)
     if not all(bool(torch.isfinite(torch.as_tensor(value)).all()) for value in whole.values()):
         return None  # beyond half precision
@@ -170,7 +172,7 @@ def _describe(tokens: Tensor, groups: Tensor) -> dict[str, Any]:
     # Outside the directions the class means are not known.
     rest = (tokens.square().sum() - (tokens @ own.T).square().sum()).clamp(min=0) / (count * max(dim - k, 1))
     # Tokens that are all the same have no variance.
-    variance = (SHRINKAGE * average).clamp(min=1e-12)
+    variance = (SHRINKAGE * average).clamp(min=1e-9)
     return {
         "center": center,
         "directions": directions,
