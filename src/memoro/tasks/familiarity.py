@@ -138,7 +138,7 @@ def fit_familiarity(tokens: Tensor, classes: Tensor | None, *, seed: int = 0) ->
     if count < MIN_IMAGES or not bool(torch.isfinite(tokens).all()):
         return None
     groups = torch.zeros(count, dtype=torch.long) if classes is None else classes.cpu()
-    if count < 2 * len(groups.unique()):  # images of their own class tell nothing about how much a class varies
+    if count < 2 * len(set(groups.tolist())):  # images of their own class tell nothing about how much a class varies
         groups = torch.zeros_like(groups)
     whole = _describe(tokens, groups)
     if not all(bool(torch.isfinite(torch.as_tensor(value)).all()) for value in whole.values()):
