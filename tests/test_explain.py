@@ -100,7 +100,7 @@ def test_the_command_draws_a_sheet_and_names_heads(shell: Shell, backbone: Backb
     (tmp_path / "photos" / "broken.png").write_bytes(b"no image")
     files = ("-t", "pets.safetensors", "-t", "top.safetensors", "-b", "vit")
     said = shell("explain", "photos", *files, "-o", "sheet.png", "--json")
-    assert "top is a head and has no attention of its own: shown is the attention of the base's class token" in said.err
+    assert "top is a head and has no attention of its own: the picture shows the attention of the base's" in said.err
     assert "pets is a head" not in said.err
     assert "broken.png: not a readable image" in said.err
     record = json.loads(said.out)

@@ -91,10 +91,10 @@ def predict(
         errors.print(f"{len(model.passes())} passes, because the tasks were trained with different preprocessing.")
     if apart:
         errors.print(f"{', '.join(one.name for one in apart)}: baselines, which need a separate pass each.")
-    if unknowing := [task.name for task in model.tasks.values() if task.spec.familiarity is None]:
+    if without := [task.name for task in model.tasks.values() if task.spec.familiarity is None]:
         errors.print(
-            f"{', '.join(unknowing)}: without familiarity, so every image is answered. To add it: memoro calibrate "
-            "TASK DATA"
+            f"{', '.join(without)}: the file has no familiarity, so no image is called unfamiliar. To add it: memoro "
+            "calibrate TASK DATA"
         )
     passes = [*model.prediction_passes(), *(one for baseline in apart for one in baseline.prediction_passes())]
     names = [one.name for one in models]
