@@ -23,6 +23,7 @@ from memoro.cli.trainoptions import SWEEP, TRAIN
 from memoro.data import Augment
 from memoro.errors import DataError, TrainingError
 from memoro.training import Cache, Recipe, TrainOptions
+from memoro.training.recipe import RECIPES
 
 __all__ = ["no_pictures", "root"]  # fixtures
 
@@ -44,7 +45,7 @@ def test_the_function_and_the_command_give_the_same(
     assert (result.file, result.folder) == (None, None)
     assert result.task.content_hash() == memoro.load_task(record["file"]).content_hash()
     assert result.metrics == record["metrics"]
-    assert [row.lr for row in result.rows] == [run["lr"] for run in record["runs"]] == [0.03, 0.1, 0.3]
+    assert [row.lr for row in result.rows] == [run["lr"] for run in record["runs"]] == [0.0003, 0.001, 0.003]
     assert list(result.notes) == record["notes"]
     assert len(result.history) == 2
     task, history, metrics = result
@@ -55,12 +56,19 @@ def test_the_function_and_the_command_give_the_same(
 
 
 def test_the_defaults_are_in_one_place() -> None:
-    """Of the command, of `train` and of `fit`."""
+    """Of the command, of `train` and of `fit`. Where recipes differ, those of the command are None."""
     own = {"recipe": Recipe(), "options": TrainOptions()}
     known = {field.name: getattr(own[where], field.name) for where in own for field in fields(own[where])}  # type: ignore[arg-type]
     known |= {name: one.default for name, one in inspect.signature(memoro.train).parameters.items()}
     known |= {"crop": Augment().crop, "crop_scale": Augment().scale[0], "flip": Augment().flip}
     known |= {"cache_budget": Cache().budget, "cache_dtype": Cache().dtype, "cache_folder": None, "extends": None}
+    differing = {
+        field.name
+        for field in fields(Recipe)
+        if len({repr(getattr(one, field.name)) for _, one in RECIPES.values()}) > 1
+    }
+    assert differing == {"lr", "optimizer", "weight_decay", "views"}
+    known |= dict.fromkeys(differing)
     known["out"] = known["folder"] = None  # the command writes into the working folder, the function does not
     assert {name: default for name, (_, default) in TRAIN.items()} == {name: known[name] for name in TRAIN}
     different = {name for name, (_, default) in SWEEP.items() if default != known[name]}

@@ -26,9 +26,9 @@ from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks, save_task
 from memoro.training.distributed import find_processes
 from memoro.training.fit import FitResult, judge, preprocessing_of, record_time, regime_of
-from memoro.training.recipe import SKIPPED, Recipe, TrainOptions, merge_options
+from memoro.training.recipe import SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
 from memoro.training.sources import choose_folds, cut_validation, load_sources, name_sources
-from memoro.training.sweep import LEARNING_RATES, Grid, SweepRow, SweepSpec, run_sweeps, sweep_table
+from memoro.training.sweep import Grid, SweepRow, SweepSpec, run_sweeps, sweep_table
 from memoro.training.warmstart import compare_labels, read_start
 
 SUFFIX = ".safetensors"
@@ -96,7 +96,7 @@ def train(
     dtype: str | None = None,
     task: str | None = None,
     kind: str | None = None,
-    regime: str = "memory",
+    regime: str | None = None,
     cells: int | Sequence[int] | None = None,
     rank: int | Sequence[int] | None = None,
     from_layer: int | Sequence[int] | None = None,
@@ -109,7 +109,7 @@ def train(
     streaming: bool = False,
     width: int = 5,
     out: str | Path | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
     **changes: Any,
 ) -> Any:
@@ -122,7 +122,10 @@ def train(
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
 
-    `regime` decides what is trained, and `cells`, `rank` and `from_layer` where they are not given: see `REGIMES`.
+    `recipe` is a Recipe, or the name of one: `default` (regime `side`, AdamW) or `paper` (regime `memory`, SGD). Where
+    one of recipe and regime is not given, the other decides. `regime` says what is trained, and `cells`, `rank` and
+    `from_layer` where they are not given: see `REGIMES`.
+
     Several values of `cells`, `rank`, `from_layer` or `lr`, or several `seeds`, are tried in one pass, and the best by
     validation is kept; without `lr`, a few learning rates are tried. Small sets are compared by cross-validation
     (`folds`; 0: on a validation split).
@@ -132,8 +135,9 @@ def train(
     """
     from memoro.training.report import report_training
 
+    trained, recipe = find_recipe(recipe, regime)
     recipe, options = merge_options(recipe, options, changes)
-    chosen, target = find_regime(regime), None if out is None else Path(out)
+    chosen, target = find_regime(trained), None if out is None else Path(out)
     columns = [label_column] if isinstance(label_column, str) else label_column
     start = None if start_from is None else read_start(start_from, task)
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
@@ -149,13 +153,13 @@ def train(
     if not main:
         options = replace(options, quiet=True, log=None)
 
-    rates = LEARNING_RATES[recipe.optimizer][1:2] if streaming else LEARNING_RATES[recipe.optimizer]
+    rates = chosen.rates[recipe.optimizer][1:2] if streaming else chosen.rates[recipe.optimizer]
     grid = Grid(
         _several(cells), _several(from_layer), rates if lr is None else _several(lr), seeds, recipe.seed, _several(rank)
     )
     if start is not None:
         start.spec.check_backbone(backbone)
-        chosen = regime_of(start, None if regime == "memory" else regime, backbone)
+        chosen = regime_of(start, regime, backbone)
         own = replace(grid, cells=(start.cells,), from_layers=(start.from_layer,), ranks=(start.rank,))
         for asked, kept in ((cells, own.cells), (from_layer, own.from_layers), (rank, own.ranks)):
             if asked is not None and _several(asked) != kept:
