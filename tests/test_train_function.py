@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,14 @@ def test_wrong_arguments_are_refused_before_anything_is_read(root: Path) -> None
     ):
         with pytest.raises((TrainingError, DataError), match=message):
             memoro.train(given, **none, **options)
+
+
+def test_large_sets_also_try_an_earlier_fork(backbone: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From `SMALL` training images on; not where the fork or the rate was given."""
+    monkeypatch.setattr(sys.modules["memoro.training.train"], "SMALL", 5)
+    options: dict[str, Any] = {"backbone": backbone, "folds": 0, **QUICK}
+    forks = (backbone.depth // 3, backbone.depth * 2 // 3)
+    found = memoro.train(root / "many", **options)
+    assert [(row.from_layer, row.lr) for row in found.rows] == [(f, r) for f in forks for r in (0.0003, 0.001, 0.003)]
+    assert {row.from_layer for row in memoro.train(root / "many", from_layer=2, **options).rows} == {2}
+    assert memoro.train(root / "many", lr=0.001, **options).task.from_layer == forks[1]

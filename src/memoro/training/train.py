@@ -16,6 +16,7 @@ from rich.table import Table
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.console import format_bytes, format_count, make_table, quoted
+from memoro.data import ImageSet
 from memoro.engine.composition import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, format_worst, name_split
@@ -27,7 +28,7 @@ from memoro.tasks.taskfile import load_tasks, save_task
 from memoro.training.distributed import find_processes
 from memoro.training.fit import FitResult, judge, preprocessing_of, record_time, regime_of
 from memoro.training.recipe import SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
-from memoro.training.sources import choose_folds, cut_validation, load_sources, name_sources
+from memoro.training.sources import SMALL, choose_folds, cut_validation, load_sources, name_sources
 from memoro.training.sweep import Grid, SweepRow, SweepSpec, run_sweeps, sweep_table
 from memoro.training.warmstart import compare_labels, read_start
 
@@ -196,13 +197,15 @@ def train(
         grid = replace(grid, rates=(grid.rates[len(grid.rates) // 2],))
         sweeps = [replace(sweep, grid=grid, folds=0) for sweep in sweeps]
         options.note(f"no validation images to choose a learning rate with: using {grid.rates[0]:g}.")
+    if chosen.name == "side" and start is None and lr is None and from_layer is None:
+        sweeps = [_add_earlier_fork(sweep, backbone.depth, options) for sweep in sweeps]
     if options.folder is not None:
         options = replace(options, folder=Path(str(options.folder).replace("{task}", "+".join(sets))))
     for text in _notes(sweeps, folds, options):
         options.note(text)
     results = {}
     for sweep, found in zip(sweeps, run_sweeps(backbone, sweeps, options), strict=True):
-        rows, best = found.rows if len(grid.settings()) > 1 else (), judge(found.best, options)
+        rows, best = found.rows if len(sweep.grid.settings()) > 1 else (), judge(found.best, options)
         result = TrainResult(**vars(best), rows=rows, score_name=sweep.score_name, skipped=sweep.splits.skipped)
         if result.metrics and rows and result.metrics["split"] != "test":
             text = "has no test images: it was selected by its metrics, so they are optimistic."
@@ -253,6 +256,15 @@ def _link_parents(extends: Sequence[Task | str | Path]) -> list[Task]:
             linked[task.name].extends = tuple(linked[parent.name] for parent in task.extends)
         return list(linked.values())
     return tasks
+
+
+def _add_earlier_fork(sweep: SweepSpec, depth: int, options: TrainOptions) -> SweepSpec:
+    """The sweep with a second fork, for sets that are large enough to learn more layers from."""
+    images, forks = sweep.splits.train, (depth // 3, depth * 2 // 3)
+    if not isinstance(images, ImageSet) or len(images) < SMALL or sweep.folds or sweep.splits.val is None:
+        return sweep
+    options.note(f"{len(images):,} training images: forks at layer {forks[0]} and at layer {forks[1]} are compared.")
+    return replace(sweep, grid=replace(sweep.grid, from_layers=forks))
 
 
 def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions) -> list[str]:
