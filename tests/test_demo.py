@@ -20,21 +20,21 @@ WEIGHTS = Path(memoro.__file__).parent / "weights" / "memoro-tiny"
 def test_memoro_tiny_is_small_and_has_a_task_of_its_own() -> None:
     assert sum(file.stat().st_size for file in WEIGHTS.iterdir()) <= 12e6
     backbone = memoro.load_backbone()
-    assert (backbone.name, backbone.image_size, backbone.dtype) == ("memoro-tiny", (64, 64), torch.float32)
-    assert len(backbone.labels) == 100
-    assert "wolf" in backbone.labels
-    pixels = torch.rand(2, 3, 64, 64)
+    assert (backbone.name, backbone.image_size, backbone.dtype) == ("memoro-tiny", (112, 112), torch.float32)
+    assert len(backbone.labels) == 202
+    assert "African_elephant" in backbone.labels
+    pixels = torch.rand(2, 3, 112, 112)
     task = memoro.new_task(backbone, "t", ["a", "b"])
     with torch.no_grad():
         answer = memoro.compose(backbone, [task])(pixels)["base"]
-    assert answer.shape == (2, 100)
+    assert answer.shape == (2, 202)
     assert torch.equal(answer, backbone.original(pixels))
 
 
 def test_memoro_tiny_knows_photos(shared: Path) -> None:
-    """Its own classifier on test images: far above the hundredth that guessing gives."""
+    """Its own classifier on test images: far above the two-hundredth that guessing gives."""
     backbone = memoro.load_backbone("memoro-tiny")
-    splits = memoro.load_data(shared / "data" / "cifar100.zip", labels=backbone.labels, screen=False, quiet=True)
+    splits = memoro.load_data(shared / "data" / "tinyimagenet200.zip", labels=backbone.labels, screen=False, quiet=True)
     assert splits.test is not None
     some = range(0, len(splits.test), max(1, len(splits.test) // 200))
     pixels = torch.stack([backbone.preprocessing.to_tensor(splits.test.open(at)) for at in some])

@@ -27,7 +27,7 @@ def load_backbone(
 ) -> Backbone:
     """A frozen view of a Vision Transformer: of a hub id, a folder, or a model of `transformers` or `timm`.
 
-    `memoro-tiny`, the default, comes with memoro: small, for 64 x 64 pixels, no download. For `task.spec.backbone` it
+    `memoro-tiny`, the default, comes with memoro: small, for 112 x 112 pixels, no download. For `task.spec.backbone` it
     finds the one that a task was made for (see `find_backbone`). Code that comes with a checkpoint is never run.
 
     A model object is read, never changed, and its weights are shared, not copied, unless `dtype` or `device` ask for

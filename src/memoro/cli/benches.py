@@ -130,7 +130,7 @@ def bench_serve_command(
         str, typer.Option(help="memoro-tiny, dinov2-small (random weights), a hub id or a folder; separated by commas.")
     ] = "dinov2-small,memoro-tiny",
     image_size: Annotated[
-        int | None, typer.Option(help="Pixels of an image's edge.", show_default="112, memoro-tiny: 64")
+        int | None, typer.Option(help="Pixels of an image's edge.", show_default="112")
     ] = None,
     tasks: Annotated[int, typer.Option(min=1, help="Tasks attached; each request asks all of them.")] = 100,
     batch: Annotated[int, typer.Option(min=1, help="Images in a pass, for the engine and the server.")] = 16,
@@ -145,7 +145,7 @@ def bench_serve_command(
 
     need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")
     from memoro.backbones import load_backbone
-    from memoro.backbones.load import TINY, own_device
+    from memoro.backbones.load import own_device
     from memoro.bench.models import MODELS
     from memoro.bench.serve import TICKS, bench_serve, serve_table
     from memoro.console import bar, quiet_libraries
@@ -154,7 +154,7 @@ def bench_serve_command(
     rows = []
     for name in model.split(","):
         source = MODELS[name][0]() if name in MODELS else name
-        side = image_size or (64 if name == TINY else MODELS[name][1] if name in MODELS else 112)
+        side = image_size or (MODELS[name][1] if name in MODELS else 112)
         with bar(name, TICKS) as tick:
             backbone = load_backbone(source, device=own_device(device))
             how: dict[str, Any] = {"tasks": tasks, "batch": batch, "clients": clients, "requests": requests}
