@@ -73,6 +73,12 @@ def reproduce(
         typer.Option(min=1, help="Steps of regimes that change base tokens.", show_default="cpu: 150, paper: 20000"),
     ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs at the chosen rate.", show_default="3")] = None,
+    folds: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=4, help="Quarters of train that judge rates.", show_default="1 to 4, by the set's size"
+        ),
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Images of a step.", show_default="cpu: 32, paper: 512")
     ] = None,
@@ -99,7 +105,8 @@ def reproduce(
 
     quiet_libraries()
     console = plain_console(soft_wrap=True)
-    changes: dict[str, Any] = {"most": most, "epochs": epochs, "steps": steps, "seeds": seeds, "batch_size": batch_size}
+    changes: dict[str, Any] = {"most": most, "epochs": epochs, "steps": steps, "seeds": seeds, "folds": folds}
+    changes["batch_size"] = batch_size
     order, lab = make_order(
         table.value, scale.value, data or [], backbone or [], out,
         command=quoted("memoro", *map(_without_folder, sys.argv[1:])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ def _limited(images: int, budget: Budget) -> int:
     return images if budget.most is None else min(images, budget.most)
 
 
-def _accuracy_passes(methods: Any, budget: Budget, size: Size, seeds: int | None = None) -> float:
+def _accuracy_passes(methods: Sequence[Method], budget: Budget, size: Size, seeds: int | None = None) -> float:
     train = _limited(size.train, budget)
     folds = 1 if budget.val_fraction else budget.folds_of(train)
     held = train * (budget.val_fraction or folds / FOLDS)
@@ -81,11 +82,10 @@ def _accuracy_passes(methods: Any, budget: Budget, size: Size, seeds: int | None
         return total
     source = SHARED if budget.views is None else KEPT
     total = 0.0 if budget.views is None else 1.2 * train * budget.views
-    for runs, judges in ((sum(_share(m) * r for m, r in zip(methods, judging, strict=True)), True),
-                         (sum(_share(m) * seeds for m in methods), False)):  # fmt: skip
-        total += shown * (source + RUN * runs)
-        total += held * epochs * (source + RUN * runs / 3) if judges else size.test * (SHARED + RUN * runs / 3)
-    return total
+    judged = sum(_share(method) * runs for method, runs in zip(methods, judging, strict=True))
+    measured = sum(_share(method) * seeds for method in methods)
+    total += shown * (2 * source + RUN * (judged + measured))
+    return total + held * epochs * (source + RUN * judged / 3) + size.test * (SHARED + RUN * measured / 3)
 
 
 def _share(method: Method) -> float:
@@ -131,6 +131,5 @@ def training_bytes(backbone: Backbone, method: Method, batch: int, image_size: i
     pixels = torch.zeros(2, backbone.channels, image_size, image_size)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = SharedForward(backbone, [model])(pixels)[0] if method.composes else model(pixels)
-    saved = sum(kept.values())
     del out
-    return weights + own + states + saved * math.ceil(batch / 2)
+    return int(weights + own + states + sum(kept.values()) * math.ceil(batch / 2))

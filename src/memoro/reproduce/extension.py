@@ -49,7 +49,7 @@ def measure_extension(
         if size > len(own.train):
             continue
         few = limit_training(own, size)
-        cases = {f"{method.name}, {ALONE}": (method, ()) for method in methods}
+        cases: dict[str, tuple[Method, tuple[Task, ...]]] = {f"{one.name}, {ALONE}": (one, ()) for one in methods}
         cases |= {f"{method}, {name}": (_named(methods, method), (task,)) for (name, method), task in parents.items()}
         variants = [replace(method, name=name) for name, (method, _) in cases.items()]
         extends = {name: tasks for name, (_, tasks) in cases.items()}

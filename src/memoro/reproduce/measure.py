@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,11 +68,18 @@ class Bench:
     backbone: Backbone
     preprocessing: Preprocessing
     options: TrainOptions = field(default_factory=lambda: TrainOptions(quiet=True))
+    """With a `folder`, every training has a checkpoint in it and continues from that."""
 
     def train(self, specs: Sequence[RunSpec]) -> list[FitResult]:
         """All specs in one call; features are kept only for what composes."""
-        composes = all(spec.regime.composes for spec in specs)
-        return train_runs(self.backbone, specs, replace(self.options, cache=self.options.cache if composes else False))
+        options = self.options
+        if not all(spec.regime.composes for spec in specs):
+            options = replace(options, cache=False)
+        if options.folder is not None:
+            told = [(one.splits.name, one.regime.name, one.recipe.to_json(), one.held_out is None) for one in specs]
+            name = hashlib.sha256(repr((self.backbone.fingerprint.digest, told)).encode()).hexdigest()[:16]
+            options = replace(options, folder=options.folder / name, resume=True)
+        return train_runs(self.backbone, specs, options)
 
 
 @dataclass(frozen=True)

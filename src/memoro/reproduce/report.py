@@ -144,8 +144,8 @@ def accuracy_lines(found: Mapping[Row, Mapping[str, Record]], methods: Sequence[
     legend = (
         f"Test accuracy, mean ± standard deviation of {' or '.join(map(str, seeds))} seeds. Learning rates were "
         "chosen on held-out training images (the rate is in the CSV file); then each seed was trained on all training "
-        f"images and measured once. `{NOT_FLAT}`: not reached, the accuracy on held-out images was still rising by more "
-        f"than 0.01 in the last third of the training. `{NOT_RUN}`: not run."
+        f"images and measured once. `{NOT_FLAT}`: not reached, the accuracy on held-out images was still rising by "
+        f"more than 0.01 in the last third of the training. `{NOT_RUN}`: not run."
     )
     return [*markdown_table(["backbone", "set", "train / test", *there], rows), "", legend]
 

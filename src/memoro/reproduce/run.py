@@ -7,14 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from memoro.console import format_bytes
+from memoro.data.augment import output_size
 from memoro.data.hub import KNOWN, find_known
 from memoro.errors import MemoroError
-from memoro.reproduce.estimate import Size, training_bytes, training_steps
+from memoro.reproduce.counts import count_flops
+from memoro.reproduce.estimate import Size, base_passes, training_bytes, training_steps
 from memoro.reproduce.lab import Lab
 from memoro.reproduce.plan import Cell, Request, plan_table
 from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import write_table
+
+GPU_TFLOPS = 30
+"""What one GPU is assumed to sustain in training, for the estimate of the paper's scale."""
 
 Log = Callable[[str], None]
 
@@ -91,12 +98,17 @@ def dry_run(order: Order, lab: Lab, log: Log) -> None:
         total += seconds
         log(f"{table}: {len(cells)} cells, {steps:,} optimiser steps, about {format_time(seconds)} on this machine")
     log(f"all: about {format_time(total)} on this machine; batch {scale.unmasked.batch_size}")
-    methods = {method.name: method for _, cell in order.cells() for method in cell.methods}
+    passes = sum(base_passes(cell, known) for _, cell in order.cells() if all(name in known for name in cell.sets))
     bench = lab.bench(request.main_backbone)
+    pixels = torch.zeros(1, bench.backbone.channels, *output_size(bench.preprocessing)).to(bench.backbone.device)
+    work = passes * count_flops(bench.backbone.original, pixels)
+    hours = work / (GPU_TFLOPS * 1e12) / 3600
+    log(f"work: {work / 1e15:,.1f} PFLOP, or {hours:,.1f} hours of a GPU that sustains {GPU_TFLOPS} TFLOP/s")
+    methods = {method.name: method for _, cell in order.cells() for method in cell.methods}
     for name, method in methods.items():
         if name in {"full", "memory-full 5", "memory 5"}:
             budget = scale.masked if method.composes else scale.unmasked
-            need = training_bytes(bench.backbone, method, budget.batch_size, min(bench.preprocessing.size or (224,)))
+            need = training_bytes(bench.backbone, method, budget.batch_size, min(output_size(bench.preprocessing)))
             log(f"memory of one run, {name}: about {format_bytes(need)} at batch {budget.batch_size}")
 
 

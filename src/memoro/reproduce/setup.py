@@ -41,9 +41,12 @@ def make_order(
     request = Request(scale, (*known, *(name for name in sets if name not in known)), tuple(sources))
     folder = out or Path("results") / scale.name
     # Kept features serve every cell of a set. At the paper's scale every epoch has new views, so nothing is kept.
-    cache = Cache(required=True) if scale.name == "cpu" else False
-    options = TrainOptions(cache=cache, workers=workers, quiet=True)
-    lab = Lab(sets, sources, options, image_size, MOST_PIXELS if scale.name == "cpu" else None, device)
+    # There a cell takes hours, so that it has checkpoints.
+    small = scale.name == "cpu"
+    options = TrainOptions(
+        cache=Cache() if small else False, folder=None if small else folder / "runs", workers=workers, quiet=True
+    )
+    lab = Lab(sets, sources, options, image_size, MOST_PIXELS if small else None, device)
     tables = tuple(TABLES) if table == "all" else (table,)
     return Order(tables, request, folder, command), lab
 
