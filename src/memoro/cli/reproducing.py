@@ -122,7 +122,11 @@ def reproduce(
     elif dry_run:
         run_dry(order, lab, log)
     else:
-        run_tables(order, lab, log)
+        try:
+            run_tables(order, lab, log)
+        except KeyboardInterrupt:
+            log("stopped. What is done is recorded: the same command continues with the rest.")
+            raise typer.Exit(130) from None
 
 
 def _without_folder(word: str) -> str:
