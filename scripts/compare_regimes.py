@@ -3,8 +3,8 @@
     python scripts/compare_regimes.py a.zip b.zip --backbone FOLDER --out results/regimes.md
 
 Tasks of a set share every pass of the backbone, which is computed once and cached: for each method and rate, a run per
-fold (first seed), and one on all training images per seed. Baselines need passes of their own: their rate is selected
-on one fold. Every method of every set is recorded when it is done, and skipped when the script is called again.
+fold (first seed), then one on all training images per seed at the best rate. Baselines need passes of their own: their
+rate is selected on one fold. The paper's own comparisons are in `memoro reproduce`. Every method of every set is recorded when it is done, and skipped when the script is called again.
 """
 
 from __future__ import annotations
