@@ -134,8 +134,13 @@ class Lab:
 
 
 def _known_rates(cell: Cell, key: Key, records: Records) -> dict[str, Any]:
-    """Rates that an earlier seed of the same cell chose."""
+    """Rates by set and method that an earlier seed of the same cell chose, or table 2 for the same method and budget."""
+    found: dict[str, Any] = {}
     for record in records.entries:
-        if record.key["kind"] == "concat" and {**record.key, "number": 0} == {**key, "number": 0}:
+        own = record.key
+        if own["kind"] == "concat" and {**own, "number": 0} == {**key, "number": 0}:
             return dict(record.result["rates"])
-    return {}
+        same = all(own[name] == key[name] for name in ("backbone", "fingerprint", "image_size", "budget"))
+        if own["kind"] == "accuracy" and same and own["methods"][0] in key["methods"]:
+            found.setdefault(own["sets"][0], {})[record.method] = record.result["lr"]
+    return found

@@ -176,7 +176,8 @@ def _table2(request: Request) -> Iterator[Cell]:
 
 
 def _table4(request: Request) -> Iterator[Cell]:
-    sets = request.few_sets if request.scale.name == "cpu" else ("inaturalist2017",)
+    sets = request.few_sets[-3:-1] if request.scale.name == "cpu" else ("inaturalist2017",)
+    sets = sets or request.few_sets
     methods = (memory_full(5), ADAPTER, ADAPTER_WIDE, ADAPTER_MEMORY, PROPAGATED, ADDITIVE)
     yield from request.unmasked(methods, [name for name in sets if name in request.sets])
 
@@ -204,16 +205,17 @@ def _masking(request: Request) -> Iterator[Cell]:
 
 def _extension(request: Request) -> Iterator[Cell]:
     methods = tuple(map(request.scale.adjust, (memory(5), side())))
-    for backbone in request.backbones:
-        for name in request.few_sets:
-            other = next((one for one in request.few_sets if one != name), None)
-            sets = (name,) if other is None else (name, other)
-            for child in range(len(CHILDREN)):
-                yield Cell("extension", backbone, sets, methods, request.scale.budget(True, name), child)
+    for name in request.few_sets:
+        other = next((one for one in request.few_sets if one != name), None)
+        sets = (name,) if other is None else (name, other)
+        for child in range(len(CHILDREN)):
+            yield Cell("extension", request.main_backbone, sets, methods, request.scale.budget(True, name), child)
 
 
 def _fork(request: Request) -> Iterator[Cell]:
-    yield from request.masked(FORKED)
+    yield from replace(request, backbones=(request.main_backbone,)).masked(FORKED)
+    others = tuple(name for name in request.backbones if name != request.main_backbone)
+    yield from replace(request, backbones=others).masked(FORKED, request.few_sets)
 
 
 def _models(request: Request) -> Iterator[Cell]:

@@ -41,7 +41,7 @@ class Record:
     def now(
         cls, table: str, key: Key, result: dict[str, Any], seconds: float, together: int, command: str = ""
     ) -> Record:
-        date, result = datetime.now(UTC).strftime("%Y-%m-%d"), dict(json.loads(json.dumps(result)))
+        date, result = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), dict(json.loads(json.dumps(result)))
         return cls(table, key, result, round(seconds, 1), together, this_machine(), date, command)
 
     @property
@@ -72,7 +72,7 @@ class Records:
 
     @classmethod
     def read(cls, folder: Path) -> Records:
-        """All that is recorded there. A last line that was cut off by a crash is left out."""
+        """All that is recorded there, oldest first. A last line that was cut off by a crash is left out."""
         entries = []
         for file in sorted(folder.glob("*.jsonl")):
             lines = file.read_text(encoding="utf-8").splitlines()
@@ -83,7 +83,7 @@ class Records:
                     if number == len(lines):
                         continue
                     raise DataError(f"{file}, line {number} is not a record ({error}): remove that line.") from None
-        return cls(folder, entries)
+        return cls(folder, sorted(entries, key=lambda record: record.date))
 
     def find(self, key: Key) -> Record | None:
         """The newest record of a measurement."""

@@ -75,7 +75,7 @@ def how_it_was_made(table: str, used: Sequence[Record], scale: str) -> list[str]
             f"- {machine['cores']} cores, {threads}, {machine['device']}, {machine['architecture']}; {versions}"
         )
     seconds = sum(record.seconds / record.together for record in used)
-    dates = sorted({record.date for record in used})
+    dates = sorted({record.date[:10] for record in used})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     lines.append(
         f"- Scale `{scale}`; {days}; {len(used)} measurements in {seconds / 60:.0f} minutes of wall time, while other "
