@@ -4,7 +4,8 @@
 
 Tasks of a set share every pass of the backbone, which is computed once and cached: for each method and rate, a run per
 fold (first seed), then one on all training images per seed at the best rate. Baselines need passes of their own: their
-rate is selected on one fold. The paper's own comparisons are in `memoro reproduce`. Every method of every set is recorded when it is done, and skipped when the script is called again.
+rate is selected on one fold. The paper's own comparisons are in `memoro reproduce`. Every method of every set is
+recorded when it is done, and skipped when the script is called again.
 """
 
 from __future__ import annotations

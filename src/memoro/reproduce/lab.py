@@ -126,15 +126,15 @@ class Lab:
         if cell.kind == "accuracy":
             return measure_methods(bench, sets[0], cell.methods, cell.budget)
         if cell.kind == "concat":
-            known = _known_rates(cell, self.key(cell), records)
+            known = _known_rates(self.key(cell), records)
             return {"": measure_concat(bench, sets, cell.methods, cell.budget, cell.number, known)}
         other = sets[1] if len(sets) > 1 else None
         child = CHILDREN[cell.number]
         return {"": measure_extension(bench, sets[0], other, cell.methods, cell.budget, child)}
 
 
-def _known_rates(cell: Cell, key: Key, records: Records) -> dict[str, Any]:
-    """Rates by set and method that an earlier seed of the same cell chose, or table 2 for the same method and budget."""
+def _known_rates(key: Key, records: Records) -> dict[str, Any]:
+    """Rates by set and method that an earlier seed of a cell chose, or table 2 for the same method and budget."""
     found: dict[str, Any] = {}
     for record in records.entries:
         own = record.key
