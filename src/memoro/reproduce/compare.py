@@ -59,8 +59,7 @@ def read_correct(text: str, images: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def compare_chain(names: Sequence[str], results: Mapping[str, Mapping[str, Any]]) -> list[Comparison]:
-    """Each of the methods that are there with the next one: an ordering, link by link."""
-    there = [name for name in names if name in results]
-    links = pairwise(there)
+    """An ordering, link by link: each method with the next one, where both were measured."""
+    links = [(one, two) for one, two in pairwise(names) if one in results and two in results]
     found = (compare_pair((one, results[one]), (two, results[two])) for one, two in links)
     return [comparison for comparison in found if comparison is not None]

@@ -56,9 +56,6 @@ def _ordering(found: Mapping[Row, Mapping[str, Record]]) -> list[str]:
         results = {method: record.result for method, record in cells.items()}
         for chain in (UNMASKED_CHAIN, MASKED_CHAIN):
             for link in compare_chain(chain, results):
-                first, second = chain.index(link.first), chain.index(link.second)
-                if second != first + 1 or (chain is MASKED_CHAIN and {link.first, link.second} <= set(UNMASKED_CHAIN)):
-                    continue
                 sign = "≥" if link.first == "full" else ">"
                 verdict = link.verdict
                 if sign == "≥" and verdict == "not told apart":
