@@ -17,9 +17,9 @@ NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 def test_the_minimal_version_runs() -> None:
     """It asserts by itself that nothing changes when tasks are put together; here it is trained briefly."""
-    results = runpy.run_path(str(EXAMPLES / "minimal.py"))["main"](steps=40)
+    results = runpy.run_path(str(EXAMPLES / "minimal.py"))["main"](steps=60)
     assert len(results) == 5
-    assert results["parity"] > 0.55
+    assert results["backbone, 0 to 4"] > 0.3  # five classes
 
 
 def test_the_minimal_version_is_short_and_needs_nothing_else() -> None:
