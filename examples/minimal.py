@@ -146,7 +146,7 @@ def load() -> dict[str, tuple[Data, Data]]:
     }
 
 
-def main(steps: int = 400) -> dict[str, float]:
+def main(steps: int = 800) -> dict[str, float]:
     torch.manual_seed(0)
     (old, old_test), (high_data, high_test), (parity_data, parity_test) = load().values()
     base = ViT(classes=5)

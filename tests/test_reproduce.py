@@ -23,7 +23,7 @@ from memoro.reproduce.methods import memory
 from memoro.reproduce.plan import CPU, MOST_RUNS, PAPER, TABLES, Cell, Request, plan_table, runs_of
 from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import write_table
-from memoro.reproduce.run import Order, dry_run, format_time, run_tables
+from memoro.reproduce.run import Order, dry_run, format_time, list_missing, run_tables
 from memoro.reproduce.setup import make_order
 
 COLOURS = ((200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40))
@@ -178,13 +178,12 @@ def test_recorded_cells_are_not_run_again(shapes: Path, checkpoint: Path) -> Non
 def test_another_table_uses_what_is_recorded(shapes: Path, checkpoint: Path) -> None:
     run_tables(*order_of("models", shapes, checkpoint), lambda text: None)
     order, lab = order_of("table2", shapes, checkpoint)
-    from memoro.reproduce.run import missing_part
-
-    records = Records.read(order.out)
-    left = [missing_part(cell, lab, records) for _, cell in order.cells()]
-    names = {method.name for cell in left if cell is not None for method in cell.methods}
+    left = list_missing(order, lab, Records.read(order.out))
+    names = {method.name for _, cell in left for method in cell.methods}
     assert names.isdisjoint({"head", "class", "memory 5", "side 8"})
     assert {"memory 1", "memory 20", "full", "lora 8"} <= names
+    twice = list_missing(replace(order, tables=("table2", "masking")), lab, Records.read(order.out))
+    assert [table for table, _ in twice] == ["table2"] * len(left)  # masking has nothing of its own
 
 
 def test_naive_concatenation_and_masks(shapes: Path, checkpoint: Path) -> None:

@@ -16,7 +16,7 @@ from memoro.errors import MemoroError
 from memoro.reproduce.counts import count_flops
 from memoro.reproduce.estimate import Size, base_passes, training_bytes, training_steps
 from memoro.reproduce.lab import Lab
-from memoro.reproduce.plan import Cell, Request, plan_table
+from memoro.reproduce.plan import Cell, Key, Request, plan_table
 from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import write_table
 
@@ -40,24 +40,27 @@ class Order:
         return [(table, cell) for table in self.tables for cell in plan_table(table, self.request)]
 
 
-def missing_part(cell: Cell, lab: Lab, records: Records) -> Cell | None:
-    """The cell without the methods that are recorded already; None if nothing is left."""
-    left = [part for part in cell.parts() if records.find(lab.key(part)) is None]
-    return replace(cell, methods=tuple(method for part in left for method in part.methods)) if left else None
+def list_missing(order: Order, lab: Lab, records: Records) -> list[tuple[str, Cell]]:
+    """The cells without the methods that are recorded, or that an earlier cell of the order measures."""
+    found: list[tuple[str, Cell]] = []
+    planned: list[Key] = []
+    for table, cell in order.cells():
+        keys = [(part, lab.key(part)) for part in cell.parts()]
+        left = [(part, key) for part, key in keys if records.find(key) is None and key not in planned]
+        planned += [key for _, key in left]
+        if left:
+            found.append((table, replace(cell, methods=tuple(method for part, _ in left for method in part.methods))))
+    return found
 
 
 def run_tables(order: Order, lab: Lab, log: Log) -> Records:
     """Runs what is not recorded yet, and writes the reports of all tables."""
     records = Records.read(order.out)
     sizes = {name: lab.size(name) for name in order.request.sets}
-    planned = [(table, missing_part(cell, lab, records)) for table, cell in order.cells()]
-    waiting = [(table, cell) for table, cell in planned if cell is not None]
-    total = sum(lab.seconds(cell, sizes) for _, cell in waiting)
-    log(f"{len(planned)} cells, {len(planned) - len(waiting)} of them done. The others: about {format_time(total)}.")
-    for number, (table, planned_cell) in enumerate(waiting, start=1):
-        cell = missing_part(planned_cell, lab, records)  # an earlier cell may have measured the same for its table
-        if cell is None:
-            continue
+    waiting, total = list_missing(order, lab, records), len(order.cells())
+    seconds = sum(lab.seconds(cell, sizes) for _, cell in waiting)
+    log(f"{total} cells, {total - len(waiting)} of them done. The others: about {format_time(seconds)}.")
+    for number, (table, cell) in enumerate(waiting, start=1):
         log(f"[{number} of {len(waiting)}] {table}: {cell.title} (about {format_time(lab.seconds(cell, sizes))})")
         started = time.monotonic()
         results = lab.run(cell, records)
