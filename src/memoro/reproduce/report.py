@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from memoro.console import format_count
 from memoro.files import write_whole
 from memoro.plots import Point, draw_panels
 from memoro.reproduce.records import Record, Records
@@ -78,7 +79,7 @@ def how_it_was_made(table: str, used: Sequence[Record], scale: str) -> list[str]
     dates = sorted({record.date[:10] for record in used})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     lines.append(
-        f"- Scale `{scale}`; {days}; {len(used)} measurements in {seconds / 60:.0f} minutes of wall time, while other "
+        f"- Scale `{scale}`; {days}; {format_count(len(used), 'measurement')} in {seconds / 60:.0f} minutes of wall time, while other "
         "programs may have been running."
     )
     lines += [f"- {text}" for text in sorted({describe_budget(record) for record in used} - {""})]

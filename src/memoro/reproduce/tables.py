@@ -259,7 +259,7 @@ def _models(records: Records) -> Report:
         if found
         else set()
     )
-    if shared:
+    if shared and len(backbones) > 1:
         rows = []
         for backbone in backbones:
             cells = [found[backbone, name] for name in sorted(shared)]
