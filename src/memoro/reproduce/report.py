@@ -78,9 +78,10 @@ def how_it_was_made(table: str, used: Sequence[Record], scale: str) -> list[str]
     seconds = sum(record.seconds / record.together for record in used)
     dates = sorted({record.date[:10] for record in used})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    measured = format_count(len(used), "measurement")
     lines.append(
-        f"- Scale `{scale}`; {days}; {format_count(len(used), 'measurement')} in {seconds / 60:.0f} minutes of wall time, while other "
-        "programs may have been running."
+        f"- Scale `{scale}`; {days}; {measured} in {seconds / 60:.0f} minutes of wall time, while other programs may "
+        "have been running."
     )
     lines += [f"- {text}" for text in sorted({describe_budget(record) for record in used} - {""})]
     lines.append(
