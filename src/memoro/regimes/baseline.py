@@ -175,7 +175,8 @@ class Baseline(TaskModule[BaselineSpec]):
         preprocessing = self.spec.preprocessing or self.backbone.preprocessing
 
         def run(pixels: Tensor) -> Outputs:
-            return Outputs({self.name: self(pixels.to(self.backbone.dtype))}, {})
+            token = self.features(pixels.to(self.backbone.dtype))
+            return Outputs({self.name: self.head(token.to(self.head.weight.dtype))}, {}, {self.name: token})
 
         return [Pass(preprocessing, [self], run)]
 
