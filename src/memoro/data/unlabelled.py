@@ -89,7 +89,14 @@ def open_unlabelled(
     add_files()
     if not sources:
         raise DataError("no images were named: give files, folders, zips, tables or hub ids.")
+    if len(sources) > 1 and any(map(is_endless, sources)):
+        raise DataError("the length of a stream is unknown: name one split only (owner/name:train), and nothing else.")
     return sources[0] if len(sources) == 1 else Chain(tuple(sources))
+
+
+def is_endless(source: Unlabelled) -> bool:
+    """Whether its keys do not end: it is a stream of unknown length."""
+    return isinstance(source, Stream) and source.length is None
 
 
 def _expand(places: Sequence[Any]) -> Iterator[Any]:
@@ -101,9 +108,8 @@ def _expand(places: Sequence[Any]) -> Iterator[Any]:
 
 
 def _looks_like_hub(place: str, path: Path) -> bool:
-    return (
-        is_hub_id(place) and not path.exists() and path.suffix.lower() not in IMAGE_SUFFIXES | {".zip"} | TABLE_SUFFIXES
-    )
+    files = IMAGE_SUFFIXES | TABLE_SUFFIXES | _JSON_LINES | {".zip"}
+    return is_hub_id(place) and not path.exists() and path.suffix.lower() not in files
 
 
 @dataclass(frozen=True)
@@ -192,10 +198,8 @@ class Paths:
                     raise ImageError(f"{name}: no image.")
                 yield name, os.path.join(places.root, places.resolve(key, name))
             except (DataError, ImageError) as error:
-                yield (
-                    name,
-                    ImageError(str(error).replace("pass allow_absolute=True to load_data", "use --allow-absolute")),
-                )
+                reason = str(error).replace("pass allow_absolute=True to load_data", "use --allow-absolute")
+                yield name, ImageError(reason)
 
     def describe(self) -> list[dict[str, Any]]:
         return [{"path": self.path, "bytes": os.path.getsize(self.path), "column": self.column}]
@@ -215,18 +219,14 @@ class ParquetImages:
 
     def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
         places = Places(os.path.dirname(self.path))
+        first = bisect_right(self.groups, keys[0])
+        row, groups = self.groups[first - 1] if first else 0, list(range(first, len(self.groups)))
         with _open_parquet(self.path) as file:
-            first = bisect_right(self.groups, keys[0])
-            row = self.groups[first - 1] if first else 0
-            wanted = {"columns": [self.column], "row_groups": list(range(first, len(self.groups)))}
-            for batch in file.iter_batches(_ROWS, **wanted):
-                if row + len(batch) <= keys[0]:
-                    row += len(batch)
-                    continue
-                for cell in batch.column(0):
-                    if keys[0] <= row <= keys[-1]:
-                        yield _read_cell(cell.as_py(), f"{self.path}, row {row}", places)
-                    row += 1
+            for batch in _batches(file, self.path, _ROWS, columns=[self.column], row_groups=groups):
+                start = max(keys[0] - row, 0)
+                for at, cell in enumerate(batch.column(0)[start : keys[-1] + 1 - row], row + start):
+                    yield _read_cell(cell.as_py(), f"{self.path}, row {at}", places)
+                row += len(batch)
                 if row > keys[-1]:
                     return
 
@@ -304,7 +304,7 @@ def _column(path: Path, column: str) -> Iterator[str]:
     """The cells of a table's column as text, one by one."""
     if path.suffix.lower() == ".parquet":
         with _open_parquet(path) as file:
-            for batch in file.iter_batches(columns=[column]):
+            for batch in _batches(file, path, columns=[column]):
                 yield from (str(cell.as_py() or "") for cell in batch.column(0))
     else:
         yield from (str(row.get(column) or "") for row in _rows(path))
@@ -340,6 +340,15 @@ def _open_parquet(path: str | Path) -> Any:
         raise DataError(f"{path}: not a readable Parquet file ({error}).") from None
 
 
+def _batches(file: Any, path: str | Path, *rows: int, **wanted: Any) -> Iterator[Any]:
+    import pyarrow
+
+    try:
+        yield from file.iter_batches(*rows, **wanted)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: the Parquet file is damaged ({error}); write it again.") from None
+
+
 def _open_dataset(source: Any, image_column: str | None, streaming: bool) -> Iterator[Unlabelled]:
     """The splits of a `datasets` object, a folder that it saved, or a hub id, one after the other."""
     iterable = type(source).__name__ in {"IterableDataset", "IterableDatasetDict"}
@@ -355,8 +364,6 @@ def _open_dataset(source: Any, image_column: str | None, streaming: bool) -> Ite
         table = undecoded(table.with_format(None), column)
         if streaming or iterable:
             length = sizes[split].num_examples if split in sizes else None
-            if length is None and len(tables) > 1:
-                raise DataError(f"{name}: the lengths of its splits are unknown: name one of {', '.join(tables)}.")
             yield Stream(table, column, title, places, length)
         else:
             yield Rows(TableImages(table, column, title, places))

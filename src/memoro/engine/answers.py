@@ -191,13 +191,12 @@ class AnswerOptions:
     """Whether predictions have the final tokens."""
 
 
-Decode = Callable[["Decoder", Iterable[list[NamedPicture]]], Iterable[tuple[list[NamedPicture], "Decoded"]]]
+Batches = Iterable[list[NamedPicture]]
+Decode = Callable[["Decoder", Batches], Iterable[tuple[list[NamedPicture], "Decoded"]]]
 """Applies a decoder to batches of images: gives each batch and what the decoder gives for it, in order."""
 
 
-def decode_here(
-    decoder: Decoder, batches: Iterable[list[NamedPicture]]
-) -> Iterator[tuple[list[NamedPicture], Decoded]]:
+def decode_here(decoder: Decoder, batches: Batches) -> Iterator[tuple[list[NamedPicture], Decoded]]:
     """In this process, one batch at a time."""
     return ((batch, decoder(batch)) for batch in batches)
 

@@ -44,12 +44,20 @@ class Tally:
     def count(self, predictions: Iterable[Prediction], tick: Callable[[], None]) -> Iterator[Prediction]:
         """The same predictions, counted; `tick` is called after each."""
         for prediction in predictions:
-            self.images += 1
-            if prediction.error is not None:
-                self.unreadable += 1
-                self.first = self.first or prediction
+            self.add(prediction)
             yield prediction
             tick()
+
+    def add(self, prediction: Prediction) -> None:
+        self.images += 1
+        if prediction.error is not None:
+            self.unreadable += 1
+            self.first = self.first or prediction
+
+    def merge(self, other: Tally) -> None:
+        self.images += other.images
+        self.unreadable += other.unreadable
+        self.first = self.first or other.first
 
 
 def flat_rows(prediction: Prediction, top: int | None = None) -> Iterator[dict[str, Any]]:
