@@ -90,7 +90,7 @@ def predict(
     ] = None,
     image_column: Annotated[
         str | None,
-        typer.Option(help="Column of a table with the images.", show_default="path, image or similar", rich_help_panel=_MANY),
+        typer.Option(help="Column of a table with the images.", show_default="path or image", rich_help_panel=_MANY),
     ] = None,
     allow_absolute: Annotated[
         bool,
