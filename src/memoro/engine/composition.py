@@ -251,8 +251,9 @@ class Composition(nn.Module):
     def export(self, path: str | Path, *, images: bool = False) -> Path:
         """Writes an ONNX file with one input and a free batch dimension; returns its path.
 
-        Its outputs are `base` and for each task `NAME` (logits) and `NAME.probabilities`. The input is `pixel_values`,
-        or with `images` the bytes of resized images (batch, height, width, 3), which are normalised in the graph.
+        Its outputs are `base` and for each task `NAME` (logits), `NAME.probabilities`, and `NAME.familiarity` where
+        the task has it. The input is `pixel_values`, or with `images` the bytes of resized images (batch, height,
+        width, 3), which are normalised in the graph.
         Labels, preprocessing and fingerprint are in the file's metadata, as JSON under the key `memoro`.
         """
         from memoro.engine.export import export_onnx
