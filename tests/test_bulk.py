@@ -24,6 +24,7 @@ from test_predict import mess, picture, read_csv, tasks  # noqa: F401
 
 import memoro
 from memoro.backbones import Backbone
+from memoro.data import loader
 from memoro.data.unlabelled import Stream, Unlabelled, is_endless, open_unlabelled
 from memoro.engine.answers import AnswerOptions
 from memoro.errors import DataError
@@ -92,7 +93,14 @@ def test_worker_processes_change_nothing(photos: Path, predictor: Predictor) -> 
     here, there = (new_job(photos, predictor, name) for name in ("here", "there"))
     ticks: list[int] = []
     answer_here(here, begin(here), tick=ticks.append)
-    tally = answer_here(there, begin(there), workers=2)
+    with pytest.MonkeyPatch.context() as patch:
+        started = []
+        new = loader.ProcessPoolExecutor
+        patch.setattr(
+            loader, "ProcessPoolExecutor", lambda *given, **options: started.append(1) or new(*given, **options)
+        )
+        tally = answer_here(there, begin(there), workers=2)
+    assert len(started) == 1, "the processes go on from shard to shard"
     assert read_rows(here.folder) == read_rows(there.folder)
     assert (tally.images, tally.unreadable, sum(ticks)) == (COUNT, 1, COUNT)
 

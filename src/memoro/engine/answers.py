@@ -191,14 +191,8 @@ class AnswerOptions:
     """Whether predictions have the final tokens."""
 
 
-Batches = Iterable[list[NamedPicture]]
-Decode = Callable[["Decoder", Batches], Iterable[tuple[list[NamedPicture], "Decoded"]]]
-"""Applies a decoder to batches of images: gives each batch and what the decoder gives for it, in order."""
-
-
-def decode_here(decoder: Decoder, batches: Batches) -> Iterator[tuple[list[NamedPicture], Decoded]]:
-    """In this process, one batch at a time."""
-    return ((batch, decoder(batch)) for batch in batches)
+Decode = Callable[[Iterable[list[NamedPicture]]], Iterable[tuple[list[NamedPicture], "Decoded"]]]
+"""Decodes batches of images: gives each batch and what a `Decoder` gives for it, in order."""
 
 
 def answer_pictures(
@@ -206,13 +200,19 @@ def answer_pictures(
     passes: Sequence[Pass],
     names: Sequence[str],
     how: AnswerOptions,
-    decode: Decode = decode_here,
+    decode: Decode | None = None,
 ) -> Iterator[Prediction]:
-    """What `stream_predictions` gives, for images with names; `decode` may use other processes."""
+    """What `stream_predictions` gives, for images with names. `decode` may use other processes; without it, one batch
+    at a time is decoded here."""
     batches = iter(lambda: list(islice(pictures, how.batch_size)), [])
-    decoder = Decoder(tuple(one.preprocessing for one in passes))
-    for batch, decoded in decode(decoder, batches):
+    decoder = new_decoder(passes)
+    for batch, decoded in decode(batches) if decode is not None else ((batch, decoder(batch)) for batch in batches):
         yield from _answer([name for name, _ in batch], decoded, passes, names, how)
+
+
+def new_decoder(passes: Sequence[Pass]) -> Decoder:
+    """Prepares images for all of the passes."""
+    return Decoder(tuple(one.preprocessing for one in passes))
 
 
 def read_predictions(predictions: Iterable[Prediction]) -> list[Answers]:

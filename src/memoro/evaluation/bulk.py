@@ -20,7 +20,16 @@ from memoro.backbones import Backbone
 from memoro.console import format_count
 from memoro.data.loader import shared_pool
 from memoro.data.unlabelled import Key, Unlabelled, is_endless
-from memoro.engine.answers import AnswerOptions, NamedPicture, Pass, Prediction, answer_pictures
+from memoro.engine.answers import (
+    AnswerOptions,
+    Decoded,
+    Decoder,
+    NamedPicture,
+    Pass,
+    Prediction,
+    answer_pictures,
+    new_decoder,
+)
 from memoro.engine.composition import compose
 from memoro.errors import DataError
 from memoro.evaluation.predictions import Tally, check_form, write_predictions
@@ -55,6 +64,10 @@ class Predictor:
         composed = compose(self.backbone, [model for model in self.models if isinstance(model, Task)])
         return [*composed.prediction_passes(), *(one for baseline in apart for one in baseline.prediction_passes())]
 
+    @cached_property
+    def _decoder(self) -> Decoder:
+        return new_decoder(self.passes)
+
     def on(self, device: torch.device | str) -> Predictor:
         """The same on another device."""
         backbone = self.backbone.to(device)
@@ -63,8 +76,13 @@ class Predictor:
 
     def predict(self, pictures: Iterator[NamedPicture], workers: int = 0) -> Iterator[Prediction]:
         """The prediction for each image, in order. They are decoded ahead by this many processes, or here."""
-        pool = shared_pool()
-        return answer_pictures(pictures, self.passes, self.names, self.how, partial(_decode, pool, workers))
+        # Both are kept, so that the processes go on to the next shard.
+        pool = vars(self)["_pool"] = shared_pool()
+
+        def decode(batches: Iterable[list[NamedPicture]]) -> Iterator[tuple[list[NamedPicture], Decoded]]:
+            return pool.imap(self._decoder, batches, workers)
+
+        return answer_pictures(pictures, self.passes, self.names, self.how, decode)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Predictor, (self.backbone, self.models, self.how)  # passes are functions, and built where they run
@@ -80,10 +98,6 @@ class Predictor:
             "false_alarms": how.routing.false_alarms,
             "embeddings": how.embeddings,
         }
-
-
-def _decode(pool: Any, workers: int, decoder: Any, batches: Any) -> Any:
-    return pool.imap(decoder, batches, workers)
 
 
 def _hash(model: Task | Baseline) -> str:
