@@ -107,6 +107,7 @@ class Bar:
         )
         self._job = self.progress.add_task(title, total=total, figures="")
         self._began = self._told = time.monotonic()
+        self._line = ""
 
     def __enter__(self) -> Self:
         self.progress.start()
@@ -134,7 +135,10 @@ class Bar:
             whole = "" if job.total is None else f" of {job.total:,.0f}"
             parts = [f"{job.description}: {job.completed:,.0f}{whole}", job.fields["figures"]]
             seconds = round(self._told - self._began)
-            self._console.print(", ".join([*filter(None, parts), *([f"{seconds} s"] if job.completed else [])]))
+            line = ", ".join([*filter(None, parts), *([f"{seconds} s"] if job.completed else [])])
+            if line != self._line:  # the last one may have been told already
+                self._console.print(line)
+            self._line = line
 
 
 @contextmanager

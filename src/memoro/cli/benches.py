@@ -64,7 +64,7 @@ def bench_export_command(
 ) -> None:
     """An exported ONNX file in ONNX Runtime against the same tasks in torch, on the CPU.
 
-    Exporting takes most of the time: half a minute of CPU time, two minutes for 100 tasks.
+    Exporting takes most of the time: half a minute of CPU time, more for 100 tasks.
     """
     from memoro.bench.export import bench_export, export_table
 
