@@ -178,7 +178,7 @@ def test_another_job_is_refused(photos: Path, predictor: Predictor, backbone: Ba
     with pytest.raises(DataError, match="these differ: the images"):
         begin(job, resume=True)
     (job.folder / MANIFEST).write_text("{")
-    with pytest.raises(DataError, match=r"_manifest\.json is damaged"):
+    with pytest.raises(DataError, match=r"_manifest\.json is missing or damaged"):
         begin(job, resume=True)
 
 

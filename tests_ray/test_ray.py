@@ -127,5 +127,5 @@ def test_errors_of_workers_reach_the_user(cluster: None, predictor: Predictor) -
     job = new_job(predictor, "answers")
     todo = begin(job)
     (job.folder / MANIFEST).unlink()
-    with pytest.raises(DataError, match="use a folder that all machines share"):
+    with pytest.raises(DataError, match=r"answers is not visible on \S+: use a folder that all machines share\.$"):
         answer_on_ray(job, todo, workers=1)

@@ -256,9 +256,11 @@ def _write_shards(job: Job, resume: bool, workers: int | None, cluster: dict[str
     """Answers as files of a folder."""
     from memoro.data.loader import worker_count
     from memoro.evaluation.bulk import answer_here, begin
-    from memoro.evaluation.on_ray import answer_on_ray
+    from memoro.evaluation.on_ray import answer_on_ray, check_ray
 
     errors = plain_console(stderr=True, soft_wrap=True)
+    if cluster is not None:
+        check_ray(job)
     todo = begin(job, resume=resume)
     left = None if todo.images is None else todo.images - todo.answered
     if todo.done:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
 from bisect import bisect_right
@@ -170,7 +171,8 @@ class Zip:
                 yield name, error
 
     def describe(self) -> list[dict[str, Any]]:
-        return [{"path": self.source.archive, "bytes": self.bytes}]
+        names = hashlib.sha256("\0".join(self.source.names).encode(errors="surrogateescape")).hexdigest()
+        return [{"path": self.source.archive, "bytes": self.bytes, "names": names}]
 
 
 def _open_zip(path: Path) -> Zip:

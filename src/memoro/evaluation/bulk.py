@@ -41,6 +41,7 @@ from memoro.tasks.task import Task
 MANIFEST = "_manifest.json"
 """Describes what the shards in a folder answer. Readers of Parquet folders leave out names with an underscore."""
 FORMAT = 1
+_PARTS = ".part-*.part"  # what `open_whole` writes
 SHARD_SIZE = 8192
 
 T = TypeVar("T")
@@ -216,8 +217,8 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
         "shards": digests,
     }
     path = job.folder / MANIFEST
-    if path.is_file():
-        done = frozenset(_numbers(job))
+    done = frozenset(_numbers(job))
+    if done:
         if not resume:
             raise DataError(
                 f"{job.folder} already has {format_count(len(done), 'shard')} of answers. To continue, add --resume; "
@@ -227,7 +228,8 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
         last = len(digests) - 1 if digests else -1
         short = 0 if images is None or last not in done else (last + 1) * job.shard_size - images
         return Todo(images, len(done) * job.shard_size - short, done, digests)
-    if job.folder.exists() and (not job.folder.is_dir() or any(job.folder.iterdir())):
+    there = job.folder.iterdir() if job.folder.is_dir() else ()
+    if job.folder.is_file() or any(file.name != MANIFEST and not file.match(_PARTS) for file in there):
         raise DataError(f"{job.folder} is not an empty folder: choose another one with --out.")
     write_whole(path, json.dumps(manifest, ensure_ascii=True, indent=1).encode())
     return Todo(images, 0, frozenset(), digests)
@@ -235,7 +237,7 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
 
 def finish(job: Job) -> None:
     """Removes what killed processes left behind, once all shards are there."""
-    for file in job.folder.glob(".part-*.part"):
+    for file in job.folder.glob(_PARTS):
         with suppress(OSError):
             file.unlink()
 
@@ -253,7 +255,7 @@ def answer_here(job: Job, todo: Todo, *, workers: int = 0, tick: Callable[[int],
 
 
 def _numbers(job: Job) -> Iterator[int]:
-    for file in job.folder.glob(f"part-*.{job.form}"):
+    for file in job.folder.glob("part-*.*"):
         number = file.stem.removeprefix("part-")
         if number.isdecimal():
             yield int(number)
@@ -266,7 +268,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             return record
     except (OSError, ValueError):
         pass
-    raise DataError(f"{path} is damaged: choose another folder with --out.")
+    raise DataError(f"{path} is missing or damaged: choose another folder with --out.")
 
 
 _NAMES = {

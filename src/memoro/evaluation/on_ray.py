@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,28 +28,36 @@ MAX_DEATHS = 3
 class Worker:
     """A process of the cluster with the backbone and the tasks, which it gets once."""
 
-    def __init__(self, job: Job, version: str, place: str, cpus: int) -> None:
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.decoders = 0
+
+    def ready(self, version: str, place: str, cpus: int) -> None:
+        """Prepares the models. An error if this machine cannot do what the one of the command can."""
+        here = os.uname().nodename
         if version != __version__:
-            raise DataError(f"memoro {__version__} is installed on {os.uname().nodename}: install {version} there.")
+            raise DataError(f"memoro {__version__} is installed on {here}: install {version} there.")
         if not os.path.isdir(place):
             raise DataError(
-                f"{place}, where the command was started, does not exist on {os.uname().nodename}: start it in a "
-                "folder that all machines share."
+                f"{place}, where the command was started, does not exist on {here}: start it in a folder that all "
+                "machines share."
             )
         os.chdir(place)  # relative paths mean the same as for the command
-        if not (job.folder / MANIFEST).is_file():
-            raise DataError(
-                f"{job.folder} is not visible on {os.uname().nodename}: use a folder that all machines share."
-            )
+        if not (self.job.folder / MANIFEST).is_file():
+            raise DataError(f"{self.job.folder} is not visible on {here}: use a folder that all machines share.")
         torch.set_num_threads(cpus)
-        self.job = Job(job.source, job.predictor.on(own_device(None)), job.folder, job.form, job.shard_size)
+        self.job = replace(self.job, predictor=self.job.predictor.on(own_device(None)))
         self.decoders = min(worker_count(None, None), cpus) if cpus > 1 else 0
-
-    def ready(self) -> None:
-        """Returns once the worker can answer."""
 
     def answer(self, shard: Shard) -> Tally:
         return self.job.answer(shard, workers=self.decoders)
+
+
+def check_ray(job: Job) -> None:
+    """Raises if Ray is not installed, or the job is not for several processes."""
+    need("ray", extra="ray")
+    if isinstance(job.source, Stream):
+        raise DataError("a stream is read from front to back, by one process: leave out --ray or --streaming.")
 
 
 def answer_on_ray(
@@ -65,11 +74,9 @@ def answer_on_ray(
     Workers are one for each GPU, or one for every `CPUS` cores. The shard of one that dies is given to another. The
     files are those that `answer_here` would write.
     """
-    need("ray", extra="ray")
+    check_ray(job)
     import ray
 
-    if isinstance(job.source, Stream):
-        raise DataError("a stream is read from front to back, by one process: leave out --ray or --streaming.")
     own = not ray.is_initialized()
     if own:
         try:
@@ -98,8 +105,8 @@ def _run(ray: Any, job: Job, todo: Todo, workers: int | None, tick: Callable[[in
     whole = Tally()
 
     def start() -> None:
-        worker = kind.remote(shipped, __version__, os.getcwd(), each)
-        calls[worker.ready.remote()] = (worker, None)
+        worker = kind.remote(shipped)
+        calls[worker.ready.remote(__version__, os.getcwd(), each)] = (worker, None)
 
     for _ in range(count):
         start()
@@ -115,8 +122,6 @@ def _run(ray: Any, job: Job, todo: Todo, workers: int | None, tick: Callable[[in
         try:
             found = ray.get(done)
         except ray.exceptions.RayActorError as error:
-            if isinstance(error.__cause__, MemoroError):
-                raise error.__cause__ from None
             number = None if shard is None else shard.number
             deaths[number] += 1
             if deaths[number] > MAX_DEATHS * (count if shard is None else 1):
@@ -127,8 +132,7 @@ def _run(ray: Any, job: Job, todo: Todo, workers: int | None, tick: Callable[[in
             start()
             continue
         except ray.exceptions.RayTaskError as error:
-            cause = error.as_instanceof_cause()
-            raise cause from None
+            raise (error.cause if isinstance(error.cause, MemoroError) else error) from None
         idle.append(worker)
         if shard is not None:
             whole.merge(found)
