@@ -26,6 +26,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.data import loader
 from memoro.data.unlabelled import Stream, Unlabelled, is_endless, open_unlabelled
+from memoro.engine import answers
 from memoro.engine.answers import AnswerOptions
 from memoro.errors import DataError
 from memoro.evaluation import bulk
@@ -103,6 +104,31 @@ def test_worker_processes_change_nothing(photos: Path, predictor: Predictor) -> 
     assert len(started) == 1, "the processes go on from shard to shard"
     assert read_rows(here.folder) == read_rows(there.folder)
     assert (tally.images, tally.unreadable, sum(ticks)) == (COUNT, 1, COUNT)
+
+
+def test_an_image_that_kills_its_decoder_is_a_row_with_an_error(
+    photos: Path, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = list(predictor.predict(read_all(open_unlabelled(["photos"]), COUNT)))
+    own, here = answers.open_image, os.getpid()
+
+    def crash(picture: Any, **options: Any) -> Any:
+        if str(picture) in {"photos/03.png", "photos/11.png"}:
+            assert os.getpid() != here
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(picture, **options)
+
+    monkeypatch.setattr(answers, "open_image", crash)
+    found = list(predictor.predict(read_all(open_unlabelled(["photos"]), COUNT), predictor.decoder(2)))
+    assert {one.image: one.error for one in found if one.error and "process" in one.error} == dict.fromkeys(
+        ["photos/03.png", "photos/11.png"], "the process that decoded it died, possibly out of memory."
+    )
+    assert [one.image for one in found] == [one.image for one in right]
+    assert found[5] == right[5], "errors of other images stay"
+    for one, other in zip(found, right, strict=True):
+        if one.error is None:  # two batches are one image smaller, which rounds differently
+            expected = other.answers["pets"]["probability"]
+            assert one.answers["pets"]["probability"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_killed_in_the_middle_and_resumed(photos: Path, predictor: Predictor) -> None:

@@ -231,7 +231,8 @@ def _write_one(
     pictures = (picture for chunk in chunks for picture in source.read(chunk))
     try:
         with _progress(count, quiet=not errors.is_terminal) as tick:
-            rows = tally.count(predictor.predict(pictures, worker_count(workers, count)), lambda: tick(1))
+            found = predictor.predict(pictures, predictor.decoder(worker_count(workers, count)))
+            rows = tally.count(found, lambda: tick(1))
             if form == "table":
                 shown = list(islice(rows, MAX_ROWS))
                 for _ in rows:

@@ -18,12 +18,11 @@ import torch
 
 from memoro.backbones import Backbone
 from memoro.console import format_count
-from memoro.data.loader import shared_pool
+from memoro.data.decoding import DecodeAhead
 from memoro.data.unlabelled import Key, Unlabelled, is_endless
 from memoro.engine.answers import (
     AnswerOptions,
-    Decoded,
-    Decoder,
+    Decode,
     NamedPicture,
     Pass,
     Prediction,
@@ -65,25 +64,19 @@ class Predictor:
         composed = compose(self.backbone, [model for model in self.models if isinstance(model, Task)])
         return [*composed.prediction_passes(), *(one for baseline in apart for one in baseline.prediction_passes())]
 
-    @cached_property
-    def _decoder(self) -> Decoder:
-        return new_decoder(self.passes)
-
     def on(self, device: torch.device | str) -> Predictor:
         """The same on another device."""
         backbone = self.backbone.to(device)
         models = tuple(model.on(backbone) if isinstance(model, Baseline) else model for model in self.models)
         return Predictor(backbone, models, self.how)
 
-    def predict(self, pictures: Iterator[NamedPicture], workers: int = 0) -> Iterator[Prediction]:
-        """The prediction for each image, in order. They are decoded ahead by this many processes, or here."""
-        # Both are kept, so that the processes go on to the next shard.
-        pool = vars(self)["_pool"] = shared_pool()
-
-        def decode(batches: Iterable[list[NamedPicture]]) -> Iterator[tuple[list[NamedPicture], Decoded]]:
-            return pool.imap(self._decoder, batches, workers)
-
+    def predict(self, pictures: Iterator[NamedPicture], decode: Decode | None = None) -> Iterator[Prediction]:
+        """The prediction for each image, in order. They are decoded here, or as `decoder` says."""
         return answer_pictures(pictures, self.passes, self.names, self.how, decode)
+
+    def decoder(self, workers: int) -> Decode | None:
+        """Decodes images for `predict` in so many processes; they end with it."""
+        return DecodeAhead(new_decoder(self.passes), workers) if workers else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Predictor, (self.backbone, self.models, self.how)  # passes are functions, and built where they run
@@ -143,13 +136,15 @@ class Job:
             yield Shard(number, some)
             number += 1
 
-    def answer(self, shard: Shard, *, workers: int = 0, tick: Callable[[int], None] = lambda count: None) -> Tally:
+    def answer(
+        self, shard: Shard, decode: Decode | None = None, *, tick: Callable[[int], None] = lambda count: None
+    ) -> Tally:
         """Answers a shard and writes its file, which appears when it is whole. Returns what it holds.
 
         `tick` is called with the number of images after each batch. A shard beyond the end of a stream has no file.
         """
         tally, how = Tally(), self.predictor.how
-        found = self.predictor.predict(self.source.read(shard.keys), workers)
+        found = self.predictor.predict(self.source.read(shard.keys), decode)
         batches = iter(lambda: list(islice(found, how.batch_size)), [])
         batch = next(batches, None)
         if batch is None:
@@ -244,9 +239,9 @@ def finish(job: Job) -> None:
 
 def answer_here(job: Job, todo: Todo, *, workers: int = 0, tick: Callable[[int], None] = lambda count: None) -> Tally:
     """Answers all that is left, in this process. Returns what was found."""
-    whole = Tally()
+    whole, decode = Tally(), job.predictor.decoder(workers)
     for shard in todo.shards(job):
-        found = job.answer(shard, workers=workers, tick=tick)
+        found = job.answer(shard, decode, tick=tick)
         whole.merge(found)
         if found.images < len(shard.keys):  # the end of a stream
             break

@@ -14,6 +14,7 @@ from memoro import __version__
 from memoro.backbones.load import own_device
 from memoro.data.loader import worker_count
 from memoro.data.unlabelled import Stream
+from memoro.engine.answers import Decode
 from memoro.errors import DataError, MemoroError
 from memoro.evaluation.bulk import MANIFEST, Job, Shard, Todo, finish
 from memoro.evaluation.predictions import Tally
@@ -30,7 +31,7 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.decoders = 0
+        self.decode: Decode | None = None
 
     def ready(self, version: str, place: str, cpus: int) -> None:
         """Prepares the models. An error if this machine cannot do what the one of the command can."""
@@ -47,10 +48,10 @@ class Worker:
             raise DataError(f"{self.job.folder} is not visible on {here}: use a folder that all machines share.")
         torch.set_num_threads(cpus)
         self.job = replace(self.job, predictor=self.job.predictor.on(own_device(None)))
-        self.decoders = min(worker_count(None, None), cpus) if cpus > 1 else 0
+        self.decode = self.job.predictor.decoder(min(worker_count(None, None), cpus) if cpus > 1 else 0)
 
     def answer(self, shard: Shard) -> Tally:
-        return self.job.answer(shard, workers=self.decoders)
+        return self.job.answer(shard, self.decode)
 
 
 def check_ray(job: Job) -> None:
