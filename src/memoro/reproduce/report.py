@@ -101,7 +101,9 @@ def describe_budget(record: Record) -> str:
     masked = (
         "masked" if all(one["regime"] in {"head", "memory", "side"} for one in record.key["methods"]) else "unmasked"
     )
-    return f"{masked.capitalize()} regimes: {length} of {budget['batch_size']} images, {most} of a set, {views}."
+    judges = "a validation split" if budget["val_fraction"] else f"{budget['folds'] or 'up to 4'} quarters of train"
+    batches = f"{length}, batches of {budget['batch_size']}"
+    return f"{masked.capitalize()} regimes: {batches}, {most} of a set, {views}; rates judged on {judges}."
 
 
 # ------------------------------------------------------------------------------------------------ accuracy by method
@@ -149,7 +151,9 @@ def accuracy_lines(found: Mapping[Row, Mapping[str, Record]], methods: Sequence[
         f"images and measured once. `{NOT_FLAT}`: not reached, the accuracy on held-out images was still rising by "
         f"more than 0.01 in the last third of the training. `{NOT_RUN}`: not run."
     )
-    return [*markdown_table(["backbone", "set", "train / test", *there], rows), "", legend]
+    missing = [name for name in methods if name not in there]
+    not_run = ["", f"Not run yet: {', '.join(missing)}."] if missing else []
+    return [*markdown_table(["backbone", "set", "train / test", *there], rows), *not_run, "", legend]
 
 
 def accuracy_rows(found: Mapping[Row, Mapping[str, Record]]) -> list[dict[str, Any]]:

@@ -33,7 +33,13 @@ def _table2(records: Records) -> Report:
     report, found = accuracy_report(records, "Table 2: accuracy by regime", intro, names)
     report.lines += _ordering(found)
     paper = [[name, *map(str, figures)] for name, *figures in PAPER_TABLE2]
-    columns = ["paper, validation accuracy in %", "full", "head", "head + class", *(f"{n} cells" for n in CELLS)]
+    columns = [
+        "paper, validation accuracy in %",
+        "full",
+        "head",
+        "head + class",
+        *(f"memory {cells}" for cells in CELLS),
+    ]
     report.lines += ["", "## The paper's figures (ViT-B/32, ImageNet-21k)", "", *markdown_table(columns, paper)]
     lines = {
         "memory (masked)": {"class": 0, **{f"memory {cells}": cells for cells in CELLS}},
