@@ -101,10 +101,17 @@ def reproduce(
     torchrun --nproc-per-node 8 -m memoro reproduce all --scale paper
     """
     from memoro.console import quiet_libraries
+    from memoro.reproduce.plan import TABLES
+    from memoro.reproduce.run import dry_run as run_dry
+    from memoro.reproduce.run import run_tables, write_reports
     from memoro.reproduce.setup import make_order
 
     quiet_libraries()
     console = plain_console(soft_wrap=True)
+    if report:
+        tables = tuple(TABLES) if table is TableName.ALL else (table.value,)
+        write_reports(tables, scale.value, out or Path("results") / scale.value, console.print)
+        return
     changes: dict[str, Any] = {"most": most, "epochs": epochs, "steps": steps, "seeds": seeds, "folds": folds}
     changes["batch_size"] = batch_size
     order, lab = make_order(
@@ -113,13 +120,12 @@ def reproduce(
         image_size=image_size, workers=workers, device=device,
         changes={name: value for name, value in changes.items() if value is not None},
     )  # fmt: skip
-    from memoro.reproduce.run import dry_run as run_dry
-    from memoro.reproduce.run import run_tables, write_reports
 
-    log = console.print if lab.main else lambda text: None
-    if report:
-        write_reports(order, log)
-    elif dry_run:
+    def log(text: str) -> None:
+        if lab.main:
+            console.print(text)
+
+    if dry_run:
         run_dry(order, lab, log)
     else:
         try:

@@ -188,13 +188,13 @@ def point_of(x: float, record: Record) -> Point:
 
 
 def panels_of(
-    found: Mapping[Row, Mapping[str, Record]], lines: Mapping[str, Mapping[str, float]]
+    found: Mapping[Row, Mapping[str, Record]], lines: Mapping[str, Sequence[tuple[str, float]]]
 ) -> dict[str, dict[str, list[Point]]]:
-    """A panel for each backbone and set: `lines` gives, for each line, its methods and their places on the x axis."""
+    """A panel for each backbone and set: `lines` gives, for each line, its methods with their places on the x axis."""
     panels = {}
     for (backbone, name), cells in found.items():
         drawn = {
-            line: [point_of(x, cells[method]) for method, x in places.items() if method in cells]
+            line: [point_of(x, cells[method]) for method, x in places if method in cells]
             for line, places in lines.items()
         }
         drawn = {line: points for line, points in drawn.items() if points}

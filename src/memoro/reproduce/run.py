@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,15 +75,15 @@ def run_tables(order: Order, lab: Lab, log: Log) -> Records:
             write_table(table, records, order.request.scale.name, order.out)
         log(f"    done in {format_time(seconds)}")
     if lab.main:
-        write_reports(order, log)
+        write_reports(order.tables, order.request.scale.name, order.out, log)
     return records
 
 
-def write_reports(order: Order, log: Log) -> None:
+def write_reports(tables: Sequence[str], scale: str, out: Path, log: Log) -> None:
     """Writes the tables from what is recorded."""
-    records = Records.read(order.out)
-    for table in order.tables:
-        log(f"{table}: {write_table(table, records, order.request.scale.name, order.out)}")
+    records = Records.read(out)
+    for table in tables:
+        log(f"{table}: {write_table(table, records, scale, out)}")
 
 
 def dry_run(order: Order, lab: Lab, log: Log) -> None:

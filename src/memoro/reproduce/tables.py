@@ -42,12 +42,9 @@ def _table2(records: Records) -> Report:
     ]
     report.lines += ["", "## The paper's figures (ViT-B/32, ImageNet-21k)", "", *markdown_table(columns, paper)]
     lines = {
-        "memory (masked)": {"class": 0, **{f"memory {cells}": cells for cells in CELLS}},
-        "memory-full": {"class-full": 0, **{f"memory-full {cells}": cells for cells in CELLS}},
-        "head": {"head": 0},
-        "full": {"full": 20},
-        "side 8": {"side 8": 20},
-        "lora 8": {"lora 8": 20},
+        "memory (masked)": [("class", 0), *((f"memory {cells}", cells) for cells in CELLS)],
+        "memory-full": [("class-full", 0), *((f"memory-full {cells}", cells) for cells in CELLS)],
+        **{name: [(name, 0), (name, CELLS[-1])] for name in ("head", "full", "side 8", "lora 8")},  # level lines
     }
     if found:
         panels = panels_of(found, lines)
@@ -159,8 +156,8 @@ def _masking(records: Records) -> Report:
     intro = [INTRO["masking"]]
     report, found = accuracy_report(records, "Masking", intro, [*full, *masked])
     lines = {
-        "mask": dict(zip(masked, (0, *CELLS), strict=True)),
-        "full attention": dict(zip(full, (0, *CELLS), strict=True)),
+        "mask": list(zip(masked, (0, *CELLS), strict=True)),
+        "full attention": list(zip(full, (0, *CELLS), strict=True)),
     }
     both = {row: cells for row, cells in found.items() if set(cells) & set(full) and set(cells) & set(masked)}
     rows = []
@@ -190,12 +187,12 @@ def _fork(records: Records) -> Report:
     names = [method.name for method in FORKED]
     intro = [INTRO["fork"]]
     report, found = accuracy_report(records, "Forks", intro, names)
-    lines: dict[str, dict[str, float]] = {"memory 5": {"memory 5": 0.0}, "side 2": {}, "side 8": {}}
+    lines: dict[str, list[tuple[str, float]]] = {"memory 5": [("memory 5", 0.0)], "side 2": [], "side 8": []}
     for method in FORKED:
         if method.fork is not None:
-            lines[method.name.partition(",")[0]][method.name] = method.fork
+            lines[method.name.partition(",")[0]].append((method.name, method.fork))
     for places in lines.values():
-        places["head"] = 1.0
+        places.append(("head", 1.0))
     if found:
         panels = panels_of(found, lines)
         report.figures["accuracy over the fork"] = figure_of(
