@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from memoro.console import format_bytes
+from memoro.console import format_bytes, format_count
 from memoro.data.augment import output_size
 from memoro.data.hub import KNOWN, find_known
 from memoro.errors import MemoroError
@@ -93,15 +93,18 @@ def dry_run(order: Order, lab: Lab, log: Log) -> None:
     known = {name: size for name, size in sizes.items() if size is not None}
     for name in request.backbones:
         _look_for_backbone(name, lab, log)
+    missing = list_missing(order, lab, Records.read(order.out))
+    left = [(table, cell) for table, cell in missing if all(name in known for name in cell.sets)]
     total = 0.0
     for table in order.tables:
-        cells = [cell for cell in plan_table(table, request) if all(name in known for name in cell.sets)]
+        cells = [cell for own, cell in left if own == table]
         steps = sum(training_steps(cell, known) for cell in cells)
         seconds = sum(lab.seconds(cell, known) for cell in cells)
         total += seconds
-        log(f"{table}: {len(cells)} cells, {steps:,} optimiser steps, about {format_time(seconds)} on this machine")
+        what = f"{format_count(len(cells), 'cell')} that no other table or record has"
+        log(f"{table}: {what}, {steps:,} optimiser steps, about {format_time(seconds)} on this machine")
     log(f"all: about {format_time(total)} on this machine; batch {scale.unmasked.batch_size}")
-    passes = sum(base_passes(cell, known) for _, cell in order.cells() if all(name in known for name in cell.sets))
+    passes = sum(base_passes(cell, known) for _, cell in left)
     bench = lab.bench(request.main_backbone)
     pixels = torch.zeros(1, bench.backbone.channels, *output_size(bench.preprocessing)).to(bench.backbone.device)
     work = passes * count_flops(bench.backbone.original, pixels)
@@ -138,7 +141,7 @@ def _look_for_backbone(name: str, lab: Lab, log: Log) -> None:
 
 
 def format_time(seconds: float) -> str:
-    for unit, length in (("days", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
+    for unit, length, digits in (("days", 86_400.0, 0), ("h", 3_600.0, 1), ("min", 60.0, 0)):
         if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}" if unit != "min" else f"{seconds / length:.0f} min"
+            return f"{seconds / length:,.{digits}f} {unit}"
     return f"{seconds:.0f} s"
