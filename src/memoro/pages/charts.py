@@ -56,6 +56,15 @@ def bar_chart(values: Mapping[str, float], unit: str) -> Html:
     )
 
 
+def meter(share: float, look: str = "bar") -> Html:
+    """A share as a bar as wide as its place; the number stands beside it. The server's page has the same."""
+    bars = (
+        tag("rect", class_=name, width=f"{width:.1%}", height=8, rx=4)
+        for name, width in (("track", 1.0), (look, share))
+    )
+    return tag("svg", *bars, class_="meter", width="100%", height=8, aria_hidden="true")
+
+
 def matrix_chart(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> Html:
     """True by predicted classes, with counts; the colour is the fraction of the true class."""
     count, names = len(labels), [shorten(label, _NAMES) for label in labels]
