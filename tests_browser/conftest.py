@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 from rich.console import Console
 
 from memoro.demo import run_demo
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 torch.set_num_threads(1)
+expect.set_options(timeout=60_000)  # on a busy machine; what is expected comes at once on an idle one
 
 SCREENS = {"desktop": (1280, 900), "phone": (360, 740)}
 PICTURES = Path(__file__).parent / "screenshots"

@@ -1,7 +1,7 @@
 /* The answers of the tasks to an image, what they cost, and where each task looked. */
 
 import { explain } from "./api.js";
-import { count, el, meter, milliseconds, number, percent, svg, tell } from "./parts.js";
+import { count, el, fail, meter, milliseconds, number, percent, svg } from "./parts.js";
 
 /* From no attention to the most: the colours of `memoro explain`. */
 const RAMP = [[20, 30, 80], [90, 45, 135], [195, 65, 105], [248, 150, 60], [255, 240, 140]];
@@ -89,7 +89,7 @@ async function toggle(button, box, look, name, shown) {
   } catch (problem) {
     const place = el("div", { class: "problem", role: "alert" });
     look.replaceChildren(place);
-    tell(place, problem, () => {
+    fail(place, problem, () => {
       look.hidden = true;
       toggle(button, box, look, name, shown);
     });

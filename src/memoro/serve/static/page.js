@@ -1,9 +1,9 @@
 /* The page: an image comes in, every task's answer comes out. */
 
-import { Problem, hasToken, listTasks, predict, useToken } from "./api.js";
+import { hasToken, listTasks, predict, useToken } from "./api.js";
 import { answerCards, costPart, summary } from "./answers.js";
 import { attachFiles, showTasks } from "./tasks.js";
-import { byId, count, el, tell } from "./parts.js";
+import { byId, count, el, fail, sentence, tell } from "./parts.js";
 
 const state = { list: null, left: new Set(), shown: null, request: null };
 
@@ -62,17 +62,6 @@ function clear(text) {
   byId("status").replaceChildren(...(text ? [el("p", null, text)] : []));
 }
 
-/** Says what went wrong. Where a token is missing, asks for it. */
-function fail(place, problem, again) {
-  if (!(problem instanceof Problem)) throw problem;
-  if (problem.status === 401) {
-    byId("access").hidden = false;
-    problem = hasToken() ? "The server does not accept this token. Enter another one below." : "This server needs a token. Enter it below.";
-    again = null;
-  }
-  tell(place, problem, problem.gone ? again : null);
-}
-
 /** The names of the tasks to ask; null for all. */
 const chosen = () => (state.left.size && state.list ? state.list.tasks.map((task) => task.name).filter((name) => !state.left.has(name)) : null);
 
@@ -125,7 +114,7 @@ function showChoice() {
 
 function showAccess() {
   const { writable, reason, token_needed: needed } = state.list;
-  const text = !writable ? `${reason[0].toUpperCase()}${reason.slice(1)}`
+  const text = !writable ? sentence(reason)
     : `Drop a task file anywhere, or choose one. It stays attached when the server restarts.${needed ? " Attaching and detaching need the server's token." : ""}`;
   byId("attaching").textContent = text;
   byId("task-file").disabled = !writable;
@@ -140,7 +129,7 @@ function receive(files) {
   if (tasks.length) {
     byId("tasks-part").scrollIntoView();
     if (state.list?.writable === false) tell(byId("task-problem"), `${tasks[0].name} was not attached: ${state.list.reason}`);
-    else attachFiles(tasks, changed).catch((problem) => fail(byId("task-problem"), problem, null));
+    else attachFiles(tasks, changed);
   }
   if (images.length) {
     take(images[0]);

@@ -1,5 +1,7 @@
 /* Elements that the parts of the page are made of. Text is always text, never markup. */
 
+import { Problem, hasToken } from "./api.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 
 /** An HTML element. Attributes that are functions are listeners, true is an empty attribute, null and false are left out. */
@@ -40,12 +42,23 @@ export function shorten(text, most) {
   return letters.length <= most ? text : `${letters.slice(0, most - 1).join("")}…`;
 }
 
-/** Shows a problem, and what to do about it, where screen readers announce it; null takes it away. */
-export function tell(place, problem, again) {
-  place.hidden = problem === null;
-  place.replaceChildren();
-  if (problem === null) return;
-  const text = problem.message ?? String(problem);
-  place.append(el("p", null, text[0].toUpperCase() + text.slice(1)));
-  if (again) place.append(el("button", { type: "button", click: again }, "Try again"));
+export const sentence = (text) => text[0].toUpperCase() + text.slice(1);
+
+/** Shows a text, and a button to try again, where screen readers announce it; null takes it away. */
+export function tell(place, text, again) {
+  place.hidden = text === null;
+  place.replaceChildren(...(text === null ? [] : [el("p", null, text)]), ...(again ? [el("button", { type: "button", click: again }, "Try again")] : []));
+}
+
+/** Says why a request failed. Where a token is missing, asks for it. `before` says what was attempted. */
+export function fail(place, problem, again, before = "") {
+  if (!(problem instanceof Problem)) {
+    tell(place, `This page has a defect: ${problem.message} Load it again.`);
+    throw problem;
+  }
+  if (problem.status === 401) {
+    byId("access").hidden = false;
+    return tell(place, hasToken() ? "The server does not accept this token here. Enter another one below." : "This server needs a token. Enter it below.");
+  }
+  tell(place, problem.gone || !before ? sentence(problem.message) : before + problem.message, problem.gone ? again : null);
 }

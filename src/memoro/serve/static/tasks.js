@@ -1,7 +1,7 @@
 /* The list of tasks: what each is, who extends whom, attaching and detaching. */
 
 import { attach, detach, download } from "./api.js";
-import { byId, count, el, number, shorten, size, svg, tell } from "./parts.js";
+import { byId, count, el, fail, number, shorten, size, svg, tell } from "./parts.js";
 
 const MAIN = { softmax: "accuracy", multilabel: "mean_average_precision", regression: "r2" };
 const NAMES = { mean_average_precision: "mAP", r2: "R²", f1: "F1" };
@@ -33,8 +33,7 @@ export async function attachFiles(files, changed) {
       await changed();
     } catch (error) {
       say("");
-      tell(problem, error.gone ? error : `${file.name} was not attached: ${error.message}`, error.gone ? () => attachFiles([file], changed) : null);
-      return;
+      return fail(problem, error, () => attachFiles([file], changed), `${file.name} was not attached: `);
     }
   }
 }
@@ -49,7 +48,7 @@ async function detachTask(task, changed) {
     await changed();
     byId("task-status").querySelector("button").focus();
   } catch (error) {
-    tell(byId("task-problem"), error, error.gone ? () => detachTask(task, changed) : null);
+    fail(byId("task-problem"), error, () => detachTask(task, changed));
   }
 }
 
@@ -117,7 +116,7 @@ async function save(task) {
     el("a", { href: url, download: `${task.name}.safetensors` }).click();
     setTimeout(() => URL.revokeObjectURL(url), 10_000);
   } catch (error) {
-    tell(byId("task-problem"), error, error.gone ? () => save(task) : null);
+    fail(byId("task-problem"), error, () => save(task));
   }
 }
 
