@@ -36,12 +36,12 @@ def enlarge_digit(pixels: np.ndarray[Any, Any]) -> Image.Image:
 def draw_digit(text: str) -> Image.Image:
     """A digit as the scanned ones are: white on black, as high as the image, a few pixels enlarged."""
     font = ImageFont.load_default(200)
-    box = font.getbbox(text, stroke_width=7)
+    box = font.getbbox(text, stroke_width=3)
     ink = Image.new("L", (int(box[2] - box[0]), int(box[3] - box[1])))
-    ImageDraw.Draw(ink).text((-box[0], -box[1]), text, fill=255, font=font, stroke_width=7)
-    ink = ink.resize((5, DIGIT_SIDE), Image.Resampling.BOX)
+    ImageDraw.Draw(ink).text((-box[0], -box[1]), text, fill=255, font=font, stroke_width=3)
+    ink = ink.resize((6, DIGIT_SIDE), Image.Resampling.BOX)
     pixels = np.zeros((DIGIT_SIDE, DIGIT_SIDE), dtype=np.uint8)
-    pixels[:, 2 : 2 + ink.width] = np.asarray(ink)
+    pixels[:, 1 : 1 + ink.width] = np.asarray(ink)
     return enlarge_digit(pixels)
 
 

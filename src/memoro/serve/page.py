@@ -31,8 +31,8 @@ def _letter(text: str, seed: int) -> Image.Image:
 
 
 SAMPLES: dict[str, Callable[[], Image.Image]] = {
-    **{f"letter-{text}": partial(_letter, text, seed) for text, seed in (("a", 4), ("G", 1), ("h", 7), ("R", 3))},
-    **{f"digit-{text}": partial(draw_digit, text) for text in "378"},
+    **{f"letter-{text}": partial(_letter, text, seed) for text, seed in (("a", 1), ("e", 6), ("D", 4), ("M", 5))},
+    **{f"digit-{text}": partial(draw_digit, text) for text in "238"},
     "landscape": draw_landscape,
     "apple": draw_apple,
 }

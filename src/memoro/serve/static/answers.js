@@ -58,7 +58,8 @@ function content(answer, look) {
   }
   const best = answer.label === undefined ? answer.labels.join(", ") || "none of its labels" : answer.label;
   const chosen = new Set(answer.labels ?? [answer.label]);
-  const bars = Object.entries(answer.probabilities).map(([label, share]) => bar(label, share, percent(share), chosen.has(label) ? look : "other"));
+  const sorted = Object.entries(answer.probabilities).sort(([, a], [, b]) => b - a); // labels such as "7" come in their own order
+  const bars = sorted.map(([label, share]) => bar(label, share, percent(share), chosen.has(label) ? look : "other"));
   return [el("p", { class: "best" }, best), el("ul", { class: "bars" }, ...bars)];
 }
 

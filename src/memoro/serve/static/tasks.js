@@ -15,7 +15,7 @@ export function showTasks(list, changed) {
   const { backbone, tasks } = list;
   const none = tasks.length ? "" : " Attach a task file, or train a task: memoro train photos/pets.";
   byId("tasks-about").textContent = `${count(tasks.length, "task")} on ${backbone.name}, fingerprint ${backbone.fingerprint.slice(0, 12)}.${none}`;
-  byId("graph").replaceChildren(...(tasks.length ? [graph(tasks, backbone.name)] : []));
+  byId("graph").replaceChildren(...(tasks.length ? [graph(tasks, backbone.name, byId("graph").clientWidth)] : []));
   byId("tasks").replaceChildren(...tasks.map((task) => card(task, list, changed)));
 }
 
@@ -120,16 +120,17 @@ async function save(task) {
   }
 }
 
-/** The backbone on the left, tasks to its right, each to the right of what it extends. */
-function graph(all, backbone) {
+/** The backbone on the left, tasks to its right, each to the right of what it extends; `room` is how wide it may be. */
+function graph(all, backbone, room) {
   const related = all.length <= DRAWN ? all : all.filter((task) => task.parents.length || all.some((other) => other.parents.includes(task.name)));
   const tasks = related.slice(0, DRAWN), parents = new Map(tasks.map((task) => [task.name, task.parents]));
   const depth = new Map(), find = (name) => {
     if (!depth.has(name)) depth.set(name, 1 + Math.max(0, ...(parents.get(name) ?? []).filter((one) => parents.has(one)).map(find)));
     return depth.get(name);
   };
-  const [wide, high, gap, step] = [132, 26, 48, 34], columns = [];
+  const [high, step] = [26, 34], columns = [];
   for (const { name } of tasks) (columns[find(name) - 1] ??= []).push(name);
+  const gap = room < 600 ? 20 : 48, wide = Math.max(72, Math.min(132, Math.floor((room - 2 - gap * columns.length) / (columns.length + 1))));
   const place = new Map();
   columns.forEach((names, at) => {
     const height = (name) => {
@@ -145,7 +146,7 @@ function graph(all, backbone) {
   });
   const bottom = Math.max(...[...place.values()].map(({ y }) => y)), base = { x: 0, y: columns.length ? (columns[0].length - 1) * step / 2 : 0 };
   const node = (name, { x, y }, look) => svg("g", { class: look, transform: `translate(${x} ${y})` }, svg("title", null, name),
-    svg("rect", { width: wide, height: high, rx: 6 }), svg("text", { x: wide / 2, y: 17, "text-anchor": "middle" }, shorten(name, 19)));
+    svg("rect", { width: wide, height: high, rx: 6 }), svg("text", { x: wide / 2, y: 17, "text-anchor": "middle" }, shorten(name, Math.floor(wide / 7))));
   const edge = (from, to) => svg("path", { class: "axis", d: `M${from.x + wide},${from.y + high / 2} C${from.x + wide + gap / 2},${from.y + high / 2} ${to.x - gap / 2},${to.y + high / 2} ${to.x},${to.y + high / 2}` });
   const edges = tasks.flatMap(({ name }) => {
     const own = parents.get(name).filter((one) => place.has(one));
