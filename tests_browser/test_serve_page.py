@@ -340,6 +340,7 @@ def test_attach_detach_and_undo(context: BrowserContext, backbone: Backbone, ser
     expect(page.locator("#task-status")).to_contain_text("new one detached.")
     expect(page.locator(".answer")).to_have_count(6)
     assert contents(folder) == before
+    shown.keep("state-detached")
     assert shown.run("document.activeElement.textContent") == "Undo: attach new one again", "the keyboard goes on there"
     page.keyboard.press("Enter")
     expect(page.locator("#task-status")).to_have_text("new one attached.")
@@ -386,6 +387,7 @@ def test_where_attaching_is_off(context: BrowserContext, backbone: Backbone, fol
         expect(page.get_by_role("button", name="Detach tags")).to_be_disabled()
         drop(shown, "top.safetensors", (folder / "top.safetensors").read_bytes())
         expect(page.locator("#task-problem")).to_contain_text("top.safetensors was not attached: attaching is off")
+        shown.keep("state-off")
     with serving(backbone, folder, allowed_hosts=("photos.example",)) as server:
         shown = visit(context, server.url)
         expect(shown.page.locator("#attaching")).to_contain_text("start the server with --token")
@@ -397,6 +399,7 @@ def test_tokens(context: BrowserContext, backbone: Backbone, folder: Path) -> No
         page = shown.page
         page.goto(server.url)
         expect(page.locator("#task-problem")).to_have_text("This server needs a token. Enter it below.")
+        shown.keep("state-token")
         page.get_by_label("Token", exact=True).fill("wrong-secret")
         page.get_by_role("button", name="Use this token").click()
         expect(page.locator("#task-problem")).to_contain_text("does not accept this token")
@@ -432,6 +435,7 @@ def test_a_corrupt_image(context: BrowserContext, server: Running) -> None:
         expect(page.locator("#problem")).to_contain_text("image" if data else "no body")
         expect(page.locator(".answer")).to_have_count(0)
     expect(page.locator("#image-note")).to_have_text("This browser cannot show the image.")
+    shown.keep("state-corrupt")
     ask(shown, picture(5, form="TIFF"), "photo.tiff")  # which Chromium cannot show, but the server reads
     expect(page.locator(".answer")).to_have_count(6)
     expect(page.locator("#problem")).to_be_hidden()
@@ -459,6 +463,7 @@ def test_a_hostile_task_file(context: BrowserContext, backbone: Backbone, server
     ask(shown)
     expect(page.locator(".answer")).to_have_count(7)
     page.locator(".task").last.locator("summary").click()
+    shown.keep("state-hostile")
     assert shown.run("document.querySelectorAll('[onerror], main h1, main script').length") == 0
     assert "onerror=" in shown.run("document.body.innerText")
     shown.check_layout()
@@ -485,6 +490,7 @@ def test_a_server_that_is_gone(context: BrowserContext, backbone: Backbone, fold
     page.get_by_role("button", name="the letter M").click()
     expect(page.locator("#problem")).to_contain_text(gone)
     shown.check_layout()
+    shown.keep("state-gone")
     port = int(server.url.rpartition(":")[2])
     with serving(backbone, folder, port=port):
         page.locator("#problem").get_by_role("button", name="Try again").click()
@@ -521,6 +527,7 @@ def test_the_page_on_every_screen(show: Any, trained: Running, request: pytest.F
     page = shown.page
     expect(page.locator(".task")).to_have_count(5)
     shown.check_layout()
+    assert page.get_by_text("Take a photo").is_visible() is name.startswith("phone")
     for _ in range(3):  # the first passes of a process are slow
         page.get_by_role("button", name=sample).click()
         expect(page.locator("#answers:not([aria-busy]) .answer")).to_have_count(5)
@@ -531,14 +538,16 @@ def test_the_page_on_every_screen(show: Any, trained: Running, request: pytest.F
     shown.check_contrast(dark=name.endswith("dark"))
     images = shown.run("[...document.images].filter(one => !one.hidden).map(one => [one.complete, one.naturalWidth])")
     assert all(complete and width > 0 for complete, width in images)
+    page.mouse.move(0, 0)
     shown.run("document.activeElement.blur(), window.scrollTo(0, 0)")
     taken = shown.keep(f"page-{name}")
     assert shown.problems == []
     if "MEMORO_DEMO" in os.environ and kept is not None:
-        if kept == "page.png":  # opens the README: without the list of tasks
-            page.set_viewport_size({"width": 1280, "height": 1270})
-            taken = shown.keep("page-top", whole=False)
         shutil.copy(taken, DOCS / kept)
+        if kept == "page.png":  # opens the README: without the list of tasks
+            bottom = shown.run("document.querySelector('.columns').getBoundingClientRect().bottom")
+            clip = {"x": 0, "y": 0, "width": 1280, "height": bottom + 20}
+            page.screenshot(path=DOCS / kept, full_page=True, clip=clip)  # type: ignore[arg-type]
 
 
 def test_the_first_answer_comes_soon(context: BrowserContext, trained: Running) -> None:

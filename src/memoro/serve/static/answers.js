@@ -26,13 +26,13 @@ export function costPart(found, asked, elapsed) {
   const { backbone, tasks } = found.seconds;
   const together = backbone + tasks;
   const apart = (backbone / found.passes) * asked;
-  const rows = [[`${found.passes === 1 ? "1 pass" : `${found.passes} passes`}, ${count(asked, "task")}`, together, milliseconds(together)]];
-  if (asked > 1) rows.push([`${asked} separate models`, apart, `about ${milliseconds(apart)}`]);
+  const rows = [[`${found.passes === 1 ? "1 pass" : `${found.passes} passes`}, ${count(asked, "task")}`, together, milliseconds(together), "bar"]];
+  if (asked > 1) rows.push([`${asked} separate models`, apart, `about ${milliseconds(apart)}`, "other"]);
   const most = Math.max(together, apart);
   const why = asked > 1 ? ` Separate models are estimated: one pass of ${milliseconds(backbone / found.passes)} each.` : "";
   return el("div", { class: "card cost" },
     el("p", null, el("b", null, milliseconds(elapsed / 1000)), ` from the image to ${asked === 1 ? "the answer" : `all ${asked} answers`}.`),
-    el("ul", { class: "bars" }, ...rows.map(([name, value, text]) => bar(name, value / most, text, "bar"))),
+    el("ul", { class: "bars" }, ...rows.map(([name, value, text, look]) => bar(name, value / most, text, look))),
     el("p", { class: "soft" }, `The rest is decoding, waiting for other images, and the network.${why}`));
 }
 
