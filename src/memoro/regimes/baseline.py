@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from memoro.backbones import Anatomy, Backbone
 from memoro.engine.answers import Answers, Outputs, Pass, Pictures, read_predictions, stream_predictions
 from memoro.errors import TrainingError
 from memoro.regimes.dense import Weights
-from memoro.regimes.regime import Regime, TaskPlan, all_parameters
+from memoro.regimes.regime import RATES, Regime, TaskPlan, all_parameters
 from memoro.tasks.spec import INIT_STD, MAX_CELLS, ModelSpec, TaskModule
 from memoro.tasks.task import Task, new_task
 
@@ -49,11 +49,12 @@ class Method:
     """Anatomy, trained parameters and pixels to the final-normed token (b, dim) that the head reads."""
     copy: Callable[[Backbone, TaskPlan, torch.dtype], Parts] | None = None
     """For methods that train a copy of the backbone; the others add parameters to the frozen one."""
+    rates: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: RATES)
 
     @property
     def regime(self) -> Regime:
         sizes = {"cells": 5, "from_layer": 0, "rank": 8}
-        return Regime(self.name, self.summary, self.make, lambda depth: sizes, all_parameters, composes=False)
+        return Regime(self.name, self.summary, self.make, lambda depth: sizes, all_parameters, False, self.rates)
 
     def build(self, backbone: Backbone, plan: TaskPlan) -> Baseline:
         """An untrained model. Sizes that the plan leaves open are the regime's own."""
