@@ -14,9 +14,11 @@ import pytest
 from families import CASES
 from PIL import Image
 from serving import Running, fill, picture, serving
+from typer.testing import CliRunner
 
 import memoro
 from memoro.backbones import Backbone
+from memoro.cli import app
 from memoro.engine.explain import _RAMP
 from memoro.images import Preprocessing
 from memoro.pages.page import read_style
@@ -171,3 +173,14 @@ def test_why_attaching_is_off(backbone: Backbone, tmp_path: Path) -> None:
     with serving(backbone, tmp_path) as server:
         listed = server.request("GET", "/v1/tasks")[2]
         assert (listed["writable"], listed["reason"]) == (True, None)
+
+
+def test_serve_opens_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command itself, without a browser and without waiting for Ctrl-C."""
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("memoro.serve.run.run_server", lambda store, options, started: started("http://127.0.0.1:1"))
+    for more, right in ((["--open"], ["http://127.0.0.1:1"]), ([], [])):
+        opened.clear()
+        found = CliRunner().invoke(app, ["serve", "--tasks", str(tmp_path), *more])
+        assert (found.exit_code, opened) == (0, right), found.output
