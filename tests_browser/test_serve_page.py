@@ -432,7 +432,7 @@ def test_a_corrupt_image(context: BrowserContext, server: Running) -> None:
     expect(page.locator(".answer")).to_have_count(6)
     for data in (b"not an image", picture(size=(400, 300), form="JPEG")[:300], b""):
         ask(shown, data, "broken.jpg")
-        expect(page.locator("#problem")).to_contain_text("image" if data else "no body")
+        expect(page.locator("#problem")).to_contain_text("not a readable image" if data else "broken.jpg is empty")
         expect(page.locator(".answer")).to_have_count(0)
     expect(page.locator("#image-note")).to_have_text("This browser cannot show the image.")
     shown.keep("state-corrupt")
@@ -529,7 +529,8 @@ def test_the_page_on_every_screen(show: Any, trained: Running, request: pytest.F
     shown.check_layout()
     assert page.get_by_text("Take a photo").is_visible() is name.startswith("phone")
     for _ in range(3):  # the first passes of a process are slow
-        page.get_by_role("button", name=sample).click()
+        with page.expect_response("**/v1/predict?*"):
+            page.get_by_role("button", name=sample).click()
         expect(page.locator("#answers:not([aria-busy]) .answer")).to_have_count(5)
     page.get_by_role("button", name=f"Where {task} looked").click()
     expect(page.locator(".looked canvas")).to_be_visible()

@@ -313,6 +313,7 @@ def _usage(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     commands = [["memoro", "predict", "photo.jpg", *options]]
     if isinstance(task, Task):
         commands.append(["memoro", "explain", "photo.jpg", *options, "-o", "overlay.png"])
+        commands.append(["memoro", "serve", "--open", *options])
     yield tag("pre", join(quoted(*command) for command in commands))
     if isinstance(task, Task):
         lines = (

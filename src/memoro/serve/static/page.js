@@ -35,6 +35,10 @@ async function ask() {
   const names = chosen();
   tell(byId("problem"), null);
   if (names?.length === 0) return clear(state.list.tasks.length ? "Select at least one task." : "There is no task yet: attach one below.");
+  if (!shown.file.size) {
+    clear("");
+    return tell(byId("problem"), `${shown.file.name} is empty: choose another image.`);
+  }
   byId("answers").setAttribute("aria-busy", "true");
   const start = performance.now();
   try {

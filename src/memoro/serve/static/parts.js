@@ -34,7 +34,7 @@ export function percent(share) {
 
 export const milliseconds = (seconds) => `${(seconds * 1000).toFixed(seconds < 0.00995 ? 1 : 0)} ms`;
 export const number = (value) => String(Number(value.toPrecision(4)));
-export const size = (bytes) => (bytes < 1e6 ? `${Math.max(1, Math.round(bytes / 1000))} kB` : `${(bytes / 1e6).toFixed(1)} MB`);
+export const size = (bytes) => (bytes < 1e6 ? `${Math.max(1, Math.round(bytes / 1000))}\u00a0kB` : `${(bytes / 1e6).toFixed(1)}\u00a0MB`);
 export const count = (amount, noun) => `${amount.toLocaleString("en")} ${noun}${amount === 1 ? "" : "s"}`;
 
 export function shorten(text, most) {
