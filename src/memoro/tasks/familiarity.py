@@ -117,7 +117,8 @@ class FamiliarityBank:
         distances = self.measure(tokens)
         scores = -(distances + self.volume) / (2 * tokens.shape[1])
         columns = zip(distances.T.contiguous(), self.sorted, strict=True)
-        shares = [1 - torch.searchsorted(own, column) / len(own) for column, own in columns]
+        # Not searchsorted, which ONNX does not have.
+        shares = [1 - (own < column.unsqueeze(1)).sum(dim=1) / len(own) for column, own in columns]
         return scores, torch.stack(shares, dim=1)
 
 
