@@ -49,6 +49,10 @@ class Familiarity:
     images: int
     """How many held-out images `distances` stands for."""
 
+    def limit(self, false_alarms: float = FALSE_ALARMS) -> float:
+        """The distance beyond which an image is unfamiliar."""
+        return float(self.distances[-max(1, math.ceil(false_alarms * len(self.distances)))])
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """What a file holds as tensors."""
