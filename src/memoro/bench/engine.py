@@ -55,7 +55,9 @@ def bench_engine(
     tokens = backbone.anatomy.prefix + grid[0] * grid[1]
     labels = [str(i) for i in range(CLASSES)]
     # All tasks have the same description: its values do not matter.
-    described = fit_familiarity(torch.randn(1000, backbone.dim), torch.arange(1000) % CLASSES)
+    described = fit_familiarity(
+        torch.randn(1000, backbone.dim), torch.arange(1000) % CLASSES, torch.zeros(backbone.dim)
+    )
     assert described is not None
     token = torch.randn(batch, backbone.dim).to(backbone.device, backbone.dtype)
     with torch.no_grad():

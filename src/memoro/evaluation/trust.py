@@ -14,6 +14,7 @@ from memoro.backbones import Backbone
 from memoro.console import format_count, make_table
 from memoro.data import ImageSet, Loader, Splits, load_data
 from memoro.engine.answers import Judged, Outputs
+from memoro.engine.background import background_token
 from memoro.engine.composition import Composition, compose
 from memoro.engine.streams import entering_token
 from memoro.errors import DataError
@@ -126,7 +127,7 @@ def _compare(task: Task, own: Outputs, other: Outputs) -> dict[str, Any]:
     name, found = task.name, {"images": len(other.logits[task.name])}
     scores: dict[str, tuple[Tensor, Tensor]] = {}
     if name in own.judged:
-        scores["familiarity"] = own.judged[name].score, other.judged[name].score
+        scores["familiarity"] = own.judged[name].familiarity, other.judged[name].familiarity
     if task.kind == "softmax":
         first, second = (probabilities(task.kind, one.logits[name]).amax(dim=-1) for one in (own, other))
         scores["softmax"] = first, second
@@ -281,7 +282,7 @@ def calibrate(
         tokens.append(found)
         targets.append(own)
     classes = torch.cat(targets) if task.kind == "softmax" else None
-    familiarity = fit_familiarity(torch.cat(tokens), classes)
+    familiarity = fit_familiarity(torch.cat(tokens), classes, background_token(backbone, preprocessing))
     changes: dict[str, Any] = {}
     if familiarity is None:
         log("too few images for a familiarity: it stays as it is.")

@@ -50,12 +50,12 @@ def histogram_chart(values: Sequence[float], limit: float, x: str) -> Html:
     for value in values:
         counts[min(int((value - across.low) / width), BINS - 1)] += 1
     down = _Scale([0.0, *counts], HEIGHT - _BOTTOM, _TOP)
+    size = {"width": round(across(across.low + width) - _LEFT - 1, 1), "class_": "bar"}
     bars = [
-        tag("rect", x=across(across.low + at * width), y=down(count), width=round(across(across.low + width) - _LEFT - 1, 1),
-            height=round(down(0) - down(count), 1), class_="bar")
+        tag("rect", x=across(across.low + at * width), y=down(count), height=round(down(0) - down(count), 1), **size)
         for at, count in enumerate(counts)
         if count
-    ]  # fmt: skip
+    ]
     line = tag("line", x1=across(limit), x2=across(limit), y1=_TOP, y2=HEIGHT - _BOTTOM, class_="line dashed")
     return _frame(across, down, x, "images", [*bars, line])
 
