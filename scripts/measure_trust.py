@@ -1,6 +1,6 @@
 """Measures familiarity, calibration and routing on several sets, and compares what familiarity could be computed from.
 
-    python scripts/measure_trust.py a.zip b.zip c.zip --backbone FOLDER --side a --out results/trust.md --work trust-work
+    python scripts/measure_trust.py a.zip b.zip --backbone FOLDER --side a --out results/trust.md --work trust-work
 
 A head is trained for each set, and a task of regime `side` for those after `--side`. Task files and features are kept
 in the work folder, so a later call computes only what is missing; results of other backbones stay in the report.
@@ -34,12 +34,12 @@ from memoro.tasks.familiarity import FALSE_ALARMS, FamiliarityBank, fit_familiar
 from memoro.tasks.task import Task
 from memoro.training.cached import CachedLoader, fill_caches
 from memoro.training.run import build_forward
-from reports import load_results, load_splits, make_parser, table, write_report
+from reports import load_results, make_parser, table, write_report
 
 ALIKE = {"cifar10", "cifar100"}
 """Two sets of the same kind of picture: they are reported beside the other pairs, and never routed together."""
 NEIGHBOURS = 5
-HELD_OUT = 5
+HELD_OUT = 3
 """Classes of a set that are left out, one at a time."""
 STRENGTH = 0.03
 """What scikit-learn calls C, of the classifiers without a class."""
@@ -105,12 +105,6 @@ def low_rank(tokens: Tensor, targets: Tensor, background: Tensor) -> Score:
     return lambda new: -bank.measure(new)[:, 0]
 
 
-def low_rank_alone(tokens: Tensor, targets: Tensor, background: Tensor) -> Score:
-    """The same, not relative to the background."""
-    score = low_rank(tokens, targets, background)
-    return lambda new: score(new) * (new - background).norm(dim=-1)
-
-
 def full_covariance(tokens: Tensor, targets: Tensor, background: Tensor) -> Score:
     """The reference: class means and one full covariance, 10 % shrinkage, relative to the background."""
     x = tokens.double()
@@ -130,11 +124,6 @@ def full_covariance(tokens: Tensor, targets: Tensor, background: Tensor) -> Scor
     return score
 
 
-def full_covariance_alone(tokens: Tensor, targets: Tensor, background: Tensor) -> Score:
-    score = full_covariance(tokens, targets, background)
-    return lambda new: score(new) * (new - background).norm(dim=-1)
-
-
 def centroids(tokens: Tensor, targets: Tensor, background: Tensor) -> Score:
     means = torch.stack([tokens[targets == label].mean(dim=0) for label in torch.unique(targets)])
     return lambda new: -torch.cdist(new, means).amin(dim=1)
@@ -147,15 +136,29 @@ def neighbours(tokens: Tensor, targets: Tensor, background: Tensor) -> Score:
 
 TOKENS = {"entering": "token entering the last layer", "final": "final token"}
 FITS: dict[str, Callable[[Tensor, Tensor, Tensor], Score]] = {
-    "low rank, relative": low_rank,
-    "full covariance, relative": full_covariance,
-    "low rank": low_rank_alone,
-    "full covariance": full_covariance_alone,
+    "low rank": low_rank,
+    "full covariance": full_covariance,
     "nearest centroid": centroids,
     f"{NEIGHBOURS} nearest neighbours": neighbours,
 }
+RELATIVE = ("low rank", "full covariance")
+"""Relative to the background. Both are compared without it as well."""
 SHIPPED = f"low rank, relative, {TOKENS['entering']}"
 REFERENCE = f"full covariance, relative, {TOKENS['entering']}"
+
+
+def fit_scores(tokens: Tensor, targets: Tensor, background: Tensor) -> dict[str, Score]:
+    found: dict[str, Score] = {}
+    for how, fit in FITS.items():
+        score = fit(tokens, targets, background)
+        if how in RELATIVE:
+            found[f"{how}, relative"] = score
+            found[how] = lambda new, score=score: score(new) * (new - background).norm(dim=-1)  # type: ignore[misc]
+        else:
+            found[how] = score
+    return found
+
+
 LOGITS: dict[str, Score] = {
     "energy": lambda logits: logits.logsumexp(dim=-1),
     "softmax": lambda logits: probabilities("softmax", logits).amax(dim=-1),
@@ -176,8 +179,7 @@ def compare_scores(
     found: dict[str, dict[str, Any]] = {}
     for name in train:
         for token, words in TOKENS.items():
-            for how, fit in FITS.items():
-                score = fit(train[name][token], train[name]["targets"], background[token])
+            for how, score in fit_scores(train[name][token], train[name]["targets"], background[token]).items():
                 pairs = compare(lambda data, score=score, token=token: score(data[token]), name, test)  # type: ignore[misc]
                 found.setdefault(f"{how}, {words}", {}).update(pairs)
         for how, score in LOGITS.items():
@@ -195,7 +197,7 @@ def hold_out(train: Mapping[str, Any], test: Mapping[str, Any], background: Tens
         if not mine.any():
             continue
         targets = torch.unique(train["targets"][kept], return_inverse=True)[1]
-        scores = {how: fit(train["entering"][kept], targets, background) for how, fit in FITS.items()}
+        scores = fit_scores(train["entering"][kept], targets, background)
         values = {how: score(test["entering"]) for how, score in scores.items()}
         head = solve_classifier(train["final"][kept], targets, len(labels) - 1, STRENGTH)
         values |= {how: score(linear(test["final"], *head)) for how, score in LOGITS.items()}
@@ -269,8 +271,23 @@ def is_alike(pair: str) -> bool:
 
 
 def describe(results: Mapping[str, Any]) -> list[str]:
-    """The part of the report about one backbone."""
-    pairs, tasks, side = results["pairs"], results["tasks"], results["side"]
+    """The part of the report about one backbone: what has been measured so far."""
+    parts = {"pairs": _pairs, "tasks": _tasks, "side": _side, "held_out": _held_out}
+    lines = [
+        f"## {results['backbone']}",
+        "",
+        f"{results['image_size']} px, at most {results['train']} training and {results['test']} test images of a set.",
+        "",
+    ]
+    for part, write in parts.items():
+        if results.get(part):
+            lines += [*write(results[part]), ""]
+    if "cost" in results:
+        lines += [f"**Cost** of judging 8 images for {TASKS} tasks: {results['cost']:.4f} of a base pass.", ""]
+    return lines
+
+
+def _pairs(pairs: Mapping[str, Any]) -> list[str]:
     rows = []
     for how, found in pairs.items():
         values = {pair: value[0] for pair, value in found.items() if not is_alike(pair)}
@@ -279,7 +296,19 @@ def describe(results: Mapping[str, Any]) -> list[str]:
         alike = ", ".join(f"{value[0]:.3f}" for pair, value in found.items() if is_alike(pair))
         rows.append([how, f"{mean(values.values()):.4f}", f"{values[worst]:.3f} ({worst})", f"{rate:.3f}", alike])
     rows.sort(key=lambda row: row[1], reverse=True)
-    count = sum(not is_alike(pair) for pair in pairs[SHIPPED])
+    shipped, reference = (
+        mean(value[0] for pair, value in pairs[how].items() if not is_alike(pair)) for how in (SHIPPED, REFERENCE)
+    )
+    return [
+        f"**Own test images against those of another set**, {sum(not is_alike(pair) for pair in pairs[SHIPPED])} "
+        "ordered pairs; beside them cifar10 and cifar100, which show the same kind of picture. What memoro ships is "
+        f"*{SHIPPED}*; the full covariance does not fit into a task file, and gains {reference - shipped:.4f}.",
+        "",
+        *table(["score", "mean AUROC", "worst pair", "mean FPR at 95 % recall", "cifar10 and cifar100"], rows),
+    ]
+
+
+def _tasks(tasks: Mapping[str, Any]) -> list[str]:
     keys = ("accuracy", "ece before", "ece after", "not told", "found", "false alarms", "bytes")
 
     def line(name: str, images: Any, found: Mapping[str, Any]) -> list[Any]:
@@ -288,54 +317,40 @@ def describe(results: Mapping[str, Any]) -> list[str]:
 
     routed = [found for found in tasks.values() if "found" in found]
     middle = {key: mean(found[key] for found in tasks.values() if key in found) for key in keys[:-1]}
-    told = mean(found["accuracy"] for found in routed)
-    untold = mean(found["not told"] for found in routed)
-    shipped, reference = (
-        mean(value[0] for pair, value in pairs[how].items() if not is_alike(pair)) for how in (SHIPPED, REFERENCE)
-    )
-    held = {name: found for name, found in results["held_out"].items() if found}
-    methods = list(next(iter(held.values()), {}))
-    columns = ("accuracy", "ece before", "ece after", "familiarity", "energy", "softmax")
+    told, untold = (mean(found[key] for found in routed) for key in ("accuracy", "not told"))
+    same = "are" if all(found["same answers"] for found in tasks.values()) else "are not"
     return [
-        f"## {results['backbone']}",
-        "",
-        f"{results['image_size']} px, at most {results['train']} training and {results['test']} test images of a set.",
-        "",
-        f"**Own test images against those of another set**, {count} ordered pairs; beside them cifar10 and cifar100, which "
-        f"show the same kind of picture. What memoro ships is *{SHIPPED}*; its gap to the full covariance, which does not "
-        f"fit into a task file, is {reference - shipped:.4f}.",
-        "",
-        *table(["score", "mean AUROC", "worst pair", "mean FPR at 95 % recall", "cifar10 and cifar100"], rows),
-        "",
-        "**Tasks**, a head for each set. Expected calibration error (ece) over 15 bins, before and after calibration; the "
-        f"answers are the same: {all(found['same answers'] for found in tasks.values())}. `not told`: the image goes to "
-        f"the task with the highest score of {len(routed)} (without cifar10), and its answer is right; `found`: the task "
-        f"is right. `false alarms`: own images with a familiarity below {FALSE_ALARMS}. `bytes`: what familiarity "
-        f"adds to the file. Mean accuracy of the {len(routed)}: {told:.3f} told, {untold:.3f} not told.",
+        f"**Tasks**, a head for each set. Expected calibration error (ece) over 15 bins, before and after calibration; "
+        f"the answers {same} the same. `not told`: the image goes to the task with the highest score of {len(routed)} "
+        "(without cifar10), and its answer is right; `found`: the task is right. `false alarms`: own images with a "
+        f"familiarity below {FALSE_ALARMS}. `bytes`: what familiarity adds to the file. Mean accuracy of the "
+        f"{len(routed)}: {told:.3f} told, {untold:.3f} not told.",
         "",
         *table(
             ["task", "test images", *keys],
             [*(line(name, found["images"], found) for name, found in tasks.items()), line("mean", "", middle)],
         ),
+    ]
+
+
+def _side(side: Mapping[str, Any]) -> list[str]:
+    columns = ("accuracy", "ece before", "ece after", "familiarity", "energy", "softmax")
+    return [
+        f"**Tasks of regime `side`**, rank 8 in the last {LAYERS} layers, AdamW. AUROC: mean over the other sets.",
         "",
-        *(
-            [
-                f"**Tasks of regime `side`**, rank 8 in the last {LAYERS} layers, AdamW. AUROC: mean over other sets.",
-                "",
-                *table(["task", *columns], [[n, *(f"{f[key]:.3f}" for key in columns)] for n, f in side.items()]),
-                "",
-            ]
-            if side
-            else []
-        ),
-        f"**A class that was left out** of the description and of a head's training: AUROC between its test images and "
+        *table(["task", *columns], [[name, *(f"{own[key]:.3f}" for key in columns)] for name, own in side.items()]),
+    ]
+
+
+def _held_out(sets: Mapping[str, Any]) -> list[str]:
+    held = {name: found for name, found in sets.items() if found}
+    methods = list(next(iter(held.values()), {}))
+    return [
+        "**A class that was left out** of the description and of a head's training: AUROC between its test images and "
         f"those of the other classes, mean over at most {HELD_OUT} classes; descriptions of the token entering the "
         "last layer.",
         "",
         *table(["set", *methods], [[name, *(f"{found[how]:.3f}" for how in methods)] for name, found in held.items()]),
-        "",
-        f"**Cost** of judging 8 images for {TASKS} tasks: {results['cost']:.4f} of a base pass.",
-        "",
     ]
 
 
@@ -356,7 +371,7 @@ def main() -> None:
     tasks: dict[str, Task] = {}
     side: dict[str, Task] = {}
     for source in options.data:
-        name, splits = Path(source).stem, load_splits(source)
+        name, splits = Path(source).stem, memoro.load_data(source, val_fraction=0, quiet=True, screen=False)
         sets[name] = replace(splits, train=cap(splits.train, options.most), test=cap(splits.test, options.most_test))
         tasks[name] = train_task("head", name, sets[name], backbone, options)
         if name in options.side:
@@ -369,28 +384,25 @@ def main() -> None:
     }
     background = read_background(backbone, options)
     results = load_results(options.out)
-    name = Path(options.backbone).name
-    results[name] = {
-        "backbone": name,
-        "image_size": options.image_size,
-        "train": options.most,
-        "test": options.most_test,
-        "pairs": compare_scores(train, test, background),
-        "tasks": measure_tasks(tasks, test),
-        "side": {
-            own: measure_side(own, side[f"{own} (side)"], train, test, background["entering"]) for own in options.side
+    setting = {"image_size": options.image_size, "train": options.most, "test": options.most_test}
+    own = {"backbone": Path(options.backbone).name, **setting}
+    results[own["backbone"]] = own
+    parts: dict[str, Callable[[], Any]] = {
+        "pairs": lambda: compare_scores(train, test, background),
+        "tasks": lambda: measure_tasks(tasks, test),
+        "side": lambda: {
+            name: measure_side(name, side[f"{name} (side)"], train, test, background["entering"])
+            for name in options.side
         },
-        "held_out": {own: hold_out(train[own], test[own], background["entering"]) for own in sets},
-        "cost": measure_cost(backbone, next(iter(tasks.values())), options),
+        "held_out": lambda: {name: hold_out(train[name], test[name], background["entering"]) for name in sets},
+        "cost": lambda: measure_cost(backbone, next(iter(tasks.values())), options),
     }
-    lines = [
-        "# Familiarity, calibration, routing",
-        "",
-        "Made by `scripts/measure_trust.py`; the JSON beside this file has every pair.",
-        "",
-    ]
-    write_report(options.out, results, [*lines, *(line for found in results.values() for line in describe(found))])
-    print(options.out.read_text())
+    for part, run in parts.items():
+        own[part] = run()
+        lines = [line for found in results.values() for line in describe(found)]
+        text = "Made by `scripts/measure_trust.py`; the JSON beside this file has every pair."
+        write_report(options.out, results, ["# Familiarity, calibration, routing", "", text, "", *lines])
+        print(part, flush=True)
 
 
 if __name__ == "__main__":
