@@ -108,10 +108,10 @@ class FamiliarityBank:
         self.means, self.squares = means.nan_to_num(posinf=0.0).to(device), means.square().sum(-1).to(device)
         self.residual = torch.tensor([one.residual for one in items], device=device)
         lengths = [len(one.distances) for one in items]
-        own = torch.full((count, max(lengths)), -1.0)  # no distance is smaller, so these are never counted
+        held_out = torch.full((count, max(lengths)), -1.0)  # no distance is smaller, so these are never counted
         for at, one in enumerate(items):
-            own[at, : lengths[at]] = one.distances.float()
-        self.own, self.lengths = own.to(device), torch.tensor(lengths, device=device)
+            held_out[at, : lengths[at]] = one.distances.float()
+        self.held_out, self.lengths = held_out.to(device), torch.tensor(lengths, device=device)
         self._compare(items, device)
 
     def _compare(self, items: Sequence[Familiarity], device: torch.device | str) -> None:
@@ -120,9 +120,8 @@ class FamiliarityBank:
         directions = torch.cat([one.directions.double() for one in items])
         residuals = torch.tensor([one.residual for one in items], dtype=torch.double)
         excess = torch.cat([one.variances.double() - one.residual for one in items])
-        covariance = (directions.T * excess) @ directions / len(items) + residuals.mean() * torch.eye(
-            len(self.center[0])
-        )
+        covariance = (directions.T * excess) @ directions / len(items)
+        covariance += residuals.mean() * torch.eye(len(covariance), dtype=torch.double)
         values, vectors = torch.linalg.eigh(covariance)
         whiten = vectors * values.clamp(min=SMALLEST).rsqrt()
         origin = torch.stack([one.center.double() for one in items]).mean(dim=0)
@@ -159,7 +158,7 @@ class FamiliarityBank:
         familiarity is about one task alone: the share of its own held-out images that look at least as strange.
         """
         distances = self.measure(tokens)
-        shares = (self.own >= distances.unsqueeze(-1)).sum(dim=-1) / self.lengths
+        shares = (self.held_out >= distances.unsqueeze(-1)).sum(dim=-1) / self.lengths
         whitened = (tokens.float() - self.origin) @ self.whiten
         away = whitened.square().sum(dim=-1, keepdim=True) + self.prototypes.square().sum(dim=-1)
         exponents = (whitened @ self.prototypes.T - away / 2)[:, self.at].masked_fill(self.missing, -torch.inf)
