@@ -129,7 +129,10 @@ def test_train_prints_one_json_document(tmp_path: Path) -> None:
     assert task.spec.preprocessing is not None
     assert task.spec.preprocessing.size == (20, 20)
     assert record["bytes"] == (tmp_path / record["file"]).stat().st_size
-    assert record["training"]["trained_parameters"] == 24 + 5 * 5 * 24 + 3 * 24 + 3
+    assert (task.from_layer, task.cells, task.rank) == (3, 0, 8), "regime side, in the last two of five layers"
+    assert task.spec.widths is not None
+    side = 4 * (24 + 24) + 2 * (24 + task.spec.widths.hidden)
+    assert record["training"]["trained_parameters"] == 24 + 2 * 8 * side + 3 * 24 + 3
     assert record["metrics"]["split"] == "test"
     assert record["metrics"]["images"] == 9
     assert {"accuracy", "balanced_accuracy", "calibration_error", "worst_classes", "loss"} < set(record["metrics"])
@@ -137,7 +140,7 @@ def test_train_prints_one_json_document(tmp_path: Path) -> None:
     assert folder == tmp_path / "runs" / "colour"
     config = json.loads((folder / "config.json").read_text())
     assert (config["recipe"][0]["epochs"], config["set"]) == (2, "set")
-    assert {recipe["lr"] for recipe in config["recipe"]} == {0.03, 0.1, 0.3}, "nobody named a rate: some are tried"
+    assert {recipe["lr"] for recipe in config["recipe"]} == {0.0003, 0.001, 0.003}, "no rate was given: some are tried"
     assert record["chosen"]["lr"] == record["training"]["lr"]
     assert max(record["runs"], key=lambda row: (row["val"], -row["val_loss"]))["lr"] == record["training"]["lr"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

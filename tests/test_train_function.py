@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from memoro.cli.trainoptions import SWEEP, TRAIN
 from memoro.data import Augment
 from memoro.errors import DataError, TrainingError
 from memoro.training import Cache, Recipe, TrainOptions
+from memoro.training.recipe import RECIPES
 
 __all__ = ["no_pictures", "root"]  # fixtures
 
@@ -44,7 +46,7 @@ def test_the_function_and_the_command_give_the_same(
     assert (result.file, result.folder) == (None, None)
     assert result.task.content_hash() == memoro.load_task(record["file"]).content_hash()
     assert result.metrics == record["metrics"]
-    assert [row.lr for row in result.rows] == [run["lr"] for run in record["runs"]] == [0.03, 0.1, 0.3]
+    assert [row.lr for row in result.rows] == [run["lr"] for run in record["runs"]] == [0.0003, 0.001, 0.003]
     assert list(result.notes) == record["notes"]
     assert len(result.history) == 2
     task, history, metrics = result
@@ -55,12 +57,19 @@ def test_the_function_and_the_command_give_the_same(
 
 
 def test_the_defaults_are_in_one_place() -> None:
-    """Of the command, of `train` and of `fit`."""
+    """Of the command, of `train` and of `fit`. Where recipes differ, those of the command are None."""
     own = {"recipe": Recipe(), "options": TrainOptions()}
     known = {field.name: getattr(own[where], field.name) for where in own for field in fields(own[where])}  # type: ignore[arg-type]
     known |= {name: one.default for name, one in inspect.signature(memoro.train).parameters.items()}
     known |= {"crop": Augment().crop, "crop_scale": Augment().scale[0], "flip": Augment().flip}
     known |= {"cache_budget": Cache().budget, "cache_dtype": Cache().dtype, "cache_folder": None, "extends": None}
+    differing = {
+        field.name
+        for field in fields(Recipe)
+        if len({repr(getattr(one, field.name)) for _, one in RECIPES.values()}) > 1
+    }
+    assert differing == {"lr", "optimizer", "weight_decay", "views"}
+    known |= dict.fromkeys(differing)
     known["out"] = known["folder"] = None  # the command writes into the working folder, the function does not
     assert {name: default for name, (_, default) in TRAIN.items()} == {name: known[name] for name in TRAIN}
     different = {name for name, (_, default) in SWEEP.items() if default != known[name]}
@@ -130,3 +139,14 @@ def test_wrong_arguments_are_refused_before_anything_is_read(root: Path) -> None
     ):
         with pytest.raises((TrainingError, DataError), match=message):
             memoro.train(given, **none, **options)
+
+
+def test_large_sets_also_try_an_earlier_fork(backbone: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From `SMALL` training images on; not where the fork or the rate was given."""
+    monkeypatch.setattr(sys.modules["memoro.training.train"], "SMALL", 5)
+    options: dict[str, Any] = {"backbone": backbone, "folds": 0, **QUICK}
+    forks = (backbone.depth // 3, backbone.depth * 2 // 3)
+    found = memoro.train(root / "many", **options)
+    assert [(row.from_layer, row.lr) for row in found.rows] == [(f, r) for f in forks for r in (0.0003, 0.001, 0.003)]
+    assert {row.from_layer for row in memoro.train(root / "many", from_layer=2, **options).rows} == {2}
+    assert memoro.train(root / "many", lr=0.001, **options).task.from_layer == forks[1]

@@ -149,7 +149,7 @@ def test_the_radius_of_a_disc(tmp_path: Path) -> None:
         split = "test" if number >= 300 else "val" if number >= 240 else "train"
         lines.append(f"{number}.png,{radius:.2f},{split}")
     (tmp_path / "discs.csv").write_text("\n".join(lines) + "\n")
-    result = memoro.train(tmp_path / "discs.csv", label_column="radius", lr=0.03, quiet=True, workers=0)
+    result = memoro.train(tmp_path / "discs.csv", label_column="radius", lr=0.003, quiet=True, workers=0)
     assert (result.task.kind, result.metrics["split"], result.metrics["images"]) == ("regression", "test", 100)
     assert result.metrics["r2"] >= 0.8
     assert result.metrics["mean_absolute_error"] < 5, "pixels"

@@ -45,7 +45,7 @@ def test_a_task_that_fails_takes_no_other_with_it(
 
 def test_a_set_too_small_for_folds_or_for_a_choice(shell: Callable[..., Any], tmp_path: Path) -> None:
     small = table(tmp_path / "small", [float(number) for number in range(8)])  # every number alone of its kind
-    assert "no validation images to choose a learning rate with: using 0.1" in told(shell("train", small, *QUICK))
+    assert "no validation images to choose a learning rate with: using 0.001" in told(shell("train", small, *QUICK))
     assert "folds need at least two images of a class" in told(shell("train", small, *QUICK, "--folds", 4, code=1))
 
 
@@ -68,7 +68,7 @@ def test_what_does_nothing_is_told(shell: Callable[..., Any], root: Path) -> Non
 def test_rates_follow_the_optimiser_and_heads_are_tried_once(shell: Callable[..., Any], root: Path) -> None:
     record = shell("sweep", root / "many", *QUICK, "--optimizer", "adamw", "--regime", "head", "--json")
     assert [(run["cells"], run["from_layer"], run["lr"]) for run in record["runs"]] == [
-        (0, 5, rate) for rate in (0.0003, 0.001, 0.003)
+        (0, 5, rate) for rate in (0.003, 0.01, 0.03)
     ]
 
 

@@ -230,7 +230,8 @@ def test_fit_keeps_features_by_default_like_the_command(backbone: Backbone, squa
     fit(backbone, tasks[0], squares, **options)
     assert list(own_cache.iterdir())
     fit(backbone, tasks[1], squares, cache=False, views=None, **options)
-    wanted = memoro.train(memoro.load_data(squares, labels=LABELS, workers=0, quiet=True), backbone=backbone, **options)
+    data = memoro.load_data(squares, labels=LABELS, workers=0, quiet=True)
+    wanted = memoro.train(data, backbone=backbone, recipe="paper", **options)
     assert distance(tasks[0], wanted.task) == 0
     assert distance(tasks[1], wanted.task) > 1e-6
 

@@ -46,9 +46,10 @@ def train(
     by validation is kept. If there is no validation split, one is held out.
     Ctrl-C saves a checkpoint; --resume continues from it.
 
-    Training images are cropped at random and mirrored. Where left and right
-    or letters matter, mirror images hurt: use --flip 0. Numbers are learned
-    from plain images unless --crop or --flip is given.
+    Tasks learn from plain images. With --views 4 they also learn from random
+    crops and mirror images; where left and right or letters matter, mirror
+    images hurt: use --flip 0. Numbers are learned from plain images unless
+    --crop or --flip is given.
 
     memoro train photos/pets -b facebook/dinov2-small
 
@@ -59,7 +60,7 @@ def train(
     memoro train pets=photos/pets rooms=rooms.zip --out tasks/
 
     Regimes that train a task, to compose with others:
-    side (class token, low-rank weights for the task's token, head),
+    side (class token, low-rank weights for the task's token, head; default),
     memory (class token, memory, head; the paper's) and head (linear).
 
     Regimes that train a baseline, for comparison (it cannot be composed):
@@ -78,13 +79,16 @@ def sweep(
 ) -> None:
     """Train every combination in one pass of the backbone and keep the best by validation score.
 
-    memoro sweep photos/pets --cells 0,5,10 --from-layer 0,8 --seeds 3
+    memoro sweep photos/pets --rank 4,8,16 --from-layer 4,8 --seeds 3
 
     Regimes are those of memoro train: side, memory and head train tasks, in one
     pass for all; the others train baselines, each in passes of its own.
     """
-    if settings["cells"] is None and settings["regime"] == "memory":
+    regime = settings["regime"] or ("memory" if settings["recipe"] == "paper" else "side")
+    if regime == "memory" and settings["cells"] is None:
         settings["cells"] = "0,5"
+    elif regime == "side" and not any(settings[name] for name in ("rank", "cells", "from_layer")):
+        settings["rank"] = "4,16"
     for name, kind in (("cells", int), ("rank", int), ("from_layer", int), ("lr", float)):
         if settings[name] is not None:
             settings[name] = numbers(settings[name], kind)
@@ -106,12 +110,16 @@ def _train(data: list[str], backbone: str | None, device: str | None, as_json: b
     kept = Cache(budget=settings.pop("cache_budget"), dtype=settings.pop("cache_dtype"), required=bool(cache), **place)
     settings |= {
         "augment": Augment(**augment),
-        "views": settings["views"] or None,
         "cache": False if cache is False else kept,
         "extends": gather_tasks(settings["extends"] or [], "--extends"),
         "folder": settings["folder"] or "runs/{task}",
         "out": settings["out"] or Path(),
     }
+    for name in ("optimizer", "weight_decay", "views"):
+        if settings[name] is None:
+            del settings[name]  # the recipe's
+    if settings.get("views") == 0:
+        settings["views"] = None
     here = find_processes(own_device(device))
     errors = plain_console(stderr=True, soft_wrap=True, quiet=not here.main)
     name = name_backbone(backbone, hint=here.main)

@@ -1,7 +1,7 @@
 """The options of `train` and `sweep`, declared once, in the panels that their help shows.
 
-Defaults are those of `Recipe`, `TrainOptions` and `memoro.train`, which are not imported to keep `--help` fast; a test
-compares them.
+Defaults are those of `RECIPES`, `TrainOptions` and `memoro.train`, which are not imported to keep `--help` fast; a test
+compares them. Where recipes differ, the default is None: the recipe's.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ _CHOOSING, _CACHE, _OUTPUT, _BASELINES = "Choosing", "Cache", "Output", "Baselin
 
 TRAIN: dict[str, tuple[Any, Any]] = {
     "task": _option(str | None, None, _TASK, "Name of the task.", "--task", "-t", show_default="the set's name"),
-    "regime": _option(str, "memory", _TASK, "What is trained; see above."),
-    "cells": _option(int | None, None, _TASK, "Memory cells in each layer.", show_default="5; 0 with side"),
+    "regime": _option(
+        str | None, None, _TASK, "What is trained; see above.", show_default="side; memory with --recipe paper"
+    ),
+    "cells": _option(int | None, None, _TASK, "Memory cells in each layer.", show_default="0; 5 with memory"),
     "rank": _option(
         int | None, None, _TASK,
         "Rank of the task's own weights with regime side, 1 to 16 or so. With the baselines lora and lora-all: rank of "
@@ -50,7 +52,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     ),
     "from_layer": _option(
         int | None, None, _TASK, "Layer at which the task forks off the backbone; later is cheaper.",
-        show_default="0; with side, two thirds of the depth",
+        show_default="two thirds of the depth; 0 with memory",
     ),
     "extends": _option(list[str] | None, None, _TASK, "Task file or hub id to build on; repeat for more."),
     "start_from": _option(
@@ -81,13 +83,20 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     ),
     "resume": _option(bool, False, _OUTPUT, "Continue from the checkpoint in the run folder.", "--resume"),
     "tensorboard": _option(bool, False, _OUTPUT, "Also write TensorBoard events.", "--tensorboard"),
+    "recipe": _option(
+        str | None, None, _RECIPE,
+        "default (AdamW, plain images) or paper (SGD, random views; regime memory unless another is given).",
+        show_default="default with side, lora and lora-all; paper with the other regimes",
+    ),
     "lr": _option(float | None, None, _RECIPE, "Peak learning rate.", show_default="the best of three, in one pass"),
     "epochs": _option(int, 15, _RECIPE, "Passes over the training images."),
     "steps": _option(int | None, None, _RECIPE, "Optimiser steps, instead of epochs."),
     "batch_size": _option(int, 32, _RECIPE, "Images per batch.", min=1),
-    "optimizer": _option(str, "sgd", _RECIPE, "sgd or adamw."),
+    "optimizer": _option(str | None, None, _RECIPE, "sgd or adamw.", show_default="the recipe's"),
     "momentum": _option(float, 0.9, _RECIPE, "Momentum of sgd."),
-    "weight_decay": _option(float, 0.0, _RECIPE, "Weight decay at each step."),
+    "weight_decay": _option(
+        float | None, None, _RECIPE, "Weight decay at each step.", show_default="the recipe's: 0.01 or, paper, 0"
+    ),
     "clip": _option(float, 1.0, _RECIPE, "Largest norm of a tensor's gradient; 0 for no limit."),
     "memory_rate": _option(
         float | None, None, _RECIPE, "Learning rate of memory cells, as a fraction of --lr.",
@@ -116,8 +125,9 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         show_default="0.5; 0 for numbers",
     ),
     "views": _option(
-        int, 4, _AUGMENTATION,
+        int | None, None, _AUGMENTATION,
         "Views of each image, used in turn: the plain one, then random ones. 0: a new random view every epoch.", min=0,
+        show_default="the recipe's: 1 or, paper, 4",
     ),
     "val_fraction": _option(float, 0.15, _CHOOSING, "Fraction of train to hold out if there is no validation split."),
     "folds": _option(
@@ -145,19 +155,19 @@ TRAIN: dict[str, tuple[Any, Any]] = {
 SWEEP = {name: option for name, option in TRAIN.items() if name != "streaming"} | {
     "cells": _option(
         str | None, None, _TASK, "Numbers of memory cells to try, separated by commas.",
-        show_default="0,5; 0 with side",
+        show_default="0; 0,5 with memory",
     ),
     "rank": _option(
-        str | None, None, _TASK, "Ranks of the task's own weights to try, such as 0,4,8,16 (regime side).",
-        show_default="8 with side",
+        str | None, None, _TASK, "Ranks of the task's own weights to try, such as 4,8,16 (regime side).",
+        show_default="4,16 with side if nothing else is varied",
     ),
     "from_layer": _option(
         str | None, None, _TASK, "Layers to fork off at, to try, separated by commas.",
-        show_default="0; with side, two thirds of the depth",
+        show_default="two thirds of the depth; 0 with memory",
     ),
     "lr": _option(
         str | None, None, _RECIPE, "Learning rates to try, separated by commas.",
-        show_default="0.03,0.1,0.3; a hundredth of that with adamw",
+        show_default="0.0003,0.001,0.003; 0.03,0.1,0.3 with sgd",
     ),
     "seeds": _option(int, 1, _CHOOSING, "Number of seeds to try for each combination."),
     "halving": _option(

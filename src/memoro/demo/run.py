@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from memoro.regimes import REGIMES, TaskPlan
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_task, save_task
 from memoro.training.cached import Cache
-from memoro.training.recipe import Recipe
+from memoro.training.recipe import find_recipe
 from memoro.training.sweep import Grid, SweepResult, SweepSpec, run_sweeps
 
 
@@ -44,7 +45,8 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
     parity = {"parity": load_data(write_parity_table(images), quiet=True)}
 
     def sweep(regime: str, sets: dict[str, Splits], grid: Grid, extends: Sequence[Task] = ()) -> dict[str, SweepResult]:
-        recipe = Recipe(epochs=epochs, views=2, augment=Augment(crop="pad", flip=0.0))
+        _, recipe = find_recipe(None, regime)
+        recipe = replace(recipe, epochs=epochs, views=2, augment=Augment(crop="pad", flip=0.0))
         plans = {name: TaskPlan(name, splits.labels, splits.kind, extends=extends) for name, splits in sets.items()}
         sweeps = [
             SweepSpec(plans[name], REGIMES[regime], splits, backbone.preprocessing, grid, recipe)
@@ -58,13 +60,13 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
         "\n[bold]1. Four tasks in one pass.[/] Letter, style and case are labels of the same images; digits are "
         "another set. Each task tries two forks and two learning rates: 16 runs, and each base pass is computed once."
     )
-    grid = Grid((5,), (0, backbone.depth // 2), (0.1, 0.3))
-    found = sweep("memory", sets, grid)
+    grid = Grid(from_layers=(backbone.depth // 3, backbone.depth * 2 // 3), rates=(0.001, 0.003))
+    found = sweep("side", sets, grid)
     console.print(
-        "\n[bold]2. A task that extends another.[/] `parity` (odd or even) attends to the token and memory of `digit`, "
+        "\n[bold]2. A task that extends another.[/] `parity` (odd or even) attends to the token of `digit`, "
         "which does not change."
     )
-    found |= sweep("memory", parity, grid, [found["digit"].task])
+    found |= sweep("side", parity, grid, [found["digit"].task])
     sets |= parity
     console.print("\n[bold]3. A linear head for each task, for comparison[/], from the same cached passes.")
     heads = sweep("head", sets, Grid((0,), (0,), (0.1, 0.3, 1.0)))

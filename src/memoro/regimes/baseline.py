@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from memoro.backbones import Anatomy, Backbone
 from memoro.engine.answers import Answers, Outputs, Pass, Pictures, read_predictions, stream_predictions
 from memoro.errors import TrainingError
 from memoro.regimes.dense import Weights
-from memoro.regimes.regime import Regime, TaskPlan, all_parameters
+from memoro.regimes.regime import RATES, Regime, TaskPlan, all_parameters
 from memoro.tasks.spec import INIT_STD, MAX_CELLS, ModelSpec, TaskModule
 from memoro.tasks.task import Task, new_task
 
@@ -49,11 +49,12 @@ class Method:
     """Anatomy, trained parameters and pixels to the final-normed token (b, dim) that the head reads."""
     copy: Callable[[Backbone, TaskPlan, torch.dtype], Parts] | None = None
     """For methods that train a copy of the backbone; the others add parameters to the frozen one."""
+    rates: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: RATES)
 
     @property
     def regime(self) -> Regime:
         sizes = {"cells": 5, "from_layer": 0, "rank": 8}
-        return Regime(self.name, self.summary, self.make, lambda depth: sizes, all_parameters, composes=False)
+        return Regime(self.name, self.summary, self.make, lambda depth: sizes, all_parameters, False, self.rates)
 
     def build(self, backbone: Backbone, plan: TaskPlan) -> Baseline:
         """An untrained model. Sizes that the plan leaves open are the regime's own."""
@@ -175,7 +176,8 @@ class Baseline(TaskModule[BaselineSpec]):
         preprocessing = self.spec.preprocessing or self.backbone.preprocessing
 
         def run(pixels: Tensor) -> Outputs:
-            return Outputs({self.name: self(pixels.to(self.backbone.dtype))}, {})
+            token = self.features(pixels.to(self.backbone.dtype))
+            return Outputs({self.name: self.head(token.to(self.head.weight.dtype))}, {}, {self.name: token})
 
         return [Pass(preprocessing, [self], run)]
 
@@ -202,11 +204,16 @@ class Baseline(TaskModule[BaselineSpec]):
     def _weights(self) -> dict[str, Tensor]:
         return {name: self.get_parameter(name) for name in self._names}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Baseline:
-        # Built anew: a copied anatomy would go on reading the old parameters.
-        copy = self.method.build(self.backbone, self.spec.plan)
+    def on(self, backbone: Backbone) -> Baseline:
+        """A copy on the same backbone, which may be on another device."""
+        copy = self.method.build(backbone, self.spec.plan)
         copy.spec = self.spec
         copy.fill(self.stored())
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Baseline:
+        # Built anew: a copied anatomy would go on reading the old parameters.
+        copy = self.on(self.backbone)
         flags = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
         for name, parameter in copy.named_parameters():
             parameter.requires_grad_(flags[name])

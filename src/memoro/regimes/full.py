@@ -9,7 +9,7 @@ import torch
 from memoro.backbones import Backbone
 from memoro.regimes.baseline import Method, Parts, Shapes
 from memoro.regimes.dense import run_copy
-from memoro.regimes.regime import TaskPlan
+from memoro.regimes.regime import RATES, TaskPlan
 
 
 def _shapes(backbone: Backbone, sizes: Mapping[str, int]) -> Shapes:
@@ -24,4 +24,12 @@ def _copy(backbone: Backbone, plan: TaskPlan, dtype: torch.dtype) -> Parts:
     return Parts(made.anatomy, made.weights, stored=made.anatomy.tensors)
 
 
-FULL = Method("full", "all weights of a copy of the encoder, and head", (), _shapes, run_copy, _copy)
+FULL = Method(
+    "full",
+    "all weights of a copy of the encoder, and head",
+    (),
+    _shapes,
+    run_copy,
+    _copy,
+    rates={**RATES, "adamw": (0.00001, 0.00003, 0.0001)},
+)

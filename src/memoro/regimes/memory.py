@@ -8,7 +8,7 @@ from torch import nn
 
 from memoro.backbones import Backbone
 from memoro.errors import TrainingError
-from memoro.regimes.regime import Regime, TaskPlan, all_parameters
+from memoro.regimes.regime import RATES, Regime, TaskPlan, all_parameters
 from memoro.tasks.task import Task, new_task
 
 
@@ -50,6 +50,7 @@ HEAD = Regime(
     lambda backbone, plan: _make_plain(backbone, replace(plan, cells=0, from_layer=backbone.depth), "head"),
     lambda depth: {"cells": 0, "from_layer": depth, "rank": 0},
     _head_parameters,
+    rates={**RATES, "adamw": (0.003, 0.01, 0.03)},
 )
 MEMORY = Regime(
     "memory",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,9 @@ from torch import nn
 from memoro.backbones import Backbone
 from memoro.heads import HeadKind
 from memoro.tasks.task import Task
+
+RATES: Mapping[str, tuple[float, ...]] = {"sgd": (0.03, 0.1, 0.3), "adamw": (0.0003, 0.001, 0.003)}
+"""Learning rates that are tried where none is given, by optimiser."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Regime:
     """The parameters that are trained, by name. All others stay as they are."""
     composes: bool = True
     """Whether base tokens stay as they are, so that what it trains composes with other tasks."""
+    rates: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: RATES)
 
     def build(self, backbone: Backbone, plan: TaskPlan) -> Any:
         """The untrained Task or Baseline. Sizes that the plan leaves open are the regime's own."""

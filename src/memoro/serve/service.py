@@ -135,7 +135,7 @@ def prepare(upload: Upload, question: Question, max_pixels: int) -> dict[Preproc
     found, failures = decode([(upload.name, upload.data)])
     if failures:
         raise ImageError(f"{upload.name}: {failures[0]}")
-    pixels = {steps: own[0] for steps, own in zip(decode.preprocessings, found, strict=True)}
+    pixels = {steps: own[0][0] for steps, own in zip(decode.preprocessings, found, strict=True)}
     least = max(question.attached.model.backbone.anatomy.patch)
     for tensor in pixels.values():
         if min(tensor.shape[1:]) < least or max(tensor.shape[1:]) > MAX_INPUT_SIDE:

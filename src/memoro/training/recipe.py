@@ -31,7 +31,8 @@ REPORT = "report.html"
 class Recipe:
     """SGD with momentum, clipping by norm, a short linear warm-up, then cosine: both counted in optimiser steps.
 
-    The paper trains for 20,000 steps of 512 images; the default here is what a small set needs.
+    These defaults are those of `fit` and follow the paper, which trains for 20,000 steps of 512 images; here, for as
+    long as a small set needs. `memoro.train` has a recipe of its own: see `RECIPES`.
     """
 
     lr: float = 0.1
@@ -114,6 +115,25 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+RECIPES: Mapping[str, tuple[str, Recipe]] = {
+    "default": ("side", Recipe(lr=0.001, optimizer="adamw", weight_decay=0.01, views=1)),
+    "paper": ("memory", Recipe()),
+}
+"""What `memoro train` trains and how, by name: a regime, and its recipe."""
+LOW_RANK = ("side", "lora", "lora-all")
+"""Regimes that learn low-rank weights, for which the paper's recipe is not made: theirs is `default`."""
+
+
+def find_recipe(recipe: Recipe | str | None, regime: str | None) -> tuple[str, Recipe]:
+    """The regime and the recipe. Without a name, the regime decides; without both, they are those of `default`."""
+    if isinstance(recipe, Recipe):
+        return regime or RECIPES["paper"][0], recipe
+    name = recipe or ("default" if regime is None or regime in LOW_RANK else "paper")
+    if name not in RECIPES:
+        raise TrainingError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}.")
+    return regime or RECIPES[name][0], RECIPES[name][1]
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,13 @@ from memoro.errors import TrainingError
 from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, measure, recorded, score
 from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
+from memoro.regimes.regime import RATES
 from memoro.tasks.task import Task
 from memoro.training.fit import FitResult, train_runs
 from memoro.training.group import RunSpec
 from memoro.training.recipe import Recipe, TrainOptions
 from memoro.training.trust import add_calibration
 from memoro.training.warmstart import start_from
-
-LEARNING_RATES = {"sgd": (0.03, 0.1, 0.3), "adamw": (0.0003, 0.001, 0.003)}
-"""Tried where no learning rate is given, by optimiser."""
 
 Sizes = tuple[int | None, ...]
 
@@ -48,7 +46,7 @@ class Grid:
 
     cells: Sizes = (None,)
     from_layers: Sizes = (None,)
-    rates: tuple[float, ...] = LEARNING_RATES["sgd"]
+    rates: tuple[float, ...] = RATES["sgd"]
     seeds: int = 1
     first_seed: int = 0
     ranks: Sizes = (None,)

@@ -16,6 +16,7 @@ from rich.table import Table
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.console import format_bytes, format_count, make_table, quoted
+from memoro.data import ImageSet
 from memoro.engine.composition import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, format_worst, name_split
@@ -26,9 +27,9 @@ from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks, save_task
 from memoro.training.distributed import find_processes
 from memoro.training.fit import FitResult, judge, preprocessing_of, record_time, regime_of
-from memoro.training.recipe import SKIPPED, Recipe, TrainOptions, merge_options
-from memoro.training.sources import choose_folds, cut_validation, load_sources, name_sources
-from memoro.training.sweep import LEARNING_RATES, Grid, SweepRow, SweepSpec, run_sweeps, sweep_table
+from memoro.training.recipe import SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
+from memoro.training.sources import SMALL, choose_folds, cut_validation, load_sources, name_sources
+from memoro.training.sweep import Grid, SweepRow, SweepSpec, run_sweeps, sweep_table
 from memoro.training.warmstart import compare_labels, read_start
 
 SUFFIX = ".safetensors"
@@ -96,7 +97,7 @@ def train(
     dtype: str | None = None,
     task: str | None = None,
     kind: str | None = None,
-    regime: str = "memory",
+    regime: str | None = None,
     cells: int | Sequence[int] | None = None,
     rank: int | Sequence[int] | None = None,
     from_layer: int | Sequence[int] | None = None,
@@ -109,7 +110,7 @@ def train(
     streaming: bool = False,
     width: int = 5,
     out: str | Path | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
     **changes: Any,
 ) -> Any:
@@ -122,7 +123,10 @@ def train(
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
 
-    `regime` decides what is trained, and `cells`, `rank` and `from_layer` where they are not given: see `REGIMES`.
+    `recipe` is a Recipe, or the name of one: `default` (regime `side`, AdamW) or `paper` (regime `memory`, SGD). Where
+    one of recipe and regime is not given, the other decides. `regime` says what is trained, and `cells`, `rank` and
+    `from_layer` where they are not given: see `REGIMES`.
+
     Several values of `cells`, `rank`, `from_layer` or `lr`, or several `seeds`, are tried in one pass, and the best by
     validation is kept; without `lr`, a few learning rates are tried. Small sets are compared by cross-validation
     (`folds`; 0: on a validation split).
@@ -132,8 +136,9 @@ def train(
     """
     from memoro.training.report import report_training
 
+    trained, recipe = find_recipe(recipe, regime)
     recipe, options = merge_options(recipe, options, changes)
-    chosen, target = find_regime(regime), None if out is None else Path(out)
+    chosen, target = find_regime(trained), None if out is None else Path(out)
     columns = [label_column] if isinstance(label_column, str) else label_column
     start = None if start_from is None else read_start(start_from, task)
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
@@ -149,13 +154,13 @@ def train(
     if not main:
         options = replace(options, quiet=True, log=None)
 
-    rates = LEARNING_RATES[recipe.optimizer][1:2] if streaming else LEARNING_RATES[recipe.optimizer]
+    rates = chosen.rates[recipe.optimizer][1:2] if streaming else chosen.rates[recipe.optimizer]
     grid = Grid(
         _several(cells), _several(from_layer), rates if lr is None else _several(lr), seeds, recipe.seed, _several(rank)
     )
     if start is not None:
         start.spec.check_backbone(backbone)
-        chosen = regime_of(start, None if regime == "memory" else regime, backbone)
+        chosen = regime_of(start, regime, backbone)
         own = replace(grid, cells=(start.cells,), from_layers=(start.from_layer,), ranks=(start.rank,))
         for asked, kept in ((cells, own.cells), (from_layer, own.from_layers), (rank, own.ranks)):
             if asked is not None and _several(asked) != kept:
@@ -192,13 +197,15 @@ def train(
         grid = replace(grid, rates=(grid.rates[len(grid.rates) // 2],))
         sweeps = [replace(sweep, grid=grid, folds=0) for sweep in sweeps]
         options.note(f"no validation images to choose a learning rate with: using {grid.rates[0]:g}.")
+    if chosen.name == "side" and start is None and lr is None and from_layer is None:
+        sweeps = [_add_earlier_fork(sweep, backbone.depth, options) for sweep in sweeps]
     if options.folder is not None:
         options = replace(options, folder=Path(str(options.folder).replace("{task}", "+".join(sets))))
     for text in _notes(sweeps, folds, options):
         options.note(text)
     results = {}
     for sweep, found in zip(sweeps, run_sweeps(backbone, sweeps, options), strict=True):
-        rows, best = found.rows if len(grid.settings()) > 1 else (), judge(found.best, options)
+        rows, best = found.rows if len(sweep.grid.settings()) > 1 else (), judge(found.best, options)
         result = TrainResult(**vars(best), rows=rows, score_name=sweep.score_name, skipped=sweep.splits.skipped)
         if result.metrics and rows and result.metrics["split"] != "test":
             text = "has no test images: it was selected by its metrics, so they are optimistic."
@@ -249,6 +256,15 @@ def _link_parents(extends: Sequence[Task | str | Path]) -> list[Task]:
             linked[task.name].extends = tuple(linked[parent.name] for parent in task.extends)
         return list(linked.values())
     return tasks
+
+
+def _add_earlier_fork(sweep: SweepSpec, depth: int, options: TrainOptions) -> SweepSpec:
+    """The sweep with a second fork, for sets that are large enough to learn more layers from."""
+    images, forks = sweep.splits.train, (depth // 3, depth * 2 // 3)
+    if not isinstance(images, ImageSet) or len(images) < SMALL or sweep.folds or sweep.splits.val is None:
+        return sweep
+    options.note(f"{len(images):,} training images: forks at layer {forks[0]} and at layer {forks[1]} are compared.")
+    return replace(sweep, grid=replace(sweep.grid, from_layers=forks))
 
 
 def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions) -> list[str]:
