@@ -158,6 +158,7 @@ class FamiliarityBank:
         familiarity is about one task alone: the share of its own held-out images that look at least as strange.
         """
         distances = self.measure(tokens)
+        # Not searchsorted, which ONNX does not have.
         shares = (self.held_out >= distances.unsqueeze(-1)).sum(dim=-1) / self.lengths
         whitened = (tokens.float() - self.origin) @ self.whiten
         away = whitened.square().sum(dim=-1, keepdim=True) + self.prototypes.square().sum(dim=-1)
