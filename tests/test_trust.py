@@ -120,7 +120,7 @@ def test_a_description_is_small_enough_to_ship() -> None:
     found = fit(tokens, targets)
     assert found is not None
     assert found.bytes <= 64 << 10
-    assert found.means.shape == (100, 32)
+    assert found.means.shape == (100, 31)
     assert len(found.distances) == 512
 
 
