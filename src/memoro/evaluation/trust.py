@@ -194,16 +194,26 @@ def draw_trust(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
     figure = Figure(figsize=(9, 3.2 * len(results)), layout="constrained")
     axes = figure.subplots(len(results), 2, squeeze=False)
     for (left, right), (name, found) in zip(axes, results.items(), strict=True):
-        points = found.get("reliability", [])
-        left.plot([0, 1], [0, 1], color="#bbb", linewidth=1)
-        left.plot([p["probability"] for p in points], [p["accuracy"] for p in points], marker="o", color="#1a73e8")
-        left.set(title=f"{name}: reliability", xlabel="probability", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
+        points, edges = found.get("reliability", []), [at / 20 for at in range(21)]
+        if points:
+            sizes = [20 + 180 * point["images"] / found["images"] for point in points]
+            xs, ys = ([point[key] for point in points] for key in ("probability", "accuracy"))
+            left.plot([0, 1], [0, 1], color="#bbb", linewidth=1)
+            left.plot(xs, ys, color="#1a73e8", linewidth=1)
+            left.scatter(xs, ys, sizes, color="#1a73e8")  # the area of a dot is the number of images
+            limits = (-0.03, 1.03)
+            left.set(title=f"{name}: reliability", xlabel="probability", ylabel="accuracy", xlim=limits, ylim=limits)
+        else:
+            left.axis("off")
         for other, counts in found.get("histogram", {}).items():
-            edges = [at / 20 for at in range(21)]
-            right.stairs([count / max(1, sum(counts)) for count in counts], edges, label=other, linewidth=1.5)
-        right.set(title=f"{name}: familiarity of images", xlabel="familiarity", ylabel="share of images", xlim=(0, 1))
+            shares = [count / max(1, sum(counts)) for count in counts]
+            own = {"fill": True, "color": "#ccc"} if other == "own" else {"linewidth": 1.5}
+            right.stairs(shares, edges, label="own images" if other == "own" else other, **own)
         if found.get("histogram"):
+            right.set(title=f"{name}: familiarity", xlabel="familiarity", ylabel="share of images", xlim=(-0.01, 1.01))
             right.legend()
+        else:
+            right.axis("off")
     figure.savefig(path, dpi=110)
 
 
