@@ -127,7 +127,9 @@ def _compare(task: Task, own: Outputs, other: Outputs) -> dict[str, Any]:
     name, found = task.name, {"images": len(other.logits[task.name])}
     scores: dict[str, tuple[Tensor, Tensor]] = {}
     if name in own.judged:
-        scores["familiarity"] = own.judged[name].familiarity, other.judged[name].familiarity
+        # The familiarity of most other images is 0: among equals, the score decides.
+        first, second = (one.familiarity.double() + 1e-7 * one.score for one in (own.judged[name], other.judged[name]))
+        scores["familiarity"] = first, second
     if task.kind == "softmax":
         first, second = (probabilities(task.kind, one.logits[name]).amax(dim=-1) for one in (own, other))
         scores["softmax"] = first, second
