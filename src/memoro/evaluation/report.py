@@ -212,13 +212,14 @@ def _familiarity(report: TaskReport) -> Iterator[Html]:
         return
     yield tag("h2", "Familiar images")
     yield histogram_chart(found.distances.tolist(), found.limit(FALSE_ALARMS), "distance from the training images")
-    text = (
-        f"How unusual {format_count(found.images, 'image')} of the task's own look to a description made without them. "
-        "An image to the right of the dashed line is marked as unfamiliar when the task is used"
-    )
     few = found.images * FALSE_ALARMS < 1
-    share = "farther away than all of these" if few else f"as {FALSE_ALARMS:.0%} of these are"
-    yield tag("p", f"{text}: {share}.", class_="soft")
+    yield tag(
+        "p",
+        f"How unusual {format_count(found.images, 'image')} of the task's own look to a description made without them. "
+        "An image to the right of the dashed line is marked as unfamiliar when the task is used; "
+        f"{'none' if few else f'about {FALSE_ALARMS:.0%}'} of its own images are there.",
+        class_="soft",
+    )
 
 
 def _left_out(report: TaskReport) -> Iterator[Html]:
