@@ -37,7 +37,8 @@ def compose_small(case: Case) -> Composition:
     backbone = memoro.load_backbone(case.model(num_hidden_layers=2).requires_grad_(False), processor=SMALL)
     linear = random_task(backbone, "linear", cells=2)
     own = torch.randn(FAMILIAR, 3, 20, 20, generator=torch.Generator().manual_seed(9))
-    linear.describe(familiarity=fit_familiarity(entering_token(backbone.anatomy, own), torch.arange(FAMILIAR) % 3))
+    tokens = entering_token(backbone.anatomy, own)
+    linear.describe(familiarity=fit_familiarity(tokens, torch.arange(FAMILIAR) % 3, torch.zeros(backbone.dim)))
     fork = random_task(
         backbone, "älter 2.x", seed=1, cells=3, rank=2, from_layer=1, extends=[linear], head="multilabel"
     )
