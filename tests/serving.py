@@ -115,7 +115,9 @@ def fill(folder: Path, backbone: Backbone) -> dict[str, memoro.Task]:
 def know(task: memoro.Task, distance: float) -> memoro.Task:
     """Makes a task call every image familiar whose distance to its own images is at most this."""
     generator = torch.Generator().manual_seed(0)
-    known = fit_familiarity(torch.randn(60, task.spec.backbone.dim, generator=generator), None)
+    known = fit_familiarity(
+        torch.randn(60, task.spec.backbone.dim, generator=generator), None, torch.full((task.spec.backbone.dim,), 9.0)
+    )
     assert known is not None
     tensors = {**known.tensors, "distances": torch.full((5,), distance)}
     task.describe(familiarity=Familiarity(**tensors, residual=known.residual, images=5))
