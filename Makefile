@@ -1,8 +1,8 @@
-# make demo | test | test-all | check | format | bench | test-slow | test-timm | test-serve | test-browser | clean
+# make demo | test | test-all | check | format | bench | test-slow | test-timm | test-serve | test-browser | test-ray | clean
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all check format bench test-slow test-timm test-serve test-browser clean
+.PHONY: demo test test-all check format bench test-slow test-timm test-serve test-browser test-ray clean
 
 demo: .venv/ready
 	$(BIN)/memoro demo
@@ -12,7 +12,7 @@ test: .venv/ready
 	$(BIN)/python -m pytest
 
 # The slow lanes, each with an environment or downloads of its own, are added here.
-test-all: test test-slow test-timm test-serve test-browser
+test-all: test test-slow test-timm test-serve test-browser test-ray
 
 test-slow: .venv/ready
 	$(BIN)/python -m pytest -m slow
@@ -38,6 +38,11 @@ test-browser: .venv/ready
 	@command -v chromium >/dev/null || { echo "chromium is not on the PATH. Install it with: sudo apt-get install chromium"; exit 1; }
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r tests_browser/requirements.txt
 	$(BIN)/python -m pytest -n 0 tests_browser
+
+# Bulk prediction on a Ray cluster of this machine.
+test-ray: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pytest -n 0 tests_ray
 
 # Other people's clients against `memoro serve`, which runs in .venv: they know it by its address only.
 test-serve: .venv/ready .venv-serve/ready

@@ -3,8 +3,9 @@
     python scripts/compare_regimes.py a.zip b.zip --backbone FOLDER --out results/regimes.md
 
 Tasks of a set share every pass of the backbone, which is computed once and cached: for each method and rate, a run per
-fold (first seed), and one on all training images per seed. Baselines need passes of their own: their rate is selected
-on one fold. Every method of every set is recorded when it is done, and skipped when the script is called again.
+fold (first seed), then one on all training images per seed at the best rate. Baselines need passes of their own: their
+rate is selected on one fold. The paper's own comparisons are in `memoro reproduce`. Every method of every set is
+recorded when it is done, and skipped when the script is called again.
 """
 
 from __future__ import annotations
@@ -13,150 +14,88 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import memoro
-from memoro.data import Augment, Splits
-from memoro.data.splits import fold_numbers
-from memoro.regimes import REGIMES, TaskPlan
-from memoro.training import Cache, Recipe, RunSpec, train_runs
+from memoro.data import Augment
+from memoro.reproduce.measure import FOLDS, Bench, Budget, limit_training, measure_methods
+from memoro.reproduce.methods import ADAMW, SGD, Method
+from memoro.training import Cache, TrainOptions
 from reports import load_results, load_splits, make_parser, table, write_report
 
-SGD, ADAMW = (0.03, 0.1, 0.3), {"optimizer": "adamw", "weight_decay": 0.01}
 CROPS = {"views": 4, "augment": Augment(scale=(0.5, 1.0))}
 
 
-@dataclass(frozen=True)
-class Method:
-    """What is trained and how; of the rates, the best on the folds is taken."""
-
-    regime: str
-    rates: tuple[float, ...]
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    fork: float | None = None
-    """The layer of the fork, as a share of the depth; None: the regime's own."""
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from `Recipe`, with one plain view of each image."""
-
-
-def _side(rates: tuple[float, ...] = (1e-3, 3e-3), fork: float | None = None, rank: int = 8, **recipe: Any) -> Method:
-    return Method("side", rates, {"rank": rank}, fork, {**ADAMW, **recipe})
+def _side(
+    name: str, rates: tuple[float, ...] = (1e-3, 3e-3), fork: float | None = None, rank: int = 8, **recipe: Any
+) -> Method:
+    return Method(name, "side", rates, {"rank": rank}, fork, {**ADAMW, **recipe})
 
 
 METHODS = {
-    "head": Method("head", (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)),
-    "head, adamw": Method("head", (1e-3, 3e-3, 1e-2), recipe=ADAMW),
-    "memory, 0 cells": Method("memory", SGD, {"cells": 0}),
-    "5 cells": Method("memory", SGD, {"cells": 5}),
-    "10 cells": Method("memory", SGD, {"cells": 10}),
-    "memory, 4 views": Method("memory", SGD, {"cells": 5}, recipe={"views": 4}),
-    "memory, adamw": Method("memory", (1e-3, 3e-3), {"cells": 5}, recipe=ADAMW),
-    "memory, adamw, fork 2/3": Method("memory", (1e-3, 3e-3), {"cells": 5}, 2 / 3, ADAMW),
-    "side": _side(),
-    "side, rank 4": _side(rank=4),
-    "side, rank 16": _side(rank=16),
-    "side, fork 5/6": _side(fork=5 / 6),
-    "side, fork 1/3": _side(fork=1 / 3),
-    "side, 5 cells": replace(_side(), sizes={"rank": 8, "cells": 5}),
-    "side, decay 0.1": _side(weight_decay=0.1),
-    "side, smoothing": _side(label_smoothing=0.1),
-    "side, 30 epochs": _side(epochs=30),
-    "side, mirrored": _side(views=2, augment=Augment(crop="none")),
-    "side, 4 crops": _side(**CROPS),
-    "side, 4 crops, 30 epochs": _side(epochs=30, **CROPS),
-    "lora": Method("lora", (1e-3, 2e-3), {"rank": 8}, recipe=ADAMW),
-    "lora-all": Method("lora-all", (5e-4, 1e-3), {"rank": 8}, recipe=ADAMW),
-    "full": Method("full", (3e-5, 1e-4), recipe=ADAMW),
+    method.name: method
+    for method in (
+        Method("head", "head", (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)),
+        Method("head, adamw", "head", (1e-3, 3e-3, 1e-2), recipe=ADAMW),
+        Method("memory, 0 cells", "memory", SGD, {"cells": 0}),
+        Method("5 cells", "memory", SGD, {"cells": 5}),
+        Method("10 cells", "memory", SGD, {"cells": 10}),
+        Method("memory, 4 views", "memory", SGD, {"cells": 5}, recipe={"views": 4}),
+        Method("memory, adamw", "memory", (1e-3, 3e-3), {"cells": 5}, recipe=ADAMW),
+        Method("memory, adamw, fork 2/3", "memory", (1e-3, 3e-3), {"cells": 5}, 2 / 3, ADAMW),
+        _side("side"),
+        _side("side, rank 4", rank=4),
+        _side("side, rank 16", rank=16),
+        _side("side, fork 5/6", fork=5 / 6),
+        _side("side, fork 1/3", fork=1 / 3),
+        replace(_side("side, 5 cells"), sizes={"rank": 8, "cells": 5}),
+        _side("side, decay 0.1", weight_decay=0.1),
+        _side("side, smoothing", label_smoothing=0.1),
+        _side("side, 30 epochs", epochs=30),
+        _side("side, mirrored", views=2, augment=Augment(crop="none")),
+        _side("side, 4 crops", **CROPS),
+        _side("side, 4 crops, 30 epochs", epochs=30, **CROPS),
+        Method("lora", "lora", (1e-3, 2e-3), {"rank": 8}, recipe=ADAMW),
+        Method("lora-all", "lora-all", (5e-4, 1e-3), {"rank": 8}, recipe=ADAMW),
+        Method("full", "full", (3e-5, 1e-4), recipe=ADAMW),
+    )
 }
 
 
-def specs_of(
-    method: Method, backbone: memoro.Backbone, splits: Splits, options: argparse.Namespace, rates: Sequence[float]
-) -> dict[tuple[float, bool, int], RunSpec]:
-    """The runs of a method by rate, whether a fold is held out, and number of the fold or seed."""
-    assert isinstance(splits.train, memoro.data.ImageSet)
-    regime = REGIMES[method.regime]
-    number = fold_numbers(splits.train, options.folds, 0)
-    folds = [np.flatnonzero(number == fold) for fold in range(options.folds if regime.composes else 1)]
-    sizes = dict(method.sizes)
-    if method.fork is not None:
-        sizes["from_layer"] = round(method.fork * backbone.depth)
-    common = {"epochs": options.epochs, "views": 1, **method.recipe}
-    found = {}
-    for lr in rates:
-        for seed, held in [*((0, held) for held in folds), *((seed, None) for seed in range(options.seeds))]:
-            plan = TaskPlan(splits.name, splits.labels, seed=seed, **sizes)
-            task, recipe = regime.build(backbone, plan), Recipe(lr=lr, seed=seed, **common)
-            key = (lr, held is not None, seed if held is None else len(found))
-            found[key] = RunSpec(task, recipe, regime, splits, backbone.preprocessing.at(options.image_size), held)
-    return found
-
-
 def measure(
-    names: Sequence[str], backbone: memoro.Backbone, splits: Splits, options: argparse.Namespace
+    names: Sequence[str], bench: Bench, splits: memoro.data.Splits, budget: Budget
 ) -> dict[str, dict[str, Any]]:
     """Each method's test accuracy, over seeds, at the rate that was best on the folds. Tasks share every pass."""
-    chosen: dict[str, list[tuple[float, bool, int]]] = {}
-    specs: list[RunSpec] = []
-    for name in names:
-        found = specs_of(METHODS[name], backbone, splits, options, METHODS[name].rates)
-        if not REGIMES[METHODS[name].regime].composes:  # seeds at the best rate only: each run is passes of its own
-            found = {key: spec for key, spec in found.items() if key[1]}
-        chosen[name] = list(found)
-        specs += found.values()
+    methods = [METHODS[name] for name in names]
+    if not methods[0].composes:  # each run is passes of its own: one fold
+        budget = replace(budget, folds=1)
     started = time.monotonic()
-    results = iter(train_runs(backbone, specs, cache=None if all_apart(names) else Cache(options.cache)))
-    records = {}
-    for name, keys in chosen.items():
-        accuracy: dict[bool, dict[float, list[float]]] = {True: {}, False: {}}
-        for lr, fold, _ in keys:
-            metrics = next(results).metrics
-            accuracy[fold].setdefault(lr, []).append(metrics["accuracy"] if metrics else 0.0)
-        scores = {lr: statistics.mean(some) for lr, some in accuracy[True].items()}
-        best = max(scores, key=lambda lr: scores[lr])
-        if best not in accuracy[False] and options.seeds:
-            found = specs_of(METHODS[name], backbone, splits, options, [best])
-            last = [spec for key, spec in found.items() if not key[1]]
-            accuracy[False][best] = [result.metrics["accuracy"] for result in train_runs(backbone, last, cache=False)]
-        records[name] = {
-            "lr": best,
-            "folds": {str(lr): score for lr, score in scores.items()},
-            "test": (test := accuracy[False].get(best, [])),
-            "mean": statistics.mean(test) if test else None,
-            "by_rate": {str(lr): some for lr, some in accuracy[False].items()},
+    found = measure_methods(bench, splits, methods, budget)
+    common = {"seconds": round(time.monotonic() - started), "together_with": len(names) - 1}
+    return {
+        name: {
+            "lr": one["lr"],
+            "folds": {rate: statistics.mean(scores) for rate, scores in one["scores"].items()},
+            "test": one["test"],
+            "mean": statistics.mean(one["test"]) if one["test"] else None,
+            **common,
         }
-    seconds = round(time.monotonic() - started)
-    for record in records.values():
-        record |= {"seconds": seconds, "together_with": len(records) - 1}
-    return records
+        for name, one in found.items()
+    }
 
 
-def all_apart(names: Sequence[str]) -> bool:
-    return not any(REGIMES[METHODS[name].regime].composes for name in names)
-
-
-def groups_of(names: Sequence[str], options: argparse.Namespace) -> list[list[str]]:
+def groups_of(names: Sequence[str]) -> list[list[str]]:
     """The methods that can share every batch; a baseline is a group of its own."""
     groups: dict[str, list[str]] = {}
     for name in names:
         method = METHODS[name]
         common = [method.recipe.get(part) for part in ("epochs", "views", "augment")]
-        groups.setdefault(repr(common) if REGIMES[method.regime].composes else name, []).append(name)
+        groups.setdefault(repr(common) if method.composes else name, []).append(name)
     return list(groups.values())
-
-
-def cap(splits: Splits, most: int) -> Splits:
-    """The splits with at most so many training images, the same ones at every call."""
-    assert isinstance(splits.train, memoro.data.ImageSet)
-    if len(splits.train) <= most:
-        return splits
-    chosen = np.sort(np.random.default_rng(0).permutation(len(splits.train))[:most])
-    return replace(splits, train=splits.train.subset(chosen))
 
 
 def format_entry(entry: Mapping[str, Any] | None) -> str:
@@ -197,7 +136,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--image-size", type=int, default=112)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--folds", type=int, default=4)
+    parser.add_argument("--folds", type=int, default=FOLDS, choices=range(1, FOLDS + 1), help="quarters held out")
     parser.add_argument("--most", type=int, default=2000, help="training images of a set, at most")
     parser.add_argument("--cache", type=Path, default=Path("compare-features"))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["head", "memory, 4 views", "side"])
@@ -205,12 +144,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     backbone = memoro.load_backbone(options.backbone)
+    training = TrainOptions(cache=Cache(options.cache), quiet=True)
+    bench = Bench(backbone, backbone.preprocessing.at(options.image_size), training)
+    budget = Budget(epochs=options.epochs, folds=options.folds, seeds=options.seeds)
     results = load_results(options.out)
     for source in options.data:
-        splits = cap(load_splits(source), options.most)
+        splits = limit_training(load_splits(source), options.most)
         found = results.setdefault(Path(source).stem, {"train": len(splits.train), "test": len(splits.test)})
-        for names in groups_of([name for name in options.methods if name not in found], options):
-            found |= measure(names, backbone, splits, options)
+        for names in groups_of([name for name in options.methods if name not in found]):
+            found |= measure(names, bench, splits, budget)
             write(results, options)
             print({name: format_entry(found[name]) for name in names}, f"{found[names[0]]['seconds']} s", flush=True)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from random_tasks import random_task as random_task
 
 from memoro.backbones import Backbone, load_backbone
-from memoro.tasks.task import Task, new_task
 
 _NUMBERS = itertools.count()
 
@@ -40,18 +40,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     path = tmp_path_factory.getbasetemp() / "caches" / str(next(_NUMBERS))  # mktemp would list all others each time
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
     return path / "memoro" / "features"
-
-
-def random_task(backbone: Backbone, name: str, *, seed: int = 0, **options: Any) -> Task:
-    """A task far from its neutral start, as training would leave it."""
-    options.setdefault("labels", ["a", "b", "c"])
-    task = new_task(backbone, name, seed=seed, **options)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in task.named_parameters():
-            scale = 0.2 if name.startswith("lora.") else 1.0  # a product of two of these is added to the weights
-            parameter.add_(scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
-    return task
 
 
 def in_fork(target: Callable[..., Any], *given: Any) -> Any:

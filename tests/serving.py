@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conftest import random_task
+import torch
 from PIL import Image
+from random_tasks import random_task
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.serve.options import ServeOptions
 from memoro.serve.run import address_of, listen, make_server, open_store
 from memoro.serve.store import TaskStore
+from memoro.tasks.familiarity import Familiarity, fit_familiarity
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Running:
 @contextmanager
 def serving(backbone: Backbone, *places: Path, **options: Any) -> Iterator[Running]:
     """Starts a server with these tasks and stops it gracefully."""
-    chosen = ServeOptions(port=0, **{"decoders": 2, **options})
+    chosen = ServeOptions(**{"port": 0, "decoders": 2, **options})
     store = open_store(places, lambda _: backbone)
     server, listening = make_server(store, chosen), listen(chosen)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -108,3 +110,15 @@ def fill(folder: Path, backbone: Backbone) -> dict[str, memoro.Task]:
     for task in (tags, weight, top, large):
         memoro.save_task(task, folder / f"{task.name}.safetensors")
     return {task.name: task for task in (pets, breeds, tags, weight, top, large)}
+
+
+def know(task: memoro.Task, distance: float) -> memoro.Task:
+    """Makes a task call every image familiar whose distance to its own images is at most this."""
+    generator = torch.Generator().manual_seed(0)
+    known = fit_familiarity(
+        torch.randn(60, task.spec.backbone.dim, generator=generator), None, torch.full((task.spec.backbone.dim,), 9.0)
+    )
+    assert known is not None
+    tensors = {**known.tensors, "distances": torch.full((5,), distance)}
+    task.describe(familiarity=Familiarity(**tensors, residual=known.residual, images=5))
+    return task

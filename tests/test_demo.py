@@ -64,11 +64,13 @@ def test_the_demo_does_the_whole_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
     page = run_demo(console, tmp_path / "out", letters=80, digits=80, epochs=1)
     said = console.export_text()
     assert "equal to the bit" in said
+    assert said.rstrip().endswith(f"memoro serve --open --tasks {tmp_path / 'out'}"), "it ends with what to try next"
     assert "parity, extends digit" in said
     text = page.read_text()
     assert text.count('class="card"') == 16
     assert text.count("data:image/png") == 16
-    assert text.count("<svg") == 6, "the cost, and a chart for each task"
+    assert text.count('class="meter"') == 16 * 5, "a bar for each answer"
+    assert text.count("<svg") - 16 * 5 == 6, "the cost, and a chart for each task"
     files = {file.stem for file in (tmp_path / "out").glob("*.safetensors")}
     assert files == {"letter", "style", "case", "digit", "parity"}
     parity = memoro.load_task(tmp_path / "out" / "parity.safetensors")

@@ -21,11 +21,14 @@ from test_train_cli import run
 import memoro
 from memoro.bench.export import bench_export
 from memoro.engine.composition import Composition
+from memoro.engine.streams import entering_token
 from memoro.errors import BackboneError, CompositionError
 from memoro.images import Preprocessing
 from memoro.tasks.calibration import Calibration
+from memoro.tasks.familiarity import fit_familiarity
 
 SMALL = Preprocessing(resize=(20, 20), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
+FAMILIAR = 40
 TOLERANCE = 1e-4  # other kernels sum in another order; float32, logits of about 10
 
 
@@ -33,6 +36,9 @@ def compose_small(case: Case) -> Composition:
     """Two layers, a task from the start and one that extends it later; inner parts of the graph have such names too."""
     backbone = memoro.load_backbone(case.model(num_hidden_layers=2).requires_grad_(False), processor=SMALL)
     linear = random_task(backbone, "linear", cells=2)
+    own = torch.randn(FAMILIAR, 3, 20, 20, generator=torch.Generator().manual_seed(9))
+    tokens = entering_token(backbone.anatomy, own)
+    linear.describe(familiarity=fit_familiarity(tokens, torch.arange(FAMILIAR) % 3, torch.zeros(backbone.dim)))
     fork = random_task(
         backbone, "älter 2.x", seed=1, cells=3, rank=2, from_layer=1, extends=[linear], head="multilabel"
     )
@@ -55,14 +61,18 @@ def check_answers(exported: Exported) -> None:
     for count in (1, 5, 32):
         pixels = torch.randn(count, 3, 20, 20, generator=torch.Generator().manual_seed(count))
         with torch.no_grad():
-            expected = exported.model(pixels)
+            expected, judged, _ = exported.model.run(pixels)
         found = exported.run(pixel_values=pixels.numpy())
         for name, right in expected.items():
             assert (found[name] - right).abs().max() < TOLERANCE, name
         assert (found["linear.probabilities"] - expected["linear"].softmax(-1)).abs().max() < TOLERANCE
         assert (found["älter 2.x.probabilities"] - expected["älter 2.x"].sigmoid()).abs().max() < TOLERANCE
         assert (found["linear"] - found["älter 2.x"]).abs().max() > 0.1
-        assert set(found) == {*expected, "linear.probabilities", "älter 2.x.probabilities"}
+        familiarity = found["linear.familiarity"]
+        # A step function: rounding may move a distance over one of its steps.
+        assert (familiarity - judged["linear"].familiarity).abs().max() < 1.5 / FAMILIAR
+        assert count == 1 or familiarity.std() > 0.1
+        assert set(found) == {*expected, "linear.probabilities", "älter 2.x.probabilities", "linear.familiarity"}
 
 
 @pytest.fixture(scope="module")

@@ -280,7 +280,8 @@ def test_interrupted_predictions_keep_what_was_answered(
 
 
 def test_out_names_a_file(shell: Shell, mess: Path, tasks: list[str]) -> None:  # noqa: F811
-    assert "mess is a folder" in shell("predict", "mess", "-b", "vit", *tasks, "-o", "mess", code=2).err
+    assert "not an empty folder" in shell("predict", "mess", "-b", "vit", *tasks, "-o", "mess", code=1).err
+    assert "--out answers/" in shell("predict", "mess", "-b", "vit", *tasks, "-o", "x.csv", "--resume", code=2).err
     assert "name a file with --out" in shell("predict", "mess", "-b", "vit", *tasks, "-f", "parquet", code=2).err
     assert "jsonl" in shell("predict", "mess", "-b", "vit", *tasks, "-f", "xml", code=2).err
     assert "no images there" in shell("predict", "mess", "nothing", "-b", "vit", *tasks, code=1).err

@@ -82,7 +82,7 @@ LEVELS = [
     {"evaluation"},
     {"training"},
     {"serve"},
-    {"bench", "demo"},
+    {"bench", "demo", "reproduce"},
     {"cli"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}

@@ -19,7 +19,7 @@ import memoro
 from memoro.data.near import near_duplicates
 from memoro.evaluation.breakdown import class_figures, find_mistakes
 from memoro.images import open_image
-from memoro.pages.charts import line_chart, matrix_chart, scatter_chart, text_width
+from memoro.pages.charts import histogram_chart, line_chart, matrix_chart, scatter_chart, text_width
 from memoro.pages.page import Html, render_page, tag
 
 HOSTILE = '<script>alert("x")<|script>'
@@ -59,7 +59,7 @@ def test_every_training_has_a_report(shell: Shell, tmp_path: Path) -> None:  # n
     text = check_page(tmp_path / "runs" / "colour" / "report.html")
     for part in (
         "measured on the test split of 8 images", "What was taken for what", "Each class", "recall",
-        "where the task looked", "Images left out", "broken<b>.png",
+        "where the task looked", "Familiar images", "Images left out", "broken<b>.png",
         "1 pair of images in different splits look the same", "larger.png", "set/train/red/000.png",
         "trained parameters", "Time", "memoro predict photo.jpg -t colour.safetensors", HOSTILE,
     ):  # fmt: skip
@@ -192,6 +192,10 @@ def test_a_small_matrix_has_room_for_its_heading() -> None:
 @pytest.mark.parametrize("values", [[], [2.0], [3.0, 3.0], [0.0, 1e-9], [-1e6, 1e6], [1e-12, 2e-12]])
 def test_charts_take_any_numbers(values: list[float]) -> None:
     points = [(float(at), value) for at, value in enumerate(values)]
-    for chart in (line_chart([("", points)], "epoch", "loss"), scatter_chart(points, "true", "predicted")):
+    for chart in (
+        line_chart([("", points)], "epoch", "loss"),
+        scatter_chart(points, "true", "predicted"),
+        histogram_chart(values, 1.0, "distance"),
+    ):
         assert "nan" not in chart
         assert "inf" not in chart

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import random_task
 from families import CASES
 from PIL import Image
-from serving import Running, fill, multipart, picture, serving
+from serving import Running, fill, know, multipart, picture, serving
 
 import memoro
 from memoro.backbones import Backbone
@@ -66,6 +67,8 @@ def test_all_forms_of_a_request_give_the_library_s_answers(server: Running, expe
     assert set(form["seconds"]) == {"decode", "queue", "backbone", "tasks", "total"}
     info = server.request("GET", "/v1/tasks/pets")[2]
     assert form["tasks"]["pets"]["version"] == info["content"][:12]
+    assert raw["passes"] == 2, "one task has another input size"
+    assert server.predict(IMAGES[0], "?tasks=pets,tags")["passes"] == 1
 
 
 def test_tasks_top_k_and_base(server: Running, expected: list[dict[str, Any]]) -> None:
@@ -212,6 +215,55 @@ def test_the_client(server: Running, expected: list[dict[str, Any]], tmp_path: P
     assert caught.value.status == 404
     with pytest.raises(ServeError, match=r"cannot reach http://127.0.0.1:1 .*memoro serve"):
         memoro.Client("127.0.0.1:1").predict(IMAGES[0])
+
+
+@pytest.fixture(scope="module")
+def judging(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """To `pets` every image is familiar, to `rooms` none; `plain` cannot tell."""
+    folder = tmp_path_factory.mktemp("judging")
+    pets, rooms = (
+        know(random_task(backbone, name, seed=seed), far) for seed, name, far in ((1, "pets", 1e6), (2, "rooms", 0.0))
+    )
+    for task in (pets, rooms, random_task(backbone, "plain", seed=3)):
+        memoro.save_task(task, folder / f"{task.name}.safetensors")
+    with serving(backbone, folder) as running:
+        yield running
+
+
+def test_unfamiliar_images_are_marked_dropped_or_kept(judging: Running) -> None:
+    model = judging.store.current.model
+    document = json.dumps({"images": [base64.b64encode(IMAGES[0]).decode()]}).encode()
+    body, headers = multipart(IMAGES[0])
+    forms: list[tuple[bytes, dict[str, str]]] = [
+        (IMAGES[0], {}), (document, {"content_type": "application/json"}), (body, headers)
+    ]  # fmt: skip
+    for query, options in (
+        ("", {}),
+        ("&unfamiliar=drop", {"unfamiliar": "drop"}),
+        ("&unfamiliar=keep", {"unfamiliar": "keep"}),
+        ("&unfamiliar=drop&false_alarms=0", {"unfamiliar": "drop", "false_alarms": 0.0}),
+    ):
+        (right,) = model.predict([IMAGES[0]], **options)
+        for data, form in forms:
+            found = judging.predict(data, f"?top_k=9{query}", **form)["images"][0]["answers"]
+            assert close(found, right), (query, form)
+        with memoro.Client(judging.url) as client:
+            assert close(client.predict(IMAGES[0], top=9, **options)[0], right)
+        _, _, explained = judging.request("POST", f"/v1/explain?top_k=9{query}", IMAGES[0])
+        answers = explained["images"][0]["answers"]
+        assert all("attention" in answer for answer in answers.values())
+        assert set(answers) == set(right)
+    marked = judging.predict(IMAGES[0])["images"][0]["answers"]
+    assert {name: answer.get("unfamiliar") for name, answer in marked.items()} == {
+        "pets": False, "plain": None, "rooms": True
+    }  # fmt: skip
+    assert marked["pets"]["familiarity"] == 1
+    assert marked["pets"]["score"] == pytest.approx(marked["rooms"]["score"])
+    assert set(judging.predict(IMAGES[0], "?unfamiliar=drop")["images"][0]["answers"]) == {"pets", "plain"}
+    assert "unfamiliar" not in judging.predict(IMAGES[0], "?unfamiliar=keep")["images"][0]["answers"]["rooms"]
+    for query in ("unfamiliar=hide", "false_alarms=2", "false_alarms=nan"):
+        status, _, found = judging.request("POST", f"/v1/predict?{query}", IMAGES[0])
+        assert (status, query.partition("=")[0] in found["error"]) == (422, True)
 
 
 def test_health_docs_and_metrics(server: Running) -> None:

@@ -39,7 +39,7 @@ def server(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def pixels(server: Running) -> torch.Tensor:
     (steps,) = server.store.current.model.passes(["pets"])
     found, _ = Decoder((steps,))([("", image) for image in IMAGES])
-    return torch.stack(found[0])
+    return found[0][0]
 
 
 def tensor_input(pixels: torch.Tensor) -> dict[str, Any]:

@@ -179,7 +179,8 @@ def test_attaching_needs_a_token_or_loopback(backbone: Backbone, folder: Path) -
             server.url = server.url.replace("0.0.0.0", "127.0.0.1")
             status, _, found = server.request("PUT", "/v1/tasks", data)
             assert (status, "--token" in found["error"]) == (403, True)
-            assert server.request("GET", "/v1/tasks")[2]["writable"] is False
+            listed = server.request("GET", "/v1/tasks")[2]
+            assert (listed["writable"], listed["reason"]) == (False, found["error"])
             assert server.request("POST", "/v1/predict", IMAGE, host="photos.example")[0] == 200
 
 

@@ -12,6 +12,7 @@ from conftest import random_task
 from families import CASES, Case
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from test_train_recipe import save_squares
 
 import memoro
 from memoro.backbones import Backbone
@@ -128,6 +129,27 @@ def rewrite(path: Path, change: Any) -> None:
     tensors = load_file(path)
     change(record, tensors)
     save_file(tensors, path, metadata={"memoro": json.dumps(record)})
+
+
+def test_training_rounds_low_rank_weights_and_files_hold_them_as_float16(backbone: Backbone, tmp_path: Path) -> None:
+    squares = save_squares(tmp_path / "squares")
+    task = memoro.train(squares, backbone=backbone, lr=0.003, epochs=1, image_size=20, workers=0, quiet=True).task
+    assert task.rank == 8
+    file = memoro.save_task(task, tmp_path / "task.safetensors")
+    dtypes = {
+        name.split(".")[1]: tensor.dtype for name, tensor in load_file(file).items() if ".familiarity" not in name
+    }
+    assert dtypes == {
+        "class_token": torch.float32,
+        "memory": torch.float32,
+        "head": torch.float32,
+        "lora": torch.float16,
+    }
+    again = memoro.load_task(file)
+    assert {tensor.dtype for tensor in again.state_dict().values()} == {torch.float32}
+    assert again.content_hash() == task.content_hash()
+    fine = random_task(backbone, "fine", rank=2, from_layer=3)  # values between those of float16 are kept as they are
+    assert load_file(memoro.save_task(fine, file))["0.lora.qkv_A"].dtype == torch.float32
 
 
 def test_format_1_still_loads(backbone: Backbone, tmp_path: Path) -> None:

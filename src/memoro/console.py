@@ -92,7 +92,7 @@ class Bar:
     A `transient` bar disappears at its end.
     """
 
-    def __init__(self, title: str, total: int, *, quiet: bool = False, transient: bool = True) -> None:
+    def __init__(self, title: str, total: int | None, *, quiet: bool = False, transient: bool = True) -> None:
         self._console = plain_console(stderr=True, soft_wrap=True)
         self._lines = not quiet and not (self._console.is_terminal or self._console.is_jupyter)
         self.progress = Progress(
@@ -107,6 +107,7 @@ class Bar:
         )
         self._job = self.progress.add_task(title, total=total, figures="")
         self._began = self._told = time.monotonic()
+        self._line = ""
 
     def __enter__(self) -> Self:
         self.progress.start()
@@ -131,13 +132,17 @@ class Bar:
         self._told = time.monotonic()
         if self._lines:
             [job] = self.progress.tasks
-            parts = [f"{job.description}: {job.completed:,.0f} of {job.total or 0:,.0f}", job.fields["figures"]]
+            whole = "" if job.total is None else f" of {job.total:,.0f}"
+            parts = [f"{job.description}: {job.completed:,.0f}{whole}", job.fields["figures"]]
             seconds = round(self._told - self._began)
-            self._console.print(", ".join([*filter(None, parts), *([f"{seconds} s"] if job.completed else [])]))
+            line = ", ".join([*filter(None, parts), *([f"{seconds} s"] if job.completed else [])])
+            if line != self._line:  # the last one may have been told already
+                self._console.print(line)
+            self._line = line
 
 
 @contextmanager
-def bar(title: str, total: int, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+def bar(title: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
     """Yields a function that advances a `Bar`, by one or by the given number."""
     with Bar(title, total, quiet=quiet) as shown:
         yield lambda count=1: shown.update(count)
@@ -167,6 +172,13 @@ def format_bytes(size: float) -> str:
 def format_count(count: int, noun: str) -> str:
     """`1 image`, `2 images`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def format_seconds(seconds: float) -> str:
+    """`90 s`, `12 min`, `3.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
 def quoted(*words: object) -> str:

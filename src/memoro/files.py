@@ -38,11 +38,18 @@ def keep_copy(path: Path) -> Path:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes beside the file and renames, so that a reader never sees half of it."""
+    with open_whole(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def open_whole(path: Path) -> Iterator[BinaryIO]:
+    """A hidden file beside the path. It gets that name at the end; after an error, it is removed."""
     temporary = path.parent / f".{path.name[:40]}.{uuid.uuid4().hex}.part"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("xb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,38 @@ def draw_confusion(path: Path, title: str, matrix: Tensor, labels: list[str]) ->
     axes.set(xlabel="predicted", ylabel="true")
     axes.set_title(drawable(title), parse_math=False)
     figure.colorbar(image, ax=axes, shrink=0.8, label="fraction of the true class")
+    return save_figure(figure, path)
+
+
+Point = tuple[float, float, float]
+"""(x, y, half the height of an error bar)"""
+
+
+def draw_panels(
+    path: Path, panels: Mapping[str, Mapping[str, Sequence[Point]]], xlabel: str, ylabel: str, *, log: bool = False
+) -> Path:
+    """Panels side by side, each with lines of points and error bars; one legend for all."""
+    from matplotlib.figure import Figure
+
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.4 * columns + 1, 2.9 * rows + 0.8), layout="constrained")
+    grid: Any = figure.subplots(rows, columns, squeeze=False)
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    drawn: dict[str, Any] = {}
+    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
+        for name, points in lines.items():
+            x, y, error = zip(*sorted(points), strict=True)
+            color = f"C{names.index(name) % 10}"
+            drawn[name] = axes.errorbar(x, y, error, marker="o", markersize=4, capsize=2, linewidth=1.3, color=color)
+        axes.set_title(drawable(title), parse_math=False, fontsize=10)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        if log:
+            axes.set_xscale("log")
+        axes.grid(alpha=0.25)
+    for axes in grid.flat[len(panels) :]:
+        axes.axis("off")
+    figure.legend(list(drawn.values()), [drawable(name) for name in drawn], loc="outside lower center", ncols=4)
     return save_figure(figure, path)
 
 

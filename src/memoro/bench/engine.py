@@ -15,6 +15,7 @@ from memoro.bench.dense import DenseMask
 from memoro.bench.models import CLASSES
 from memoro.console import make_table
 from memoro.engine.composition import compose
+from memoro.tasks.familiarity import FamiliarityBank, fit_familiarity
 from memoro.tasks.task import new_task
 
 
@@ -31,6 +32,8 @@ class EngineRow:
     """One sequence with a dense mask (fork 0 only, without low-rank weights)."""
     separate: float
     """One pass per task, extrapolated from one."""
+    familiarity: float
+    """What it adds to judge how familiar the images are to all tasks; it is no part of `engine`."""
 
 
 def bench_engine(
@@ -51,8 +54,17 @@ def bench_engine(
     grid = (height // rows, width // columns)
     tokens = backbone.anatomy.prefix + grid[0] * grid[1]
     labels = [str(i) for i in range(CLASSES)]
+    # All tasks have the same description: its values do not matter.
+    described = fit_familiarity(
+        torch.randn(1000, backbone.dim), torch.arange(1000) % CLASSES, torch.zeros(backbone.dim)
+    )
+    assert described is not None
+    token = torch.randn(batch, backbone.dim).to(backbone.device, backbone.dtype)
     with torch.no_grad():
         candidates: dict[str, Callable[[], object]] = {"base": lambda: backbone.original(pixels)}
+        for count in counts:
+            bank = FamiliarityBank([described] * count, backbone.device)
+            candidates[f"familiarity {count}"] = lambda bank=bank: bank.judge(token)  # type: ignore[misc]
         for fork in forks:
             for count in sorted({1, *counts}):
                 sizes: dict[str, Any] = {"cells": cells, "rank": rank, "from_layer": fork}
@@ -72,6 +84,7 @@ def bench_engine(
             limit=1 + count * (backbone.depth - fork) / backbone.depth / tokens,
             dense=best[f"dense {count}"] / base if fork == 0 and not rank else None,
             separate=count * best[f"engine {fork} 1"] / base,
+            familiarity=best[f"familiarity {count}"] / base,
         )
         for fork in forks
         for count in counts
@@ -80,13 +93,14 @@ def bench_engine(
 
 def candidate_count(counts: Sequence[int], forks: Sequence[int], rank: int = 0) -> int:
     """The number of candidates that `bench_engine` times, for a progress bar."""
-    return 1 + len({1, *counts}) * (len(forks) + (0 in forks and not rank))
+    return 1 + len({*counts}) + len({1, *counts}) * (len(forks) + (0 in forks and not rank))
 
 
 def engine_table(title: str, rows: Sequence[EngineRow]) -> Table:
-    columns = ("tasks", "fork", "memoro", "arithmetic limit", "dense mask", "separate passes")
+    columns = ("tasks", "fork", "memoro", "arithmetic limit", "dense mask", "separate passes", "familiarity")
     cells = []
     for row in rows:
         costs = (row.engine, row.limit, row.dense, row.separate)
-        cells.append([str(row.tasks), str(row.fork), *("" if cost is None else f"{cost:.2f}" for cost in costs)])
+        shown = ("" if cost is None else f"{cost:.2f}" for cost in costs)
+        cells.append([str(row.tasks), str(row.fork), *shown, f"{row.familiarity:.4f}"])
     return make_table(columns, cells, f"{title}: cost of one pass, in plain base passes", left=0)

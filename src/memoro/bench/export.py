@@ -14,7 +14,7 @@ from rich.table import Table
 from memoro.backbones import Backbone
 from memoro.bench.clock import best_times
 from memoro.bench.models import CLASSES
-from memoro.console import format_bytes, make_table
+from memoro.console import bar, format_bytes, format_count, make_table
 from memoro.engine.composition import Composition, compose
 from memoro.extras import need
 from memoro.tasks.task import new_task
@@ -40,9 +40,14 @@ def bench_export(
     cells: int = 5,
     batch: int = 8,
     rounds: int = 5,
-    tick: Callable[[], None] = lambda: None,
+    seconds: float = 60,
+    quiet: bool = True,
 ) -> list[ExportRow]:
-    """Exports compositions of untrained tasks, and times both on the CPU with torch's number of threads."""
+    """Exports compositions of untrained tasks, and times both on the CPU with torch's number of threads.
+
+    Most of the time goes into exporting: tens of seconds, and more with many tasks, each of which has a head in the
+    graph. The timing ends after `rounds` or, with one round at least, after so many `seconds`.
+    """
     need("onnxruntime", extra="onnx")
     backbone = backbone.to("cpu")
     height, width = backbone.preprocessing.size or backbone.image_size
@@ -53,7 +58,9 @@ def bench_export(
     with torch.no_grad():
         for count in counts:
             model = compose(backbone, [new_task(backbone, f"task {i}", labels, cells=cells) for i in range(count)])
-            session, sizes[count] = _open(model)
+            with bar(f"exporting {format_count(count, 'task')}", 1, quiet=quiet) as tick:
+                session, sizes[count] = _open(model)
+                tick()
             feed = {session.get_inputs()[0].name: pixels.numpy()}
             expected = model(pixels)
             found = dict(zip(expected, session.run(list(expected), feed), strict=True))
@@ -64,7 +71,8 @@ def bench_export(
             candidates[f"onnx {count}"] = lambda session=session, feed=feed, names=list(expected): session.run(  # type: ignore[misc]
                 names, feed
             )
-        best = best_times(candidates, rounds, tick)
+        with bar("timing", rounds * len(candidates), quiet=quiet) as tick:
+            best = best_times(candidates, rounds, tick, seconds=seconds)
     for count in counts:
         speeds = {side: batch / best[f"{side} {count}"] for side in ("torch", "onnx")}
         rows.append(ExportRow(count, **speeds, difference=differences[count], bytes=sizes[count]))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from memoro.cli import explain, predict, serving, tasks, training
+from memoro.cli import explain, predict, reproducing, serving, tasks, training
 from memoro.cli.benches import bench
 from memoro.console import plain_console
 from memoro.errors import MemoroError
@@ -41,6 +41,7 @@ and the backbone's own output stays bitwise the same.
   memoro bench train                                     what a training step costs here
   memoro bench serve                                     throughput and latency of the server here
   memoro bench export                                    ONNX Runtime beside torch
+  memoro reproduce table2 --data photos.zip              check the paper's tables on your own sets
 
 Training takes [bold]--backbone[/], a hub id or a folder; the default is the small one that ships with memoro. A task
 file knows its backbone, and may be a hub id too (me/pets). Run [bold]memoro COMMAND --help[/] for details; most
@@ -52,6 +53,7 @@ app.add_typer(predict.app)
 app.add_typer(explain.app)
 app.add_typer(tasks.app)
 app.add_typer(serving.app)
+app.add_typer(reproducing.app)
 app.add_typer(bench, name="bench")
 
 

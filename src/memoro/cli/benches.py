@@ -58,16 +58,19 @@ def bench_export_command(
     batch: Annotated[int, typer.Option(help="Images in a pass.")] = 8,
     tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,100",
     cells: Annotated[int, typer.Option(help="Memory cells in each layer.")] = 5,
-    rounds: Annotated[int, typer.Option(help="Runs of each candidate; the best counts.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each candidate; the best counts.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0, help="No further round after so many seconds of timing.")] = 60,
     as_json: Json = False,
 ) -> None:
-    """An exported ONNX file in ONNX Runtime against the same tasks in torch, on the CPU."""
+    """An exported ONNX file in ONNX Runtime against the same tasks in torch, on the CPU.
+
+    Exporting takes most of the time: half a minute of CPU time, more for 100 tasks.
+    """
     from memoro.bench.export import bench_export, export_table
-    from memoro.console import bar
 
     counts, frozen = numbers(tasks), load(backbone, "cpu")
-    with bar("exporting and timing", 2 * rounds * len(counts)) as tick:
-        rows = bench_export(frozen, counts=counts, cells=cells, batch=batch, rounds=rounds, tick=tick)
+    sizes: dict[str, int] = {"cells": cells, "batch": batch, "rounds": rounds}
+    rows = bench_export(frozen, counts=counts, seconds=seconds, quiet=False, **sizes)
     if as_json:
         print_json([asdict(row) for row in rows])
     else:

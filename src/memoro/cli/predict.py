@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from memoro.cli.options import DeviceOption, Json, TaskBackboneOption, TaskFiles, load_models
-from memoro.console import plain_console
+from memoro.console import Bar, format_count, format_seconds, plain_console
+
+if TYPE_CHECKING:
+    from memoro.data.unlabelled import Unlabelled
+    from memoro.evaluation.bulk import Job, Predictor
+    from memoro.evaluation.predictions import Tally
 
 app = typer.Typer()
+
+_MANY, _CLUSTER = "Many images", "Many machines"
 
 
 @app.command()
 def predict(
-    images: Annotated[list[str], typer.Argument(help="Files, folders or globs.", show_default=False)],
+    images: Annotated[
+        list[str],
+        typer.Argument(
+            help="Files, folders, globs, .zip, tables (.csv, .jsonl, .parquet) or hub ids.", show_default=False
+        ),
+    ],
     tasks: TaskFiles,
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
@@ -27,11 +43,14 @@ def predict(
             "--format",
             "-f",
             help="table, json, jsonl (a line per image), csv or parquet.",
-            show_default="by the suffix of --out, else table",
+            show_default="by the suffix of --out, else table; parquet for a folder",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File to write to instead of stdout.", show_default=False)
+        str | None,
+        typer.Option(
+            "--out", "-o", help="File to write to instead of stdout, or a folder (answers/).", show_default=False
+        ),
     ] = None,
     top: Annotated[
         int | None,
@@ -50,9 +69,60 @@ def predict(
         float,
         typer.Option(min=0, max=1, help="Share of a task's own images that may be called unfamiliar."),
     ] = 0.01,
+    embeddings: Annotated[
+        bool,
+        typer.Option("--embeddings", help="Also write the final tokens of the base and of each task (Parquet)."),
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any image cannot be read.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=0, help="Processes that decode images.", show_default="one per core; none for few images"),
+    ] = None,
     as_json: Json = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue in the folder: skip the shards that are there.", rich_help_panel=_MANY),
+    ] = False,
+    shard_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Images per file of the folder.", show_default="8192", rich_help_panel=_MANY),
+    ] = None,
+    image_column: Annotated[
+        str | None,
+        typer.Option(help="Column of a table with the images.", show_default="path or image", rich_help_panel=_MANY),
+    ] = None,
+    allow_absolute: Annotated[
+        bool,
+        typer.Option(
+            "--allow-absolute", help="Trust a table that names files outside its folder.", rich_help_panel=_MANY
+        ),
+    ] = False,
+    streaming: Annotated[
+        bool,
+        typer.Option("--streaming", help="Read a hub set as a stream, storing nothing.", rich_help_panel=_MANY),
+    ] = False,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray",
+            help="Use the Ray cluster of $RAY_ADDRESS or of this machine, or start one here.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = False,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Use this Ray cluster, such as head:6379.", show_default=False, rich_help_panel=_CLUSTER),
+    ] = None,
+    ray_workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes with a backbone.",
+            show_default="one per GPU, or per 4 cores",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
 ) -> None:
     """Predict with all tasks in one pass. Answers are written as they come.
 
@@ -60,8 +130,11 @@ def predict(
 
     memoro predict new/ -t pets.safetensors --out answers.csv --top 3
 
+    memoro predict photos.parquet -t pets.safetensors --out answers/ --resume
+
     Folders are searched for images, which are recognised by their suffix or
-    their first bytes. An image that cannot be read has a row with the error.
+    their first bytes. Tables have a column of paths, Parquet also of images.
+    An image that cannot be read has a row with the error.
     CSV and Parquet have a row for each image, task and label, and the columns
     image, task, label, probability, value (of a regression), low and high (of
     its 90 % interval), predicted, score, familiarity, unfamiliar, error.
@@ -69,69 +142,169 @@ def predict(
     Probabilities are calibrated. familiarity is the share of the task's own
     images that look at least as strange as this one; score compares tasks:
     the highest is the most likely owner of the image.
-    """
-    from memoro.console import bar, format_count
-    from memoro.engine.answers import Routing, stream_predictions
-    from memoro.engine.composition import compose
-    from memoro.evaluation.predictions import MAX_ROWS, Tally, predictions_table, write_predictions
-    from memoro.files import part_of, write_gradually
-    from memoro.images import find_images
-    from memoro.regimes import Baseline
 
-    form = _choose_form("json" if as_json else form, out)
+    With a folder as --out, answers are files of --shard-size images, each
+    written whole: stop it at any time and continue with --resume. With --ray,
+    the machines of a cluster share the work; they need access to the images
+    and to the folder.
+    """
+    from memoro.data.unlabelled import open_unlabelled
+    from memoro.engine.answers import AnswerOptions, Routing
+    from memoro.evaluation.bulk import SHARD_SIZE, Job, Predictor
+    from memoro.evaluation.predictions import check_form
+
+    folder = out is not None and (out.endswith(("/", os.sep)) or Path(out).is_dir())
+    cluster = ray or ray_address is not None or ray_workers is not None
+    form = _choose_form("json" if as_json else form, None if out is None else Path(out), folder)
+    if not folder and (resume or cluster or shard_size is not None):
+        raise typer.BadParameter("--resume, --shard-size and --ray need a folder for the answers: --out answers/")
     if unfamiliar not in {"mark", "drop", "keep"}:
         raise typer.BadParameter(f"--unfamiliar {unfamiliar!r} is not one of mark, drop, keep")
+    check_form(form, embeddings)
     routing = Routing(unfamiliar, false_alarms)  # type: ignore[arg-type]
-    count = sum(1 for _ in find_images(images))
-    frozen, models = load_models(tasks, backbone, device)
+    source = open_unlabelled(images, image_column=image_column, allow_absolute=allow_absolute, streaming=streaming)
+    count = None if folder else _count(source)
+    frozen, models = load_models(tasks, backbone, "cpu" if cluster else device)
+    predictor = Predictor(frozen, tuple(models), AnswerOptions(batch_size, top, routing, embeddings))
+    _explain_passes(predictor)
     errors = plain_console(stderr=True, soft_wrap=True)
-    apart = [model for model in models if isinstance(model, Baseline)]
-    model = compose(frozen, [task for task in models if not isinstance(task, Baseline)])
-    if len(model.passes()) > 1:
-        errors.print(f"{len(model.passes())} passes, because the tasks were trained with different preprocessing.")
-    if apart:
-        errors.print(f"{', '.join(one.name for one in apart)}: baselines, which need a separate pass each.")
-    if without := [task.name for task in model.tasks.values() if task.spec.familiarity is None]:
-        errors.print(
-            f"{', '.join(without)}: the file has no familiarity, so no image is called unfamiliar. To add it: memoro "
-            "calibrate TASK DATA"
-        )
-    passes = [*model.prediction_passes(), *(one for baseline in apart for one in baseline.prediction_passes())]
-    names = [one.name for one in models]
-    tally = Tally()
-    try:
-        with bar("predicting", count, quiet=not errors.is_terminal) as tick:
-            how: dict[str, Any] = {"batch_size": batch_size, "top": top, "routing": routing}
-            found = stream_predictions(find_images(images), passes, names, **how)
-            rows = tally.count(found, tick)
-            if form == "table":
-                shown = list(islice(rows, MAX_ROWS))
-                for _ in rows:
-                    pass
-            elif out is None:
-                write_predictions(rows, form, sys.stdout.buffer, top)
-            else:
-                with write_gradually(out) as file:
-                    write_predictions(rows, form, file, top)
-    except KeyboardInterrupt:
-        where = "" if out is None else f"; the answers so far are in {part_of(out)}"
-        errors.print(f"stopped after {format_count(tally.images, 'image')}{where}.")
-        raise typer.Exit(130) from None
-    if form == "table":
-        plain_console().print(predictions_table(shown, tally.images, top))
-    elif out is not None:
-        errors.print(f"{format_count(tally.images, 'image')} answered in {out}")
+    if folder:
+        assert out is not None
+        job = Job(source, predictor, Path(out), form, shard_size or SHARD_SIZE)
+        how = {"address": ray_address, "workers": ray_workers} if cluster else None
+        tally = _write_shards(job, resume, workers, how)
+    else:
+        tally = _write_one(source, predictor, form, None if out is None else Path(out), count, workers)
     if tally.first is not None:
         errors.print(
             f"{tally.unreadable} of {format_count(tally.images, 'image')} could not be read, such as "
             f"{tally.first.image}: {tally.first.error}"
         )
-    raise typer.Exit(1 if tally.unreadable == tally.images or (strict and tally.unreadable) else 0)
+    raise typer.Exit(1 if tally.unreadable and (strict or tally.unreadable == tally.images) else 0)
 
 
-def _choose_form(form: str | None, out: Path | None) -> str:
+def _count(source: Unlabelled) -> int | None:
+    """Of images, where that is known; an error where there are none."""
+    from memoro.data.unlabelled import is_endless
+    from memoro.errors import DataError
+
+    if is_endless(source):
+        return None
+    count = sum(1 for _ in source.keys())  # noqa: SIM118
+    if not count:
+        raise DataError("there are no images.")
+    return count
+
+
+def _explain_passes(predictor: Predictor) -> None:
+    """Says what costs more than one pass, and whose images cannot be told from others."""
+    from memoro.regimes import Baseline
+
+    errors = plain_console(stderr=True, soft_wrap=True)
+    apart = [model.name for model in predictor.models if isinstance(model, Baseline)]
+    passes = len(predictor.passes) - len(apart)
+    if passes > 1:
+        errors.print(f"{passes} passes, because the tasks were trained with different preprocessing.")
+    if apart:
+        errors.print(f"{', '.join(apart)}: baselines, which need a separate pass each.")
+    tasks = [model for model in predictor.models if not isinstance(model, Baseline)]
+    if without := [task.name for task in tasks if task.spec.familiarity is None]:
+        errors.print(
+            f"{', '.join(without)}: the file has no familiarity, so no image is called unfamiliar. To add it: memoro "
+            "calibrate TASK DATA"
+        )
+
+
+def _write_one(
+    source: Unlabelled, predictor: Predictor, form: str, out: Path | None, count: int | None, workers: int | None
+) -> Tally:
+    """All answers in one place: a file, stdout or a table."""
+    from memoro.data.loader import worker_count
+    from memoro.evaluation.bulk import SHARD_SIZE
+    from memoro.evaluation.predictions import MAX_ROWS, Tally, predictions_table, write_predictions
+    from memoro.files import part_of, write_gradually
+
+    errors = plain_console(stderr=True, soft_wrap=True)
+    how, tally = predictor.how, Tally()
+    keys = iter(source.keys())
+    chunks = iter(lambda: list(islice(keys, SHARD_SIZE)), [])
+    pictures = (picture for chunk in chunks for picture in source.read(chunk))
+    try:
+        with _progress(count, quiet=not errors.is_terminal) as tick:
+            found = predictor.predict(pictures, predictor.decoder(worker_count(workers, count)))
+            rows = tally.count(found, lambda: tick(1))
+            if form == "table":
+                shown = list(islice(rows, MAX_ROWS))
+                for _ in rows:
+                    pass
+            elif out is None:
+                write_predictions(rows, form, sys.stdout.buffer, how.top)
+            else:
+                with write_gradually(out) as file:
+                    write_predictions(rows, form, file, how.top, embeddings=how.embeddings)
+    except KeyboardInterrupt:
+        where = "" if out is None else f"; the answers so far are in {part_of(out)}"
+        errors.print(f"stopped after {format_count(tally.images, 'image')}{where}.")
+        raise typer.Exit(130) from None
+    if form == "table":
+        plain_console().print(predictions_table(shown, tally.images, how.top))
+    elif out is not None:
+        errors.print(f"{format_count(tally.images, 'image')} answered in {out}")
+    return tally
+
+
+def _write_shards(job: Job, resume: bool, workers: int | None, cluster: dict[str, Any] | None) -> Tally:
+    """Answers as files of a folder."""
+    from memoro.data.loader import worker_count
+    from memoro.evaluation.bulk import answer_here, begin
+    from memoro.evaluation.on_ray import answer_on_ray, check_ray
+
+    errors = plain_console(stderr=True, soft_wrap=True)
+    if cluster is not None:
+        check_ray(job)
+    todo = begin(job, resume=resume)
+    left = None if todo.images is None else todo.images - todo.answered
+    if todo.done:
+        errors.print(f"{format_count(todo.answered, 'image')} were answered before, {left or 'more'} are left.")
+    try:
+        with _progress(left) as tick:
+            if cluster is not None:
+                tally = answer_on_ray(job, todo, tick=tick, **cluster)
+            else:
+                tally = answer_here(job, todo, workers=worker_count(workers, left), tick=tick)
+    except KeyboardInterrupt:
+        errors.print(f"stopped; the shards so far are in {job.folder}. To continue, add --resume.")
+        raise typer.Exit(130) from None
+    errors.print(f"{format_count(tally.images, 'image')} answered in {job.folder}")
+    return tally
+
+
+@contextmanager
+def _progress(total: int | None, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+    """Yields a function that advances a bar by some images. The bar shows the speed."""
+    began, done = time.monotonic(), 0
+    with Bar("predicting", total, quiet=quiet) as shown:
+
+        def tick(count: int) -> None:
+            nonlocal done
+            done += count
+            speed = done / max(time.monotonic() - began, 1e-9)
+            figures = f"{speed:,.0f} images/s"
+            if total is not None and done < total:
+                figures += f", about {format_seconds((total - done) / speed)} left"
+            shown.update(count, figures=figures)
+
+        yield tick
+
+
+def _choose_form(form: str | None, out: Path | None, folder: bool) -> str:
     """The format to write: as asked, or by the suffix of the file; to a terminal, a table."""
     suffixes = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+    if folder:
+        form = form or "parquet"
+        if form not in {"parquet", "csv", "jsonl"}:
+            raise typer.BadParameter(f"{form!r} is not one of parquet, csv, jsonl, which a folder may contain")
+        return form
     form = form or ("table" if out is None else suffixes.get(out.suffix.lower(), "csv"))
     if form not in {"table", "json", "jsonl", "csv", "parquet"}:
         raise typer.BadParameter(f"{form!r} is not one of table, json, jsonl, csv, parquet")
@@ -139,6 +312,4 @@ def _choose_form(form: str | None, out: Path | None) -> str:
         raise typer.BadParameter("a table is for the terminal: with --out, choose json, jsonl, csv or parquet")
     if form == "parquet" and out is None:
         raise typer.BadParameter("parquet is a binary format: name a file with --out predictions.parquet")
-    if out is not None and out.is_dir():
-        raise typer.BadParameter(f"{out} is a folder: name a file in it, such as {out / 'predictions.csv'}")
     return form

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,6 +53,7 @@ def serve(
     max_body_mb: Annotated[int, typer.Option(help="Megabytes of one request.")] = 32,
     max_megapixels: Annotated[int, typer.Option(help="Size of one image.")] = 50,
     timeout: Annotated[float, typer.Option(help="Seconds for a request.")] = 30.0,
+    browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Answer over HTTP: one backbone in memory, tasks that come and go without a restart.
 
@@ -61,7 +63,8 @@ def serve(
 
     curl -T pets.safetensors http://127.0.0.1:8000/v1/tasks/pets
 
-    The API is described at /docs, and by docs/serving.md. In Python: memoro.Client("http://127.0.0.1:8000").predict("photo.jpg").
+    The page at / answers images that you drop on it, and lists the tasks. The
+    API is described at /docs, and by docs/serving.md. In Python: memoro.Client("http://127.0.0.1:8000").predict("photo.jpg").
     """
     from memoro.extras import need
 
@@ -96,5 +99,11 @@ def serve(
         console.print("attaching is off: it needs --tasks FOLDER")
     elif not options.may_write:
         console.print("attaching is off: it needs --token, or a server on loopback without --allow-host")
-    run_server(store, options, lambda url: console.print(f"listening on {url} (API: {url}/docs); Ctrl-C stops"))
+
+    def started(url: str) -> None:
+        console.print(f"listening on {url} (open it in a browser; API: {url}/docs); Ctrl-C stops")
+        if browse:
+            webbrowser.open(url)
+
+    run_server(store, options, started)
     console.print("stopped")

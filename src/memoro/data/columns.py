@@ -43,11 +43,8 @@ def choose_columns(
     features: Mapping[str, Any], options: DataOptions, name: str, image_columns: Sequence[str] = IMAGE_COLUMNS
 ) -> Columns:
     """The columns of a table, by the types of its features (None where it has none) first and by their names second."""
-    image, asked, kind = options.image_column, options.label_column, options.kind
-    pictures = [column for column, feature in features.items() if type(feature).__name__ == "Image"]
-    if image is None and len(pictures) == 1:
-        image = pictures[0]
-    image = _find_column(list(features), image, image_columns, "image_column", name)
+    asked, kind = options.label_column, options.kind
+    image = find_image_column(features, options.image_column, name, image_columns)
     classes = [column for column, feature in features.items() if _kind_of_feature(feature)[1] is not None]
     if asked is None and len(classes) == 1:
         asked = classes[0]
@@ -65,6 +62,16 @@ def choose_columns(
         raise DataError(f"{name}: the column {value!r} has several labels per image: that is kind 'multilabel'.")
     kind = kind or by_type or KIND_OF_COLUMN.get(value.lower(), "softmax")
     return Columns(image, (value,), kind, (value,) if kind == "regression" else names)
+
+
+def find_image_column(
+    features: Mapping[str, Any], asked: str | None, name: str, usual: Sequence[str] = IMAGE_COLUMNS
+) -> str:
+    """The column with the images: the one asked for, the only one of that type, or the first of the usual names."""
+    pictures = [column for column, feature in features.items() if type(feature).__name__ == "Image"]
+    if asked is None and len(pictures) == 1:
+        asked = pictures[0]
+    return _find_column(list(features), asked, usual, "image_column", name)
 
 
 def recognise_numbers(columns: Columns, cells: Sequence[Any], options: DataOptions) -> tuple[Columns, list[str]]:

@@ -226,6 +226,12 @@ class ZipImages:
 
 def read_archive(path: Path) -> RawDataset:
     """What the zip holds, by the folders in its members' names."""
+    source, folders, bad = open_archive(path)
+    return _raw_dataset(source, source.names, folders, bad, str(path))
+
+
+def open_archive(path: Path) -> tuple[ZipImages, set[str], dict[int, str]]:
+    """All files of a zip, sorted by name, its folders, and why some files cannot be images, by their rows."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
@@ -238,7 +244,7 @@ def read_archive(path: Path) -> RawDataset:
     files = tuple(names[at] for at in positions)
     reasons = {row: unreadable_size(members[at].file_size) for row, at in enumerate(positions)}
     bad = {row: reason for row, reason in reasons.items() if reason is not None}
-    return _raw_dataset(ZipImages(str(path), tuple(positions), files), files, folders, bad, str(path))
+    return ZipImages(str(path), tuple(positions), files), folders, bad
 
 
 def _member_name(member: zipfile.ZipInfo) -> str:

@@ -234,6 +234,10 @@ def worker_count(workers: int | None, images: int | None) -> int:
     return 0 if images is not None and images < _SMALL else min(cores, 8)
 
 
+class WorkerError(DataError):
+    """A worker process ended before its work was done."""
+
+
 class WorkerPool:
     """Worker processes that apply functions. They get the functions when they start, a new one starts them again."""
 
@@ -270,7 +274,7 @@ class WorkerPool:
         except BrokenProcessPool:
             with self._lock:
                 self._executor = None
-            raise DataError("a worker process died, possibly out of memory: use fewer workers.") from None
+            raise WorkerError("a worker process died, possibly out of memory: use fewer workers.") from None
         finally:
             for _, future in waiting:
                 future.cancel()

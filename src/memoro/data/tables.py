@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,6 +220,12 @@ def read_manifest(path: Path, options: DataOptions) -> RawDataset:
 
 def _read_csv(path: Path) -> dict[str, list[Any]]:
     """The columns as text: 007 is a name, and so is NA."""
+    names, *rows = iterate_csv(path)
+    return {name: [row[at] for row in rows] for at, name in enumerate(names) if name}
+
+
+def iterate_csv(path: Path) -> Iterator[list[str]]:
+    """The names of the columns, then the cells of each row, as many as there are names."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             header = file.readline()
@@ -227,21 +233,22 @@ def _read_csv(path: Path) -> dict[str, list[Any]]:
             if ";" in header and "," not in header:
                 separator = ";"
             file.seek(0)
-            names, *rows = [row for row in csv.reader(file, delimiter=separator) if row] or [[]]
+            rows = (row for row in csv.reader(file, delimiter=separator) if row)
+            names = [name.strip() for name in next(rows, [])]
+            if not any(names):
+                raise DataError(f"{path}: not a readable CSV (there is no header).")
+            twice = [name for at, name in enumerate(names) if name and name in names[:at]]
+            if twice:
+                raise DataError(f"{path}: column names must be unique: {twice[0]!r} appears twice.")
+            yield names
+            for at, row in enumerate(rows):
+                if any(row[len(names) :]):
+                    raise DataError(f"{path}, line {at + 2}: {len(row)} cells, but the header has {len(names)}.")
+                yield row[: len(names)] + [""] * (len(names) - len(row))
     except UnicodeDecodeError:
         raise DataError(f"{path}: not UTF-8; save it as UTF-8 text.") from None
     except (OSError, csv.Error) as error:
         raise DataError(f"{path}: not a readable CSV ({error}).") from None
-    names = [name.strip() for name in names]
-    if not any(names):
-        raise DataError(f"{path}: not a readable CSV (there is no header).")
-    twice = [name for at, name in enumerate(names) if name and name in names[:at]]
-    if twice:
-        raise DataError(f"{path}: column names must be unique: {twice[0]!r} appears twice.")
-    for at, row in enumerate(rows):
-        if any(row[len(names) :]):
-            raise DataError(f"{path}, line {at + 2}: {len(row)} cells, but the header has {len(names)}.")
-    return {name: [row[at] if at < len(row) else "" for row in rows] for at, name in enumerate(names) if name}
 
 
 def _read_parquet(path: Path) -> Any:
@@ -254,11 +261,18 @@ def _read_parquet(path: Path) -> Any:
         table = pyarrow.parquet.read_table(path, memory_map=True)
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}).") from None
-    for field in table.schema:
-        of_bytes = pyarrow.types.is_struct(field.type) and {item.name for item in field.type} == {"bytes", "path"}
-        if of_bytes or pyarrow.types.is_binary(field.type) or pyarrow.types.is_large_binary(field.type):
-            return datasets.Dataset(table).cast_column(field.name, datasets.Image())
+    column = next((field.name for field in table.schema if holds_bytes(field.type)), None)
+    if column is not None:
+        return datasets.Dataset(table).cast_column(column, datasets.Image())
     return {name: table.column(name).to_pylist() for name in table.column_names}
+
+
+def holds_bytes(kind: Any) -> bool:
+    """Whether a Parquet column of this type holds encoded images: bytes, or records of bytes and a path."""
+    from pyarrow import types
+
+    of_bytes = types.is_struct(kind) and {item.name for item in kind} == {"bytes", "path"}
+    return bool(of_bytes or types.is_binary(kind) or types.is_large_binary(kind))
 
 
 def _find_files(

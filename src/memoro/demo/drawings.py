@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import ImageFont
 
-SIDE = 64
+from memoro.images.drawing import draw_letter, enlarge_digit
+
 LETTERS = "abdefghmqr"  # upper and lower case have different shapes
 FONTS = {
     "sans": ("DejaVuSans", "DejaVuSans-Bold", "cmss10"),
@@ -34,22 +36,12 @@ def draw_letters(folder: Path, count: int, seed: int = 0) -> Path:
         style = generator.choice(list(FONTS))
         case = generator.choice(["upper", "lower"])
         text = letter.upper() if case == "upper" else letter
-        image = _draw_letter(text, fonts / f"{generator.choice(FONTS[style])}.ttf", generator)
+        font = fonts / f"{generator.choice(FONTS[style])}.ttf"
+        image = draw_letter(text, partial(ImageFont.truetype, str(font)), generator)
         image.save(folder / f"{number:04}.png")
         split = "test" if generator.random() < TEST_FRACTION else "train"
         rows.append((f"{number:04}.png", letter, style, case, split))
     return _write_table(folder / "letters.csv", ("path", *COLUMNS, "split"), rows)
-
-
-def _draw_letter(text: str, font: Path, generator: np.random.Generator) -> Image.Image:
-    """A letter at a random position and small rotation, dark on light or light on dark."""
-    light, dark = (tuple(generator.integers(low, high, 3).tolist()) for low, high in ((150, 256), (0, 90)))
-    ground, ink = (dark, light) if generator.random() < 0.5 else (light, dark)
-    image = Image.new("RGB", (SIDE, SIDE), ground)
-    shape = ImageFont.truetype(str(font), int(generator.integers(40, 54)))
-    place = (SIDE / 2 + generator.uniform(-4, 4), SIDE / 2 + generator.uniform(-4, 4))
-    ImageDraw.Draw(image).text(place, text, fill=ink, font=shape, anchor="mm")
-    return image.rotate(generator.uniform(-6, 6), Image.Resampling.BICUBIC, fillcolor=ground)
 
 
 def write_digits(folder: Path, count: int, seed: int = 0) -> Path:
@@ -63,8 +55,7 @@ def write_digits(folder: Path, count: int, seed: int = 0) -> Path:
         place = folder / split / str(found.target[at])
         place.mkdir(parents=True, exist_ok=True)
         pixels = np.clip(found.images[at] * 16, 0, 255).astype(np.uint8)
-        image = Image.fromarray(pixels).convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-        image.save(place / f"{number:04}.png")
+        enlarge_digit(pixels).save(place / f"{number:04}.png")
     return folder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -13,7 +13,7 @@ from memoro.console import format_bytes, printable
 from memoro.data import Splits
 from memoro.engine.composition import Composition
 from memoro.files import write_whole
-from memoro.pages.charts import Points, bar_chart, line_chart
+from memoro.pages.charts import Points, bar_chart, line_chart, meter
 from memoro.pages.page import Html, picture, render_page, table, tag
 from memoro.training.sweep import SweepResult
 
@@ -50,8 +50,17 @@ class Cost:
     """One pass per task, as separate models would need."""
 
 
-Answered = Sequence[tuple[Image.Image, list[tuple[str, str]]]]
-"""Images with every task's answer: `good`, `bad` or `other` (not trained on such images), and the text."""
+class Line(NamedTuple):
+    """A task's answer to an image."""
+
+    status: str
+    """`good`, `bad` or `other`: not trained on such images."""
+    text: str
+    probability: float
+
+
+Answered = Sequence[tuple[Image.Image, list[Line]]]
+"""Images with every task's answer."""
 
 
 def result_rows(results: dict[str, DemoResult]) -> list[list[str]]:
@@ -119,13 +128,14 @@ def predict_samples(model: Composition, results: dict[str, DemoResult]) -> Answe
     for image, answers, target in zip(images, model.predict(images), targets, strict=True):
         lines = []
         for name, answer in answers.items():
-            text = printable(f"{name}: {answer['label']} {answer['probability']:.0%}")
+            status, text = "other", printable(f"{name}: {answer['label']} {answer['probability']:.0%}")
             if answer.get("unfamiliar"):
-                lines.append(("other", printable(f"{name}: unfamiliar ({answer['label']}?)")))
-            elif name not in target or target[name] == answer["label"]:
-                lines.append(("good" if name in target else "other", text))
-            else:
-                lines.append(("bad", f"{text} (is {printable(target[name])})"))
+                text = printable(f"{name}: unfamiliar ({answer['label']}?)")
+            elif name in target and target[name] != answer["label"]:
+                status, text = "bad", f"{text} (is {printable(target[name])})"
+            elif name in target:
+                status = "good"
+            lines.append(Line(status, text, answer["probability"]))
         answered.append((image, lines))
     return answered
 
@@ -137,9 +147,14 @@ def _labels(splits: Splits) -> dict[str, str]:
     return {test.key(at): test.labels[int(test.targets[at])] for at in range(len(test))}
 
 
-def _card(image: Image.Image, answers: list[tuple[str, str]]) -> Html:
-    lines = (tag("div", text, class_=status) for status, text in answers)
-    return tag("div", picture(image, "test image", form="PNG", class_="pixels"), *lines, class_="card")
+def _card(image: Image.Image, answers: Sequence[Line]) -> Html:
+    looks = {"good": "right", "bad": "wrong", "other": "other"}
+    lines = (
+        tag("li", tag("span", one.text, class_=one.status), meter(one.probability, looks[one.status]))
+        for one in answers
+    )
+    bars = tag("ul", *lines, class_="bars")
+    return tag("div", picture(image, "test image", form="PNG", class_="pixels"), bars, class_="card")
 
 
 def _costs(cost: Cost, tasks: int) -> dict[str, float]:
@@ -170,7 +185,7 @@ def draw_overview(path: Path, answered: Answered, cost: Cost, tasks: int) -> Non
     for number, (image, answers) in enumerate(answered):
         above, below = (axes[number // columns * 2 + part, number % columns] for part in (0, 1))
         above.imshow(image)
-        for line, (status, text) in enumerate(answers):
+        for line, (status, text, _) in enumerate(answers):
             how = {"fontsize": 8, "va": "top", "color": COLORS[status], "in_layout": False}
             below.text(0.02, 1.0 - 0.21 * line, text, **how)
     for one in axes.flat:

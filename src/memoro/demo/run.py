@@ -12,7 +12,7 @@ from rich.console import Console
 
 from memoro.backbones import load_backbone
 from memoro.bench.clock import best_times
-from memoro.console import bar, make_table
+from memoro.console import bar, make_table, quoted
 from memoro.data import Augment, Splits, load_columns, load_data
 from memoro.demo.drawings import COLUMNS, draw_letters, write_digits, write_parity_table
 from memoro.demo.page import RESULT_COLUMNS, SAME_IMAGES, Cost, DemoResult, result_rows, write_page
@@ -99,6 +99,8 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
     console.print(shown)
     page = write_page(folder / "report.html", model, results, cost, same)
     console.print(f"{time.monotonic() - start:.0f} s. Open {page}; task files and plots are in {folder}/.")
+    console.print(f"To ask all {len(results)} tasks about images of yours, in a browser:", style="bold")
+    console.print(f"  {quoted('memoro', 'serve', '--open', '--tasks', str(folder))}", soft_wrap=True, markup=False)
     return page
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
@@ -22,6 +24,8 @@ from memoro.tasks.spec import TaskModule
 
 Pictures = Picture | Iterable[Picture]
 """An image, a folder of images, a batch of arrays, or several of these."""
+NamedPicture = tuple[str, Picture | ImageError]
+"""An image with its name, or why there is none."""
 Answers = dict[str, dict[str, Any]]
 """By the name of the task: what `read_answers` gives."""
 
@@ -34,6 +38,8 @@ class Prediction:
     """Its path; `image 0`, `image 1`, … for images that have none."""
     answers: Answers
     error: str | None = None
+    embeddings: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    """The final tokens (dim) of the base and of each task, where they were asked for."""
 
 
 class Judged(NamedTuple):
@@ -52,6 +58,8 @@ class Outputs(NamedTuple):
     """(b, labels)"""
     judged: Mapping[str, Judged]
     """Of the tasks that know what is familiar to them."""
+    tokens: Mapping[str, Tensor] = MappingProxyType({})
+    """(b, dim) after the final norm, which the heads read; of `base` too, where the pass has its plain tokens."""
 
 
 class Pass(NamedTuple):
@@ -167,10 +175,44 @@ def stream_predictions(
     One batch is in memory at a time, at the size that the models take; an image that cannot be read becomes a
     prediction with an error.
     """
-    pictures, routing = list_pictures(images), routing or Routing()
-    decode = Decoder(tuple(one.preprocessing for one in passes))
-    while batch := list(islice(pictures, batch_size)):
-        yield from _answer(batch, *decode(batch), passes, names, top, routing)
+    how = AnswerOptions(batch_size, top, routing or Routing())
+    return answer_pictures(list_pictures(images), passes, names, how)
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How images are answered."""
+
+    batch_size: int = 32
+    top: int | None = None
+    """See `read_answers`."""
+    routing: Routing = Routing()
+    embeddings: bool = False
+    """Whether predictions have the final tokens."""
+
+
+Decode = Callable[[Iterable[list[NamedPicture]]], Iterable[tuple[list[NamedPicture], "Decoded"]]]
+"""Decodes batches of images: gives each batch and what a `Decoder` gives for it, in order."""
+
+
+def answer_pictures(
+    pictures: Iterator[NamedPicture],
+    passes: Sequence[Pass],
+    names: Sequence[str],
+    how: AnswerOptions,
+    decode: Decode | None = None,
+) -> Iterator[Prediction]:
+    """What `stream_predictions` gives, for images with names. `decode` may use other processes; without it, one batch
+    at a time is decoded here."""
+    batches = iter(lambda: list(islice(pictures, how.batch_size)), [])
+    decoder = new_decoder(passes)
+    for batch, decoded in decode(batches) if decode is not None else ((batch, decoder(batch)) for batch in batches):
+        yield from _answer([name for name, _ in batch], decoded, passes, names, how)
+
+
+def new_decoder(passes: Sequence[Pass]) -> Decoder:
+    """Prepares images for all of the passes."""
+    return Decoder(tuple(one.preprocessing for one in passes))
 
 
 def read_predictions(predictions: Iterable[Prediction]) -> list[Answers]:
@@ -197,6 +239,16 @@ def list_pictures(images: Pictures) -> Iterator[tuple[str, Picture]]:
             number += 1
 
 
+class Decoded(NamedTuple):
+    """A batch of images, as models take it."""
+
+    pixels: list[list[Tensor]]
+    """For each preprocessing all readable images (n, 3, height, width): one tensor, or one for each image where they
+    differ in size."""
+    failures: dict[int, str]
+    """Why the others cannot be read, by position."""
+
+
 @dataclass(frozen=True)
 class Decoder:
     """Opens images and prepares each for every pass; of the opened images, one is in memory at a time."""
@@ -204,8 +256,7 @@ class Decoder:
     preprocessings: tuple[Preprocessing, ...]
     max_pixels: int = MAX_PIXELS
 
-    def __call__(self, pictures: Sequence[tuple[str, Picture]]) -> tuple[list[list[Tensor]], dict[int, str]]:
-        """For each preprocessing the pixels of all readable images, and why the others cannot be read, by position."""
+    def __call__(self, pictures: Sequence[NamedPicture]) -> Decoded:
         pixels: list[list[Tensor]] = [[] for _ in self.preprocessings]
         failures: dict[int, str] = {}
         for at, (name, picture) in enumerate(pictures):
@@ -216,35 +267,44 @@ class Decoder:
                 continue
             for own, preprocessing in zip(pixels, self.preprocessings, strict=True):
                 own.append(preprocessing.to_tensor(image))
-        return pixels, failures
+        return Decoded([_stack(own) for own in pixels], failures)
 
-    def _open(self, name: str, picture: Picture) -> Image.Image:
+    def _open(self, name: str, picture: Picture | ImageError) -> Image.Image:
+        if isinstance(picture, ImageError):
+            raise picture
         # Big JPEGs are decoded at a fraction of their size, as in training, where every pass allows it.
         edges = [preprocessing.draft for preprocessing in self.preprocessings]
         draft = max((edge for edge in edges if edge is not None), default=None) if None not in edges else None
         return open_image(picture, draft=draft, name=name, max_pixels=self.max_pixels)
 
 
+def _stack(images: list[Tensor]) -> list[Tensor]:
+    """Images (3, height, width) as batches. A preprocessing without a crop leaves them at different sizes."""
+    if len({image.shape for image in images}) == 1:
+        return [torch.stack(images)]
+    return [image[None] for image in images]
+
+
 def _answer(
-    batch: Sequence[tuple[str, Picture]],
-    pixels: Sequence[Sequence[Tensor]],
-    failures: Mapping[int, str],
-    passes: Sequence[Pass],
-    names: Sequence[str],
-    top: int | None,
-    routing: Routing,
+    images: Sequence[str], decoded: Decoded, passes: Sequence[Pass], names: Sequence[str], how: AnswerOptions
 ) -> Iterator[Prediction]:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for one, own in zip(passes, pixels, strict=True) if len(failures) < len(batch) else ():
-        # A preprocessing without a crop leaves images at different sizes.
-        parts = [torch.stack(list(own))] if len({image.shape for image in own}) == 1 else [i[None] for i in own]
+    tokens: dict[str, list[npt.NDArray[np.float32]]] = {}
+    for one, parts in zip(passes, decoded.pixels, strict=True):
+        own = {"base", *(model.name for model in one.models)} - set(tokens)  # the base's of the first pass that has it
         for part in parts:
             with torch.no_grad():
                 outputs = one.run(part)
             for model in one.models:
-                found[model.name] += read_outputs(model, outputs, top)
-    rows = {name: iter(answers) for name, answers in found.items()}
-    for at, (name, _) in enumerate(batch):
-        error = failures.get(at)
-        routed = {} if error is not None else {key: routing.apply(next(rows[key])) for key in names}
-        yield Prediction(name, {key: answer for key, answer in routed.items() if answer is not None}, error)
+                found[model.name] += read_outputs(model, outputs, how.top)
+            for name in own & set(outputs.tokens) if how.embeddings else ():
+                tokens.setdefault(name, []).extend(outputs.tokens[name].float().cpu().numpy())
+    answers = {name: iter(rows) for name, rows in found.items()}
+    embeddings = {name: iter(tokens[name]) for name in ("base", *names) if name in tokens}
+    for at, image in enumerate(images):
+        if (error := decoded.failures.get(at)) is not None:
+            yield Prediction(image, {}, error)
+            continue
+        routed = {name: how.routing.apply(next(answers[name])) for name in names}
+        given = {name: answer for name, answer in routed.items() if answer is not None}
+        yield Prediction(image, given, embeddings={name: next(rows) for name, rows in embeddings.items()})

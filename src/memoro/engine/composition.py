@@ -29,7 +29,7 @@ from memoro.engine.answers import (
 from memoro.engine.bank import Bank, build_bank
 from memoro.engine.explain import Explanation, explain_task, read_views
 from memoro.engine.plan import Plan, build_plan
-from memoro.engine.streams import run_streams
+from memoro.engine.streams import BaseTokens, run_streams
 from memoro.engine.verify import Verification, verify_composition
 from memoro.errors import CompositionError
 from memoro.images import Preprocessing
@@ -123,20 +123,21 @@ class Composition(nn.Module):
 
     def _run(
         self, pixel_values: Tensor, tasks: Sequence[str] | None, any_size: bool, seconds: list[float] | None
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """What `forward` gives, and the base's token (b, dim) as it enters the last layer."""
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], BaseTokens]:
+        """What `forward` gives, the final-normed token (b, dim) that each task's head reads, and the base's tokens."""
         pixels, wanted = self.backbone.check_pixels(pixel_values), self._pick(tasks)
         if not any_size:
             self.check_size(tasks, (pixels.shape[-2], pixels.shape[-1]))
         plan = self._plan(wanted)
-        base, stream, token = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), seconds=seconds)
-        answers = {"base": base}
+        base, stream, ends = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), seconds=seconds)
+        answers, tokens = {"base": base}, dict[str, Tensor]()
         row = {task: position for position, task in enumerate(plan.order)}
         for i in wanted:
             assert stream is not None
-            head = self._list[i].head
-            answers[self._list[i].name] = head(stream[:, row[i]].to(head.weight))
-        return answers, token
+            name, head = self._list[i].name, self._list[i].head
+            tokens[name] = stream[:, row[i]]
+            answers[name] = head(tokens[name].to(head.weight))
+        return answers, tokens, ends
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -149,15 +150,17 @@ class Composition(nn.Module):
         any_size: bool = False,
         seconds: list[float] | None = None,
     ) -> Outputs:
-        """`forward` with, for each task that knows it, how familiar the images are. The logits include `base`."""
+        """`forward` with the final tokens and, for each task that knows it, how familiar the images are. Logits and
+        tokens include those of `base`."""
         wanted = self._pick(tasks)
-        answers, token = self._run(pixel_values, tasks, any_size, seconds)
+        answers, tokens, ends = self._run(pixel_values, tasks, any_size, seconds)
+        tokens["base"] = self.backbone.anatomy.finish_token(ends.last)
         known, bank = self._known
         if bank is None:
-            return Outputs(answers, {})
-        scores, shares = bank.judge(token)
+            return Outputs(answers, {}, tokens)
+        scores, shares = bank.judge(ends.entering)
         rows = [(self._list[i].name, known.index(i)) for i in wanted if i in known]
-        return Outputs(answers, {name: Judged(scores[:, row], shares[:, row]) for name, row in rows})
+        return Outputs(answers, {name: Judged(scores[:, row], shares[:, row]) for name, row in rows}, tokens)
 
     @cached_property
     def _known(self) -> tuple[list[int], FamiliarityBank | None]:
@@ -248,8 +251,9 @@ class Composition(nn.Module):
     def export(self, path: str | Path, *, images: bool = False) -> Path:
         """Writes an ONNX file with one input and a free batch dimension; returns its path.
 
-        Its outputs are `base` and for each task `NAME` (logits) and `NAME.probabilities`. The input is `pixel_values`,
-        or with `images` the bytes of resized images (batch, height, width, 3), which are normalised in the graph.
+        Its outputs are `base` and for each task `NAME` (logits), `NAME.probabilities`, and `NAME.familiarity` where
+        the task has it. The input is `pixel_values`, or with `images` the bytes of resized images (batch, height,
+        width, 3), which are normalised in the graph.
         Labels, preprocessing and fingerprint are in the file's metadata, as JSON under the key `memoro`.
         """
         from memoro.engine.export import export_onnx

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from memoro.engine.answers import Judged
 from memoro.errors import BackboneError, CompositionError, TaskFileError
 from memoro.extras import need
 from memoro.heads import probabilities
@@ -28,13 +29,15 @@ if TYPE_CHECKING:
 FORMAT = 1
 
 
-def task_outputs(task: Task, logits: Tensor) -> dict[str, Tensor]:
+def task_outputs(task: Task, logits: Tensor, judged: Judged | None) -> dict[str, Tensor]:
     """The outputs of one task in an exported file, by name. A further answer of tasks is one more entry here."""
     outputs = {task.name: logits}
     if task.kind != "regression":  # whose numbers are the logits themselves
         calibration = task.spec.calibration
         calibrated = logits if calibration is None else calibration.apply(logits)
         outputs[f"{task.name}.probabilities"] = probabilities(task.kind, calibrated)
+    if judged is not None:
+        outputs[f"{task.name}.familiarity"] = judged.familiarity
     return outputs
 
 
@@ -71,10 +74,10 @@ class ExportModule(nn.Module):
         """`base`, and for each task what `task_outputs` names."""
         if self.images:
             pixels = (pixels.permute(0, 3, 1, 2).float() * self.preprocessing.scale - self.mean) / self.std
-        answers = self.model(pixels, any_size=True)
-        outputs = {"base": answers.pop("base")}
-        for name, logits in answers.items():
-            for output, value in task_outputs(self.model.tasks[name], logits).items():
+        found = self.model.run(pixels, any_size=True)
+        outputs = {"base": found.logits["base"]}
+        for name, task in self.model.tasks.items():
+            for output, value in task_outputs(task, found.logits[name], found.judged.get(name)).items():
                 if output in outputs or output == self.input_name:
                     raise CompositionError(f"{output!r} names two parts of the ONNX file: rename the task {name!r}.")
                 outputs[output] = value

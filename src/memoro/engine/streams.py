@@ -49,6 +49,15 @@ class BaseLayer(NamedTuple):
         return BaseLayer(self.token[rows], self.keys[rows], self.values[rows], self.bias)
 
 
+class BaseTokens(NamedTuple):
+    """Two of the base's tokens, where forks start from."""
+
+    entering: Tensor
+    """(b, dim) as it enters the last layer: what familiarity is judged by."""
+    last: Tensor
+    """(b, dim) after the last layer, before the final norm."""
+
+
 @dataclass(frozen=True)
 class Features:
     """All that tasks read of a base pass, kept: layers from `first` on, and the final token (b, dim)."""
@@ -137,9 +146,9 @@ def run_streams(
     *,
     watch: Watch | None = None,
     seconds: list[float] | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor | None, BaseTokens]:
     """The base's own answer, the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks), and the
-    base's token (b, dim) as it enters the last layer: what familiarity is judged by.
+    base's tokens.
 
     `seconds` receives the time that each of the backbone's layers took; on a GPU, the time to launch it.
     """
@@ -147,7 +156,7 @@ def run_streams(
     for layer, found in enumerate(base if seconds is None else _timed(base, seconds)):
         stream.read(layer, found)
     rows = stream.finish(base.token)
-    return base.answer(), rows, found.token
+    return base.answer(), rows, BaseTokens(found.token, base.token)
 
 
 def entering_token(anatomy: Anatomy, pixels: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any, BinaryIO
 
@@ -25,7 +26,10 @@ FIELDS = (
     "image", "task", "label", "probability", "value", "low", "high", "predicted", "score", "familiarity", "unfamiliar",
     "error",
 )  # fmt: skip
-"""The columns of CSV and Parquet: see `flat_rows`."""
+"""The columns of CSV and Parquet: see `flat_rows`. With embeddings, Parquet has one more."""
+
+
+_EMPTY: dict[str, Any] = dict.fromkeys((*FIELDS, "embedding"))
 
 
 @dataclass
@@ -40,12 +44,20 @@ class Tally:
     def count(self, predictions: Iterable[Prediction], tick: Callable[[], None]) -> Iterator[Prediction]:
         """The same predictions, counted; `tick` is called after each."""
         for prediction in predictions:
-            self.images += 1
-            if prediction.error is not None:
-                self.unreadable += 1
-                self.first = self.first or prediction
+            self.add(prediction)
             yield prediction
             tick()
+
+    def add(self, prediction: Prediction) -> None:
+        self.images += 1
+        if prediction.error is not None:
+            self.unreadable += 1
+            self.first = self.first or prediction
+
+    def merge(self, other: Tally) -> None:
+        self.images += other.images
+        self.unreadable += other.unreadable
+        self.first = self.first or other.first
 
 
 def flat_rows(prediction: Prediction, top: int | None = None) -> Iterator[dict[str, Any]]:
@@ -54,34 +66,56 @@ def flat_rows(prediction: Prediction, top: int | None = None) -> Iterator[dict[s
     One for each label: the answer or the `top` ones of a softmax task, all labels or the `top` ones of a multilabel
     task, with their `probability` and whether they are `predicted`; one for each `value` of a regression, with the ends
     of its interval. An image that could not be read has a single row with its `error`.
+
+    Where there are embeddings, the first row of each task has its `embedding`, and the base's is in a row of its own,
+    with `base` as the task.
     """
+    image = _utf8(prediction.image)
 
     def row(**fields: Any) -> dict[str, Any]:
-        named = {"image": prediction.image, **fields}
-        return {name: _utf8(named.get(name)) for name in FIELDS}
+        return {**_EMPTY, "image": image, **fields}
 
     if prediction.error is not None:
-        yield row(error=prediction.error)
+        yield row(error=_utf8(prediction.error))
+    if "base" in prediction.embeddings:
+        yield row(task="base", embedding=prediction.embeddings["base"])
     for task, answer in prediction.answers.items():
         known = {name: answer.get(name) for name in ("score", "familiarity", "unfamiliar")}
+        known |= {"task": _utf8(task), "embedding": prediction.embeddings.get(task)}
         if "values" in answer:
             for name, value in answer["values"].items():
                 low, high = answer.get("intervals", {}).get(name, (None, None))
-                yield row(task=task, label=name, value=value, low=low, high=high, **known)
+                yield row(label=_utf8(name), value=value, low=low, high=high, **known)
+                known["embedding"] = None
             continue
         chosen, most = ([answer["label"]], top or 1) if "label" in answer else (answer["labels"], top)
         for label, probability in islice(answer["probabilities"].items(), most):
-            yield row(task=task, label=label, probability=probability, predicted=label in chosen, **known)
+            yield row(label=_utf8(label), probability=probability, predicted=label in chosen, **known)
+            known["embedding"] = None
 
 
-def write_predictions(predictions: Iterable[Prediction], form: str, file: BinaryIO, top: int | None = None) -> None:
-    """Writes each prediction in one of the `FORMS` as it comes; Parquet in groups of `ROW_GROUP` rows."""
-    FORMS[form](predictions, file, top)
+def write_predictions(
+    predictions: Iterable[Prediction], form: str, file: BinaryIO, top: int | None = None, *, embeddings: bool = False
+) -> None:
+    """Writes each prediction in one of the `FORMS` as it comes; Parquet in groups of at most `ROW_GROUP` rows."""
+    check_form(form, embeddings)
+    if form == "parquet":
+        _write_parquet(predictions, file, top, embeddings)
+    else:
+        FORMS[form](predictions, file, top)
+
+
+def check_form(form: str, embeddings: bool = False) -> None:
+    """Raises if predictions cannot be written like that: before the work is done."""
+    if form == "parquet" and find_spec("pyarrow") is None:
+        raise DataError("writing parquet needs pyarrow: pip install 'memoro[train]', or use --format csv.")
+    if embeddings and form != "parquet":
+        raise DataError(f"embeddings are lists of numbers, which {form} has no column for: use --format parquet.")
 
 
 def _write_csv(predictions: Iterable[Prediction], file: BinaryIO, top: int | None) -> None:
     lines = io.StringIO()
-    writer = csv.DictWriter(lines, FIELDS, lineterminator="\n")
+    writer = csv.DictWriter(lines, FIELDS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for prediction in predictions:
         for row in flat_rows(prediction, top):
@@ -109,18 +143,19 @@ def _write_json_lines(predictions: Iterable[Prediction], file: BinaryIO, top: in
         _write(file, json.dumps({"image": one.image, **rest}, ensure_ascii=False) + "\n")
 
 
-def _write_parquet(predictions: Iterable[Prediction], file: BinaryIO, top: int | None) -> None:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise DataError("writing parquet needs pyarrow: pip install 'memoro[train]', or use --format csv.") from None
+def _write_parquet(
+    predictions: Iterable[Prediction], file: BinaryIO, top: int | None, embeddings: bool = False
+) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
     numbers = ("probability", "value", "low", "high", "score", "familiarity")
     types = dict.fromkeys(numbers, pyarrow.float64()) | dict.fromkeys(("predicted", "unfamiliar"), pyarrow.bool_())
-    schema = pyarrow.schema([(name, types.get(name, pyarrow.string())) for name in FIELDS])
+    own = [("embedding", pyarrow.list_(pyarrow.float32()))] if embeddings else []
+    schema = pyarrow.schema([*((name, types.get(name, pyarrow.string())) for name in FIELDS), *own])
     rows = (row for prediction in predictions for row in flat_rows(prediction, top))
     with parquet.ParquetWriter(file, schema) as writer:
-        while group := list(islice(rows, ROW_GROUP)):
+        while group := list(islice(rows, ROW_GROUP // 10 if embeddings else ROW_GROUP)):
             writer.write_table(pyarrow.Table.from_pylist(group, schema))
 
 

@@ -21,9 +21,10 @@ from memoro.errors import ImageError
 from memoro.evaluation.breakdown import Mistake, class_figures, find_mistakes
 from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion
 from memoro.files import write_whole
-from memoro.pages.charts import bar_chart, line_chart, matrix_chart, scatter_chart
+from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
 from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
 from memoro.regimes.baseline import Baseline
+from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.task import Task
 
 MISTAKES = 12
@@ -88,6 +89,7 @@ def _task_parts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     yield from _confusions(report)
     yield from _classes(report)
     yield from _gallery(report, backbone)
+    yield from _familiarity(report)
     yield from _left_out(report)
     yield from _duplicates(report)
     if report.settings is not None:
@@ -204,6 +206,22 @@ def _card(report: TaskReport, images: ImageSet, mistake: Mistake) -> tuple[Html,
     return tag("div", tag("div", *shown, class_="pair"), *lines, class_="card"), source
 
 
+def _familiarity(report: TaskReport) -> Iterator[Html]:
+    found = report.task.spec.familiarity if isinstance(report.task, Task) else None
+    if found is None:
+        return
+    yield tag("h2", "Familiar images")
+    yield histogram_chart(found.distances.tolist(), found.limit(FALSE_ALARMS), "distance from the training images")
+    few = found.images * FALSE_ALARMS < 1
+    yield tag(
+        "p",
+        f"How unusual {format_count(found.images, 'image')} of the task's own look to a description made without them. "
+        "An image to the right of the dashed line is marked as unfamiliar when the task is used; "
+        f"{'none' if few else f'about {FALSE_ALARMS:.0%}'} of its own images are there.",
+        class_="soft",
+    )
+
+
 def _left_out(report: TaskReport) -> Iterator[Html]:
     skipped = report.splits.skipped
     yield tag("h2", "Images left out")
@@ -313,6 +331,7 @@ def _usage(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     commands = [["memoro", "predict", "photo.jpg", *options]]
     if isinstance(task, Task):
         commands.append(["memoro", "explain", "photo.jpg", *options, "-o", "overlay.png"])
+        commands.append(["memoro", "serve", "--open", *options])
     yield tag("pre", join(quoted(*command) for command in commands))
     if isinstance(task, Task):
         lines = (

@@ -14,6 +14,7 @@ from memoro.backbones import Backbone
 from memoro.console import format_count, make_table
 from memoro.data import ImageSet, Loader, Splits, load_data
 from memoro.engine.answers import Judged, Outputs
+from memoro.engine.background import background_token
 from memoro.engine.composition import Composition, compose
 from memoro.engine.streams import entering_token
 from memoro.errors import DataError
@@ -126,7 +127,9 @@ def _compare(task: Task, own: Outputs, other: Outputs) -> dict[str, Any]:
     name, found = task.name, {"images": len(other.logits[task.name])}
     scores: dict[str, tuple[Tensor, Tensor]] = {}
     if name in own.judged:
-        scores["familiarity"] = own.judged[name].score, other.judged[name].score
+        # The familiarity of most other images is 0: among equals, the score decides.
+        first, second = (one.familiarity.double() + 1e-7 * one.score for one in (own.judged[name], other.judged[name]))
+        scores["familiarity"] = first, second
     if task.kind == "softmax":
         first, second = (probabilities(task.kind, one.logits[name]).amax(dim=-1) for one in (own, other))
         scores["softmax"] = first, second
@@ -193,16 +196,26 @@ def draw_trust(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
     figure = Figure(figsize=(9, 3.2 * len(results)), layout="constrained")
     axes = figure.subplots(len(results), 2, squeeze=False)
     for (left, right), (name, found) in zip(axes, results.items(), strict=True):
-        points = found.get("reliability", [])
-        left.plot([0, 1], [0, 1], color="#bbb", linewidth=1)
-        left.plot([p["probability"] for p in points], [p["accuracy"] for p in points], marker="o", color="#1a73e8")
-        left.set(title=f"{name}: reliability", xlabel="probability", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
+        points, edges = found.get("reliability", []), [at / 20 for at in range(21)]
+        if points:
+            sizes = [20 + 180 * point["images"] / found["images"] for point in points]
+            xs, ys = ([point[key] for point in points] for key in ("probability", "accuracy"))
+            left.plot([0, 1], [0, 1], color="#bbb", linewidth=1)
+            left.plot(xs, ys, color="#1a73e8", linewidth=1)
+            left.scatter(xs, ys, sizes, color="#1a73e8")  # the area of a dot is the number of images
+            limits = (-0.03, 1.03)
+            left.set(title=f"{name}: reliability", xlabel="probability", ylabel="accuracy", xlim=limits, ylim=limits)
+        else:
+            left.axis("off")
         for other, counts in found.get("histogram", {}).items():
-            edges = [at / 20 for at in range(21)]
-            right.stairs([count / max(1, sum(counts)) for count in counts], edges, label=other, linewidth=1.5)
-        right.set(title=f"{name}: familiarity of images", xlabel="familiarity", ylabel="share of images", xlim=(0, 1))
+            shares = [count / max(1, sum(counts)) for count in counts]
+            own = {"fill": True, "color": "#ccc"} if other == "own" else {"linewidth": 1.5}
+            right.stairs(shares, edges, label="own images" if other == "own" else other, **own)
         if found.get("histogram"):
+            right.set(title=f"{name}: familiarity", xlabel="familiarity", ylabel="share of images", xlim=(-0.01, 1.01))
             right.legend()
+        else:
+            right.axis("off")
     figure.savefig(path, dpi=110)
 
 
@@ -281,7 +294,7 @@ def calibrate(
         tokens.append(found)
         targets.append(own)
     classes = torch.cat(targets) if task.kind == "softmax" else None
-    familiarity = fit_familiarity(torch.cat(tokens), classes)
+    familiarity = fit_familiarity(torch.cat(tokens), classes, background_token(backbone, preprocessing))
     changes: dict[str, Any] = {}
     if familiarity is None:
         log("too few images for a familiarity: it stays as it is.")

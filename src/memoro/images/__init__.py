@@ -3,6 +3,7 @@
 from memoro.images.finding import find_images, walk_images
 from memoro.images.opening import MAX_PIXELS, PICTURE_TYPES, Draft, Picture, open_image
 from memoro.images.preprocessing import Preprocessing
+from memoro.images.synthetic import synthetic_image
 
 __all__ = [
     "MAX_PIXELS",
@@ -12,5 +13,6 @@ __all__ = [
     "Preprocessing",
     "find_images",
     "open_image",
+    "synthetic_image",
     "walk_images",
 ]

@@ -10,6 +10,8 @@ from memoro.pages.page import Html, tag
 
 WIDTH, HEIGHT = 310, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 10, 36
+BINS = 24
+"""Of a histogram."""
 _CELL, _NAMES, _LETTER = 26, 104, 6.4
 
 Points = Sequence[tuple[float, float]]
@@ -40,6 +42,24 @@ def scatter_chart(points: Points, x: str, y: str) -> Html:
     return _frame(across, down, x, y, [diagonal, *dots])
 
 
+def histogram_chart(values: Sequence[float], limit: float, x: str) -> Html:
+    """How many values lie where, and a dashed line at the limit."""
+    across = _Scale([*values, limit], _LEFT, WIDTH - _RIGHT)
+    width = (across.high - across.low) / BINS
+    counts = [0] * BINS
+    for value in values:
+        counts[min(int((value - across.low) / width), BINS - 1)] += 1
+    down = _Scale([0.0, *counts], HEIGHT - _BOTTOM, _TOP)
+    size = {"width": round(across(across.low + width) - _LEFT - 1, 1), "class_": "bar"}
+    bars = [
+        tag("rect", x=across(across.low + at * width), y=down(count), height=round(down(0) - down(count), 1), **size)
+        for at, count in enumerate(counts)
+        if count
+    ]
+    line = tag("line", x1=across(limit), x2=across(limit), y1=_TOP, y2=HEIGHT - _BOTTOM, class_="line dashed")
+    return _frame(across, down, x, "images", [*bars, line])
+
+
 def bar_chart(values: Mapping[str, float], unit: str) -> Html:
     """A bar for each value, with its name above it."""
     top, row, width = max([*values.values(), 1e-12]), 36, WIDTH
@@ -54,6 +74,15 @@ def bar_chart(values: Mapping[str, float], unit: str) -> Html:
     return _svg(
         width, row * len(values), parts, ", ".join(f"{name} {value:.3g}{unit}" for name, value in values.items())
     )
+
+
+def meter(share: float, look: str = "bar") -> Html:
+    """A share as a bar as wide as its place; the number stands beside it. The server's page has the same."""
+    bars = (
+        tag("rect", class_=name, width=f"{width:.1%}", height=8, rx=4)
+        for name, width in (("track", 1.0), (look, share))
+    )
+    return tag("svg", *bars, class_="meter", width="100%", height=8, aria_hidden="true")
 
 
 def matrix_chart(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> Html:

@@ -54,21 +54,22 @@ def read_style() -> str:
     return files("memoro.pages").joinpath("style.css").read_text(encoding="utf-8")
 
 
-def render_page(title: str, *parts: object) -> str:
-    """The page as text.
+@cache
+def page_policy() -> str:
+    """The content security policy of a page: its own style and images within the page are allowed, nothing else."""
+    digest = base64.b64encode(hashlib.sha256(read_style().encode()).digest()).decode()
+    return f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
 
-    Its content security policy allows its own style and images within the page, and nothing else.
-    """
-    style = read_style()
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+
+def render_page(title: str, *parts: object) -> str:
+    """The page as text, with its content security policy."""
     head = [
         tag("meta", charset="utf-8"),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{page_policy()}">'),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("title", title),
-        Html(f"<style>{style}</style>"),
+        Html(f"<style>{read_style()}</style>"),
     ]
     body = tag("body", tag("main", join(parts)))
     return f'<!doctype html>\n<html lang="en"><head>{"".join(head)}</head>\n{body}</html>\n'

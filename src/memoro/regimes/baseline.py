@@ -176,7 +176,8 @@ class Baseline(TaskModule[BaselineSpec]):
         preprocessing = self.spec.preprocessing or self.backbone.preprocessing
 
         def run(pixels: Tensor) -> Outputs:
-            return Outputs({self.name: self(pixels.to(self.backbone.dtype))}, {})
+            token = self.features(pixels.to(self.backbone.dtype))
+            return Outputs({self.name: self.head(token.to(self.head.weight.dtype))}, {}, {self.name: token})
 
         return [Pass(preprocessing, [self], run)]
 
@@ -203,11 +204,16 @@ class Baseline(TaskModule[BaselineSpec]):
     def _weights(self) -> dict[str, Tensor]:
         return {name: self.get_parameter(name) for name in self._names}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Baseline:
-        # Built anew: a copied anatomy would go on reading the old parameters.
-        copy = self.method.build(self.backbone, self.spec.plan)
+    def on(self, backbone: Backbone) -> Baseline:
+        """A copy on the same backbone, which may be on another device."""
+        copy = self.method.build(backbone, self.spec.plan)
         copy.spec = self.spec
         copy.fill(self.stored())
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Baseline:
+        # Built anew: a copied anatomy would go on reading the old parameters.
+        copy = self.on(self.backbone)
         flags = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
         for name, parameter in copy.named_parameters():
             parameter.requires_grad_(flags[name])

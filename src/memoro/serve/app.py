@@ -14,18 +14,20 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from memoro import __version__
+from memoro.engine.answers import Routing
 from memoro.errors import MemoroError, ServeError
+from memoro.pages.page import page_policy
 from memoro.serve import schemas
 from memoro.serve.bodies import FORMS, read_images
-from memoro.serve.docspage import CONTENT_POLICY, docs_page
+from memoro.serve.docspage import docs_page
 from memoro.serve.guard import Guard, unless_gone
 from memoro.serve.metrics import Metrics
 from memoro.serve.open_inference import add_open_inference
-from memoro.serve.options import ServeOptions
+from memoro.serve.options import NO_TOKEN, ServeOptions
+from memoro.serve.page import add_page
 from memoro.serve.service import Service, write_json
-from memoro.serve.store import Attached, TaskStore, file_bytes
+from memoro.serve.store import OFF, Attached, TaskStore, file_bytes
 
-TOP = 5
 DESCRIPTION = """Answers of many tasks to images, from one pass of one backbone. Errors are `{"error": "what happened"}`
 on every route. The header `x-request-timeout-ms` sets a deadline for a request."""
 FILE: dict[str, Any] = {
@@ -34,11 +36,7 @@ FILE: dict[str, Any] = {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
-TasksQuery = Annotated[
-    list[str] | None, Query(description="The tasks to ask: repeat it, or separate names by commas. All without it.")
-]
-TopQuery = Annotated[int, Query(ge=1, le=100_000, description="Probabilities of how many labels, best first.")]
-BaseQuery = Annotated[bool, Query(description="Also what the backbone itself answers.")]
+Asked = Annotated[schemas.PredictQuery, Query()]
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": schemas.Error, "description": meaning}
     for status, meaning in {
@@ -74,6 +72,7 @@ def create_app(store: TaskStore, options: ServeOptions) -> ASGIApp:
     _add_predictions(app)
     _add_tasks(app, metrics)
     add_open_inference(app)
+    add_page(app)
 
     @app.get("/healthz", response_model=schemas.Health, summary="Whether the server runs")
     async def healthz() -> Response:
@@ -86,17 +85,18 @@ def create_app(store: TaskStore, options: ServeOptions) -> ASGIApp:
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        page = docs_page(app.openapi())
-        return Response(page, media_type="text/html", headers={"content-security-policy": CONTENT_POLICY})
+        headers = {"content-security-policy": f"{page_policy()}; frame-ancestors 'none'"}
+        return Response(docs_page(app.openapi()), media_type="text/html", headers=headers)
 
     return Guard(app, options, metrics)
 
 
 def _add_predictions(app: FastAPI) -> None:
-    async def predict(request: Request, tasks: list[str] | None, top_k: int, base: bool, explain: bool) -> Response:
+    async def predict(request: Request, asked: schemas.PredictQuery, explain: bool) -> Response:
         service: Service = app.state.service
         service.batcher.check_room()
-        question = service.ask(tasks, top=top_k, base=base, explain=explain)
+        routing = Routing(asked.unfamiliar, asked.false_alarms)
+        question = service.ask(asked.tasks, top=asked.top_k, base=asked.base, explain=explain, routing=routing)
         uploads = await read_images(request, service.options)
         if explain and len(uploads) * len(question.tasks) > service.options.max_images:
             raise ServeError(
@@ -108,18 +108,14 @@ def _add_predictions(app: FastAPI) -> None:
         return Response(body, media_type="application/json")
 
     @app.post("/v1/predict", response_model=schemas.Predictions, openapi_extra=FORMS, summary="What tasks answer")
-    async def predict_images(
-        request: Request, tasks: TasksQuery = None, top_k: TopQuery = TOP, base: BaseQuery = False
-    ) -> Response:
+    async def predict_images(request: Request, asked: Asked) -> Response:
         """Send an image as the body, several as multipart/form-data, or JSON with base64."""
-        return await predict(request, tasks, top_k, base, explain=False)
+        return await predict(request, asked, explain=False)
 
     @app.post("/v1/explain", response_model=schemas.Predictions, openapi_extra=FORMS, summary="Where tasks looked")
-    async def explain_images(
-        request: Request, tasks: TasksQuery = None, top_k: TopQuery = TOP, base: BaseQuery = False
-    ) -> Response:
+    async def explain_images(request: Request, asked: Asked) -> Response:
         """The same as /v1/predict, and `attention` with each answer: a map over the patches and shares by layer."""
-        return await predict(request, tasks, top_k, base, explain=True)
+        return await predict(request, asked, explain=True)
 
 
 def _add_tasks(app: FastAPI, metrics: Metrics) -> None:
@@ -140,12 +136,17 @@ def _add_tasks(app: FastAPI, metrics: Metrics) -> None:
         attached: Attached = app.state.service.store.current
         options = app.state.service.options
         backbone = attached.model.backbone
-        writable = app.state.service.store.writable and options.may_write
+        reason = OFF if not app.state.service.store.writable else None if options.may_write else NO_TOKEN
         return _json(
             {
-                "backbone": {"name": backbone.name, "fingerprint": backbone.fingerprint.digest},
-                "writable": writable,
-                "token_needed": writable and options.token is not None,
+                "backbone": {
+                    "name": backbone.name,
+                    "fingerprint": backbone.fingerprint.digest,
+                    "preprocessing": backbone.preprocessing.to_json(),
+                },
+                "writable": reason is None,
+                "reason": reason,
+                "token_needed": reason is None and options.token is not None,
                 "tasks": list(attached.info.values()),
             }
         )

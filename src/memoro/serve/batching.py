@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from memoro.engine.answers import Judged, Outputs, Routing, read_outputs
+from memoro.engine.answers import Judged, Outputs, read_outputs
 from memoro.engine.composition import Composition
 from memoro.errors import ServeError
 from memoro.images import Preprocessing
@@ -47,8 +47,7 @@ class PassOutput:
     def answer(self, task: str, row: int, top: int | None) -> dict[str, Any]:
         """The answer of a task to one of the images. Those to the others are kept for their requests."""
         if (task, top) not in self._answers:
-            found = read_outputs(self.model.tasks[task], Outputs(self.logits, self.judged), top)
-            self._answers[task, top] = [Routing().mark(answer) for answer in found]
+            self._answers[task, top] = read_outputs(self.model.tasks[task], Outputs(self.logits, self.judged), top)
         return self._answers[task, top][row]
 
 

@@ -19,6 +19,8 @@ from memoro.errors import ImageError, ServeError
 if TYPE_CHECKING:
     from PIL import Image
 
+    from memoro.engine.answers import Unfamiliar
+
     Picture = str | Path | bytes | Image.Image
 
 
@@ -55,9 +57,12 @@ class Client:
         tasks: Sequence[str] | None = None,
         *,
         top: int | None = None,
+        unfamiliar: Unfamiliar = "mark",
+        false_alarms: float | None = None,
     ) -> list[dict[str, dict[str, Any]]]:
         """What each task answers for each image (paths, bytes, PIL images), as `Composition.predict` returns it."""
-        return [image["answers"] for image in self.ask("predict", images, tasks, top=top)["images"]]
+        found = self.ask("predict", images, tasks, top=top, unfamiliar=unfamiliar, false_alarms=false_alarms)
+        return [image["answers"] for image in found["images"]]
 
     def explain(
         self, images: Picture | Iterable[Picture], tasks: Sequence[str] | None = None
@@ -73,6 +78,8 @@ class Client:
         *,
         top: int | None = None,
         base: bool = False,
+        unfamiliar: Unfamiliar = "mark",
+        false_alarms: float | None = None,
     ) -> dict[str, Any]:
         """The server's whole answer: `images`, `tasks` with their versions, `seconds`."""
         if isinstance(tasks, str):
@@ -82,6 +89,8 @@ class Client:
         query = [("tasks", task) for task in tasks or ()]
         query += [("top_k", str(top))] if top is not None else []
         query += [("base", "true")] if base else []
+        query += [("unfamiliar", unfamiliar)] if unfamiliar != "mark" else []
+        query += [("false_alarms", str(false_alarms))] if false_alarms is not None else []
         if tasks is not None and not tasks:
             raise ServeError("name at least one task, or leave tasks out for all of them.")
         body, kind = _multipart(files)

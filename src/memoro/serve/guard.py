@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memoro.errors import ServeError
 from memoro.serve.metrics import Metrics
-from memoro.serve.options import ServeOptions
+from memoro.serve.options import NO_TOKEN, ServeOptions
 
-OPEN = frozenset({"/healthz", "/v2/health/live", "/v2/health/ready"})
-"""For load balancers: no token is needed."""
+OPEN = ("/healthz", "/v2/health/live", "/v2/health/ready", "/", "/page/")
+"""No token is needed for load balancers and for the page, which asks for it. `/page/` stands for all below it."""
 HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -139,12 +139,13 @@ class Guard:
             self._check_site(headers)
         writing = scope["path"].startswith("/v1/tasks") and scope["method"] not in {"GET", "HEAD", "OPTIONS"}
         if writing and not options.may_write:
-            raise ServeError("attaching is off: start the server with --token, or let it listen on loopback only.", 403)
+            raise ServeError(NO_TOKEN, 403)
         needed = [options.token] if writing else [options.read_token, options.token] if options.read_token else []
         given = headers.get(b"authorization", b"")
         # All are compared, whatever the first one gives: the time says nothing about any of them.
         matches = [hmac.compare_digest(given, f"Bearer {token}".encode()) for token in needed if token is not None]
-        if matches and not any(matches) and scope["path"] not in OPEN:
+        path = scope["path"]
+        if matches and not any(matches) and path not in OPEN and not path.startswith(OPEN[-1]):
             raise ServeError("send a valid token: 'Authorization: Bearer TOKEN'.", 401)
         stated = headers.get(b"content-length", b"0")
         self._check_size(int(stated) if stated.isdigit() and len(stated) < 20 else 0)

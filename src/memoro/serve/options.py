@@ -11,6 +11,7 @@ from memoro.errors import ServeError
 MAX_INPUT_SIDE = 1024
 """Pixels of a model's input: attention grows with the fourth power, and a task file may name any size."""
 MAX_TASKS = 1000
+NO_TOKEN = "attaching is off: start the server with --token, or let it listen on loopback only."
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+from memoro.engine.answers import Unfamiliar
+from memoro.tasks.familiarity import FALSE_ALARMS
+
+
+class PredictQuery(BaseModel):
+    """The query parameters of /v1/predict and /v1/explain."""
+
+    tasks: list[str] | None = Field(
+        None, description="The tasks to ask: repeat it, or separate names by commas. All without it."
+    )
+    top_k: int = Field(5, ge=1, le=100_000, description="Probabilities of how many labels, best first.")
+    base: bool = Field(False, description="Also what the backbone itself answers.")
+    unfamiliar: Unfamiliar = Field(
+        "mark", description="Answers about images unlike a task's own: mark, drop or keep them."
+    )
+    false_alarms: float = Field(
+        FALSE_ALARMS, ge=0, le=1, description="Share of a task's own images that may be called unfamiliar."
+    )
 
 
 class Error(BaseModel):
@@ -40,6 +59,11 @@ class Answer(BaseModel):
     labels: list[str] | None = None
     probabilities: dict[str, float] | None = None
     values: dict[str, float] | None = None
+    score: float | None = None
+    """Comparable between tasks: the highest is the most likely owner of the image."""
+    familiarity: float | None = None
+    """The share of the task's own images that look at least as strange."""
+    unfamiliar: bool | None = None
     attention: Attention | None = None
 
 
@@ -59,6 +83,8 @@ class Version(BaseModel):
 class Predictions(BaseModel):
     images: list[ImageAnswers]
     tasks: dict[str, Version]
+    passes: int
+    """Of the backbone: one for each preprocessing, and more where images do not fit one batch."""
     seconds: dict[str, float]
 
 
@@ -74,8 +100,10 @@ class TaskInfo(BaseModel):
 
 
 class TaskList(BaseModel):
-    backbone: dict[str, str]
+    backbone: dict[str, Any]
     writable: bool
+    reason: str | None
+    """Why attaching is off."""
     token_needed: bool
     tasks: list[TaskInfo]
 

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from memoro.engine.answers import Decoder
+from memoro.engine.answers import Decoder, Routing
 from memoro.engine.explain import Explanation
 from memoro.errors import ImageError, ServeError
 from memoro.images import Preprocessing
@@ -45,6 +45,7 @@ class Question:
     top: int | None = None
     base: bool = False
     explain: bool = False
+    routing: Routing = field(default_factory=Routing)
 
     @cached_property
     def groups(self) -> dict[Preprocessing, list[str]]:
@@ -99,7 +100,7 @@ class Service:
         seconds["queue"] = max(item.started - item.arrived for item in items)
         seconds["backbone"] = sum(output.backbone_seconds for output in passes.values())
         seconds["tasks"] = sum(output.task_seconds for output in passes.values())
-        return await self.in_pool(_write_answers, question, uploads, decoded, maps, seconds, start)
+        return await self.in_pool(_write_answers, question, uploads, decoded, maps, len(passes), seconds, start)
 
     async def logits(self, question: Question, images: Sequence[Upload] | Tensor) -> dict[str, Tensor]:
         """(images, labels) for each task asked, and `base` if that is asked for; all images must be readable."""
@@ -135,7 +136,7 @@ def prepare(upload: Upload, question: Question, max_pixels: int) -> dict[Preproc
     found, failures = decode([(upload.name, upload.data)])
     if failures:
         raise ImageError(f"{upload.name}: {failures[0]}")
-    pixels = {steps: own[0] for steps, own in zip(decode.preprocessings, found, strict=True)}
+    pixels = {steps: own[0][0] for steps, own in zip(decode.preprocessings, found, strict=True)}
     least = max(question.attached.model.backbone.anatomy.patch)
     for tensor in pixels.values():
         if min(tensor.shape[1:]) < least or max(tensor.shape[1:]) > MAX_INPUT_SIDE:
@@ -178,6 +179,7 @@ def _write_answers(
     uploads: Sequence[Upload],
     decoded: Sequence[Item | ImageError],
     maps: Sequence[dict[str, Explanation]] | None,
+    passes: int,
     seconds: dict[str, float],
     start: float,
 ) -> bytes:
@@ -190,9 +192,10 @@ def _write_answers(
         answers, places = {}, item.find_places()
         for name in question.tasks:
             output, row = places[name]
-            answers[name] = output.answer(name, row, question.top)
-            if maps is not None:
-                answers[name] = {**answers[name], "attention": describe_attention(maps[count][name])}
+            answer = question.routing.apply(output.answer(name, row, question.top))
+            if answer is not None:
+                more = {} if maps is None else {"attention": describe_attention(maps[count][name])}
+                answers[name] = {**answer, **more}
         images.append({"name": upload.name, "answers": answers})
         if question.base:
             output, row = places["base"]
@@ -201,6 +204,7 @@ def _write_answers(
     document = {
         "images": images,
         "tasks": {name: {"version": question.attached.version(name)} for name in question.tasks},
+        "passes": passes,
         "seconds": {**seconds, "total": perf_counter() - start},
     }
     return write_json(document)

@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 MAX_DIRECTIONS = 128
-MAX_BYTES = 48 << 10
-"""Of the directions, in half precision: 32 of ViT-B, 64 of ViT-S."""
+MAX_BYTES = 54 << 10
+"""Of directions and class means, in half precision: with 100 classes 31 directions of ViT-B, 57 of ViT-S."""
 MAX_SCORES = 512
 MIN_IMAGES = 20
 """Fewer images than this say too little."""
 FOLDS = 5
 SHRINKAGE = 0.1
 """Share of the mean variance in each variance: that of few images is too small in most directions."""
+SMALLEST = 1e-12
+"""Variances are at least this."""
+NEAREST = 1e-3
+"""Distances to the background are at least this, so that they can be divided by."""
 FALSE_ALARMS = 0.01
 """Share of a task's own images that may be called unfamiliar."""
 
@@ -28,7 +32,8 @@ class Familiarity:
     """What a task's training images look like to the backbone: a Gaussian around each class mean.
 
     All classes have the same covariance: some principal directions, and one variance for all others. The distance of
-    an image is the squared Mahalanobis distance of its token to the nearest mean.
+    an image is the squared Mahalanobis distance of its token to the nearest mean, divided by the token's distance to
+    the background: a task with diverse images is near to every plain image, and a plain image is near the background.
 
     The token is the base's class token as it enters the last layer, which is less specialised than the final one
     (results/trust.md).
@@ -36,6 +41,8 @@ class Familiarity:
 
     center: Tensor
     """(dim) the mean token"""
+    background: Tensor
+    """(dim) the mean token of synthetic images"""
     directions: Tensor
     """(k, dim) orthonormal"""
     variances: Tensor
@@ -49,6 +56,10 @@ class Familiarity:
     images: int
     """How many held-out images `distances` stands for."""
 
+    def limit(self, false_alarms: float = FALSE_ALARMS) -> float:
+        """The distance beyond which an image is unfamiliar."""
+        return float(self.distances[-max(1, math.ceil(false_alarms * len(self.distances)))])
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """What a file holds as tensors."""
@@ -59,7 +70,7 @@ class Familiarity:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-TENSORS = ("center", "directions", "variances", "means", "distances")
+TENSORS = ("center", "background", "directions", "variances", "means", "distances")
 
 
 def tensor_shapes(record: Mapping[str, int], dim: int) -> dict[str, tuple[int, ...]]:
@@ -67,6 +78,7 @@ def tensor_shapes(record: Mapping[str, int], dim: int) -> dict[str, tuple[int, .
     k = record["directions"]
     return {
         "center": (dim,),
+        "background": (dim,),
         "directions": (k, dim),
         "variances": (k,),
         "means": (record["classes"], k),
@@ -80,7 +92,9 @@ class FamiliarityBank:
     def __init__(self, items: Sequence[Familiarity], device: torch.device | str = "cpu") -> None:
         k, classes = (max(one.means.shape[axis] for one in items) for axis in (1, 0))
         dim, count = len(items[0].center), len(items)
-        self.center = torch.stack([one.center.float() for one in items]).to(device)
+        self.center, self.background = (
+            torch.stack([getattr(one, name).float() for one in items]).to(device) for name in ("center", "background")
+        )
         directions, weights = torch.zeros(count, k, dim), torch.zeros(count, k)
         means = torch.full((count, classes, k), torch.inf)
         for at, one in enumerate(items):
@@ -93,8 +107,35 @@ class FamiliarityBank:
         self.offsets = (directions @ self.center.cpu().unsqueeze(-1)).squeeze(-1).to(device)
         self.means, self.squares = means.nan_to_num(posinf=0.0).to(device), means.square().sum(-1).to(device)
         self.residual = torch.tensor([one.residual for one in items], device=device)
-        self.sorted = [one.distances.float().to(device) for one in items]
-        self.volume = torch.tensor([_log_determinant(one) for one in items], device=device)
+        lengths = [len(one.distances) for one in items]
+        held_out = torch.full((count, max(lengths)), -1.0)  # no distance is smaller, so these are never counted
+        for at, one in enumerate(items):
+            held_out[at, : lengths[at]] = one.distances.float()
+        self.held_out, self.lengths = held_out.to(device), torch.tensor(lengths, device=device)
+        self._compare(items, device)
+
+    def _compare(self, items: Sequence[Familiarity], device: torch.device | str) -> None:
+        """Prepares what `judge` compares tasks with: all class means, in a space where the mean of all covariances is
+        the identity."""
+        directions = torch.cat([one.directions.double() for one in items])
+        residuals = torch.tensor([one.residual for one in items], dtype=torch.double)
+        excess = torch.cat([one.variances.double() - one.residual for one in items])
+        covariance = (directions.T * excess) @ directions / len(items)
+        covariance += residuals.mean() * torch.eye(len(covariance), dtype=torch.double)
+        values, vectors = torch.linalg.eigh(covariance)
+        whiten = vectors * values.clamp(min=SMALLEST).rsqrt()
+        origin = torch.stack([one.center.double() for one in items]).mean(dim=0)
+        found = [(one.means.double() @ one.directions.double() + one.center - origin) @ whiten for one in items]
+        at = torch.zeros(len(items), max(map(len, found)), dtype=torch.long)
+        missing = torch.ones_like(at, dtype=torch.bool)
+        start = 0
+        for row, own in enumerate(found):
+            at[row, : len(own)] = torch.arange(start, start + len(own))
+            missing[row, : len(own)] = False
+            start += len(own)
+        self.origin, self.whiten = origin.float().to(device), whiten.float().to(device)
+        self.prototypes = torch.cat(found).float().to(device)
+        self.at, self.missing = at.to(device), missing.to(device)
 
     def measure(self, tokens: Tensor) -> Tensor:
         """The distance of each image to each task's training images (b, tasks), from its token (b, dim)."""
@@ -104,31 +145,31 @@ class FamiliarityBank:
         scaled = along * self.weights
         products = torch.einsum("btk,tck->btc", scaled, self.means)
         nearest = (self.squares - 2 * products).amin(-1) + scaled.square().sum(-1)
-        distances: Tensor = nearest.clamp(min=0) + rest.clamp(min=0) / self.residual
-        return distances
+        distances = nearest.clamp(min=0) + rest.clamp(min=0) / self.residual
+        away: Tensor = (tokens.unsqueeze(1) - self.background).norm(dim=-1)
+        return distances / away.clamp(min=NEAREST)
 
     def judge(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Of each image and task (b, tasks): the score, and the familiarity.
 
-        The score is the log-density per dimension, up to a constant of the backbone: it is comparable between tasks,
-        and the highest one tells whose image it is (results/trust.md). The familiarity is the share of the task's own
-        held-out images that look at least as strange.
+        The score compares the tasks of the bank: the highest one tells whose image it is. It is the log-density per
+        dimension, up to a constant, of a mixture of the task's classes, with one covariance for all classes of all
+        tasks: with one for each task, those with diverse images would claim too many (results/trust.md). The
+        familiarity is about one task alone: the share of its own held-out images that look at least as strange.
         """
         distances = self.measure(tokens)
-        scores = -(distances + self.volume) / (2 * tokens.shape[1])
-        columns = zip(distances.T.contiguous(), self.sorted, strict=True)
-        shares = [1 - torch.searchsorted(own, column) / len(own) for column, own in columns]
-        return scores, torch.stack(shares, dim=1)
+        # Not searchsorted, which ONNX does not have.
+        shares = (self.held_out >= distances.unsqueeze(-1)).sum(dim=-1) / self.lengths
+        whitened = (tokens.float() - self.origin) @ self.whiten
+        away = whitened.square().sum(dim=-1, keepdim=True) + self.prototypes.square().sum(dim=-1)
+        exponents = (whitened @ self.prototypes.T - away / 2)[:, self.at].masked_fill(self.missing, -torch.inf)
+        densities = exponents.logsumexp(dim=-1) - (~self.missing).sum(dim=-1).log()
+        return densities / tokens.shape[1], shares
 
 
-def _log_determinant(one: Familiarity) -> float:
-    """Of the covariance."""
-    others = one.directions.shape[1] - len(one.directions)
-    return float(one.variances.double().log().sum()) + others * math.log(one.residual)
-
-
-def fit_familiarity(tokens: Tensor, classes: Tensor | None, *, seed: int = 0) -> Familiarity | None:
-    """A description of training images from their tokens (n, dim) and classes (n), if each has one.
+def fit_familiarity(tokens: Tensor, classes: Tensor | None, background: Tensor, *, seed: int = 0) -> Familiarity | None:
+    """A description of training images from their tokens (n, dim), their classes (n), if each has one, and the mean
+    token (dim) of synthetic images.
 
     The distances of held-out images are those of each fold to a description of the others. None for fewer than
     `MIN_IMAGES` images.
@@ -140,14 +181,16 @@ def fit_familiarity(tokens: Tensor, classes: Tensor | None, *, seed: int = 0) ->
     groups = torch.zeros(count, dtype=torch.long) if classes is None else classes.cpu()
     if count < 2 * len(set(groups.tolist())):  # images of their own class tell nothing about how much a class varies
         groups = torch.zeros_like(groups)
-    whole = _describe(tokens, groups)
+    background = background.float().cpu()
+    whole = {**_describe(tokens, groups), "background": background}
     if not all(bool(torch.isfinite(torch.as_tensor(value)).all()) for value in whole.values()):
         return None  # beyond half precision
     fold = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) % FOLDS
     found = torch.empty(count)
     for number in range(FOLDS):
         own = fold == number
-        part = Familiarity(**_describe(tokens[~own], groups[~own]), distances=torch.ones(1), images=0)
+        fields = {**_describe(tokens[~own], groups[~own]), "background": background}
+        part = Familiarity(**fields, distances=torch.ones(1), images=0)
         found[own] = FamiliarityBank([part]).measure(tokens[own])[:, 0]
     found = found.sort().values
     if count > MAX_SCORES:
@@ -163,7 +206,7 @@ def _describe(tokens: Tensor, groups: Tensor) -> dict[str, Any]:
     numbers, groups = torch.unique(groups, return_inverse=True)
     sizes = groups.bincount(minlength=len(numbers)).unsqueeze(1)
     means = torch.zeros(len(numbers), dim, dtype=tokens.dtype).index_add_(0, groups, tokens) / sizes
-    k = max(1, min(MAX_DIRECTIONS, MAX_BYTES // (2 * dim), dim, count - 1))
+    k = max(1, min(MAX_DIRECTIONS, MAX_BYTES // (2 * (dim + len(numbers))), dim, count - 1))
     directions = torch.linalg.eigh(tokens.T @ tokens).eigenvectors[:, -k:].T.half()
     own = directions.to(tokens.dtype)
     within = tokens - means[groups]

@@ -19,6 +19,8 @@ from memoro.tasks.familiarity import Familiarity
 from memoro.tasks.spec import INIT_STD, MAX_CELLS, MAX_RANK, ModelSpec, TaskModule, check_labels, check_name
 
 MemoryNorm = Literal["pre", "post"]
+LOW_RANK = "lora."
+"""How the names of low-rank weights begin."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ class TaskSpec(ModelSpec):
                 ("expand", (), dim, expanded),
                 ("contract", (), hidden, dim),
             ):
-                shapes[f"lora.{name}_A"] = (layers, *three, self.rank, read)
-                shapes[f"lora.{name}_B"] = (layers, *three, written, self.rank)
+                shapes[f"{LOW_RANK}{name}_A"] = (layers, *three, self.rank, read)
+                shapes[f"{LOW_RANK}{name}_B"] = (layers, *three, written, self.rank)
         return shapes
 
 
@@ -120,7 +122,7 @@ class Task(TaskModule[TaskSpec]):
         """The task with the tensors of a state dict; they are not copied."""
         head = nn.Linear(spec.backbone.dim, len(spec.labels), device="meta")
         head.weight, head.bias = nn.Parameter(tensors["head.weight"]), nn.Parameter(tensors["head.bias"])
-        lora = {name.removeprefix("lora."): tensor for name, tensor in tensors.items() if name.startswith("lora.")}
+        lora = {name.removeprefix(LOW_RANK): tensor for name, tensor in tensors.items() if name.startswith(LOW_RANK)}
         return cls(spec, tensors["class_token"], tensors["memory"], head, extends, lora)
 
     @property
@@ -149,6 +151,13 @@ class Task(TaskModule[TaskSpec]):
     def content_hash(self) -> str:
         """SHA-256 of all that decides this task's answers: weights, shape of the stream, labels, parents."""
         return content_hashes([self])[id(self)]
+
+    def round_low_rank(self) -> None:
+        """Rounds low-rank weights to what float16 can hold: they are most of a task, and its file is half as large."""
+        for name, parameter in self.named_parameters():
+            if name.startswith(LOW_RANK) and parameter.dtype == torch.float32:
+                rounded = parameter.detach().half().float()
+                parameter.data = rounded if torch.isfinite(rounded).all() else parameter.data
 
     def prepare_training(self, backbone: Backbone) -> None:
         """Called when a training starts: moves the task to the backbone's device and records what it extends.

@@ -29,7 +29,7 @@ from memoro.tasks.record import (
 )
 from memoro.tasks.sections import read_sections, section_tensors, write_sections
 from memoro.tasks.spec import MAX_CELLS, MAX_RANK, by_name, check_name
-from memoro.tasks.task import MemoryNorm, Parent, Task, TaskSpec, Widths, content_hashes
+from memoro.tasks.task import LOW_RANK, MemoryNorm, Parent, Task, TaskSpec, Widths, content_hashes
 
 MAX_FILE = 2 << 30
 MAX_TASKS = 10_000
@@ -53,7 +53,11 @@ def save_tasks(tasks: Sequence[Task], path: str | Path) -> Path:
     records, hashes = [], content_hashes(tasks)
     for number, task in enumerate(tasks):
         sections, own = write_sections(task.spec, f"{number}.")
-        tensors |= {**write_tensors(task.name, task.state_dict(), f"{number}."), **own}
+        weights = {
+            part: _in_half(tensor) if part.startswith(LOW_RANK) else tensor
+            for part, tensor in task.state_dict().items()
+        }
+        tensors |= {**write_tensors(task.name, weights, f"{number}."), **own}
         records.append({**_write_task(task, hashes), **sections})
     return write_file(path, {"tasks": records}, tensors)
 
@@ -93,12 +97,21 @@ def load_tasks(
         tasks = []
         for number, (item, spec) in enumerate(zip(items, specs, strict=True)):
             tensors = read_tensors(file, spec.name, spec.shapes, f"{number}.")
+            for part in tensors:
+                if part.startswith(LOW_RANK):
+                    tensors[part] = tensors[part].to(tensors["class_token"].dtype)
             tasks.append(Task.from_tensors(spec, tensors, _read_parents(item)))
             check_content(item, spec.name, tasks[-1].content_hash())
             tasks[-1].describe(**read_sections(item, spec, file, f"{number}."))
         if len({spec.name for spec in specs}) < len(specs):
             raise TaskFileError("the file contains two tasks of one name.")
     return [task.to(device) for task in tasks]
+
+
+def _in_half(weights: Tensor) -> Tensor:
+    """The weights as float16 where that changes no value."""
+    half = weights.half()
+    return half if torch.equal(half.to(weights.dtype), weights) else weights
 
 
 def find_task_file(source: str | Path, revision: str | None = None) -> Path:

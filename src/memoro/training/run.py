@@ -76,6 +76,8 @@ class Run:
         with torch.no_grad():
             for name, value in self.best.items():
                 self.trained[name].copy_(value)
+        if isinstance(self.task, Task):  # before it is measured
+            self.task.round_low_rank()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memoro.data import ImageSet
+from memoro.engine.background import background_token
 from memoro.engine.streams import entering_token
 from memoro.evaluation.logits import collect_logits
 from memoro.regimes import Baseline
@@ -39,7 +40,8 @@ class Describer:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._tokens: dict[Any, Tensor] = {}
+        self._tokens: dict[Any, tuple[Tensor, Tensor]] = {}
+        """Of the training images, and the background."""
         self._done: dict[Any, Familiarity | None] = {}
 
     def add_familiarity(self, spec: RunSpec, run: Run) -> None:
@@ -54,9 +56,11 @@ class Describer:
             if (*key, id(spec.splits)) not in self._done:
                 samples = torch.linspace(0, len(images) - 1, min(len(images), MOST_IMAGES)).round().long()
                 if key not in self._tokens:
-                    self._tokens[key] = self._read(spec, run, images, samples)
+                    tokens = self._read(spec, run, images, samples)
+                    self._tokens[key] = tokens, background_token(self._trainer.backbone, spec.preprocessing)
                 classes = images.targets[samples] if spec.splits.kind == "softmax" else None
-                self._done[(*key, id(spec.splits))] = fit_familiarity(self._tokens[key], classes)
+                tokens, background = self._tokens[key]
+                self._done[(*key, id(spec.splits))] = fit_familiarity(tokens, classes, background)
             found = self._done[(*key, id(spec.splits))]
             text = "none: too few images" if found is None else f"{found.images} training images, out of fold"
         spec.task.describe(familiarity=found, training={**spec.task.spec.training, "familiarity": text})

@@ -1,0 +1,149 @@
+"""Bulk prediction with memoro-tiny: its throughput against the engine's own, and whether its memory grows.
+
+    python scripts/measure_bulk.py --out results/bulk.md
+    python scripts/measure_bulk.py --images 200,600 --throughput 512 --rounds 1 --out /tmp/bulk.md       # a quick look
+
+Throughput: a folder of 64-pixel JPEGs is answered into Parquet shards, with decoder processes. The engine's own images
+per second are those of the same composition on batches of pixels that are decoded already, in the same process. Rounds
+alternate between the two, and the best of each counts. Memory: the peak of a new process that answers as many images as
+--images says, each drawn and encoded when it is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+import memoro
+from memoro.data.loader import worker_count
+from memoro.data.unlabelled import open_unlabelled
+from memoro.engine.answers import AnswerOptions
+from memoro.evaluation.bulk import Job, Predictor, answer_here, begin
+from reports import table, write_report
+
+SIDE = 64
+LABELS = [f"label {i}" for i in range(10)]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Images that exist only while they are read."""
+
+    count: int
+
+    def keys(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+    def read(self, keys: Sequence[Any]) -> Iterator[tuple[str, bytes]]:
+        return ((f"drawn {key}", draw(key)) for key in keys)
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [{"drawn": self.count}]
+
+
+def draw(seed: int) -> bytes:
+    """A JPEG of coloured blocks with a little noise, about as big as a photo of this size."""
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    pixels = np.asarray(Image.fromarray(blocks).resize((SIDE, SIDE), Image.Resampling.BICUBIC)).astype(np.int16)
+    noisy = (pixels + generator.integers(-9, 10, pixels.shape)).clip(0, 255).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noisy).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+def new_predictor(tasks: int, batch: int) -> Predictor:
+    backbone = memoro.load_backbone("memoro-tiny")
+    models = tuple(memoro.new_task(backbone, f"task {i}", LABELS, seed=i) for i in range(tasks))
+    return Predictor(backbone, models, AnswerOptions(batch))
+
+
+def measure_throughput(images: int, tasks: int, batch: int, rounds: int) -> dict[str, float]:
+    """The best images per second of the engine and of bulk prediction."""
+    predictor = new_predictor(tasks, batch)
+    [one] = predictor.passes
+    pixels = torch.randn(batch, 3, SIDE, SIDE)
+    passes = max(1, images // batch)
+    best = {"engine": 0.0, "bulk": 0.0}
+    with TemporaryDirectory() as folder:
+        photos = Path(folder) / "photos"
+        photos.mkdir()
+        for number in range(images):
+            (photos / f"{number:06}.jpg").write_bytes(draw(number))
+        for number in range(rounds):
+            start = time.perf_counter()
+            with torch.no_grad():
+                for _ in range(passes):
+                    one.run(pixels)
+            best["engine"] = max(best["engine"], passes * batch / (time.perf_counter() - start))
+            job = Job(open_unlabelled([photos]), predictor, Path(folder) / f"answers {number}")
+            start = time.perf_counter()
+            answer_here(job, begin(job), workers=worker_count(None, None))
+            best["bulk"] = max(best["bulk"], images / (time.perf_counter() - start))
+    return best
+
+
+def measure_memory(images: int, tasks: int, batch: int) -> int:
+    """The peak of a process that answers this many images, in bytes."""
+    with TemporaryDirectory() as folder:
+        job = Job(Drawn(images), new_predictor(tasks, batch), Path(folder) / "answers")
+        answer_here(job, begin(job), workers=worker_count(None, None))
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--throughput", type=int, default=20_000, help="images of the folder (default 20000)")
+    parser.add_argument("--images", default="10000,100000", help="images whose peak memory is compared")
+    parser.add_argument("--tasks", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("results/bulk.md"))
+    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.memory_of is not None:
+        print(json.dumps(measure_memory(args.memory_of, args.tasks, args.batch)))
+        return
+    best = measure_throughput(args.throughput, args.tasks, args.batch, args.rounds)
+    ratio = best["bulk"] / best["engine"]
+    peaks = {}
+    for count in map(int, args.images.split(",")):
+        command = [sys.executable, __file__, "--memory-of", str(count), "--tasks", str(args.tasks)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        peaks[count] = json.loads(done.stdout.splitlines()[-1])
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    row = [f"{args.throughput:,}", str(args.tasks), f"{best['engine']:.0f}", f"{best['bulk']:.0f}", f"{ratio:.2f}"]
+    lines = [
+        "# Bulk prediction",
+        "",
+        f"memoro-tiny, 64-pixel JPEGs, batches of {args.batch}, {cores} cores, torch with {threads} threads. "
+        f"Images per second, the best of {args.rounds} rounds.",
+        "",
+        *table(["images", "tasks", "engine", "bulk", "ratio"], [row]),
+        "",
+        "Peak memory of the process.",
+        "",
+        *table(["images", "peak memory"], [[f"{n:,}", f"{peak / 2**20:,.0f} MiB"] for n, peak in peaks.items()]),
+    ]
+    results = {"throughput": best, "peak_bytes": peaks}
+    write_report(args.out, results, lines)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

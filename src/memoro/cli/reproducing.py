@@ -1,0 +1,140 @@
+"""Command: reproduce."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memoro.cli.options import DeviceOption
+from memoro.console import plain_console, quoted
+
+app = typer.Typer()
+
+
+class TableName(StrEnum):
+    """What can be reproduced."""
+
+    TABLE2 = "table2"
+    TABLE4 = "table4"
+    TABLE5 = "table5"
+    NAIVE_CONCAT = "naive-concat"
+    MASKING = "masking"
+    EXTENSION = "extension"
+    FORK = "fork"
+    MODELS = "models"
+    LR_STABILITY = "lr-stability"
+    ALL = "all"
+
+
+class ScaleName(StrEnum):
+    CPU = "cpu"
+    PAPER = "paper"
+
+
+@app.command()
+def reproduce(
+    table: Annotated[TableName, typer.Argument(help="What to measure.", show_default=False)],
+    scale: Annotated[
+        ScaleName,
+        typer.Option(help="cpu: hours on two cores. paper: ViT-B/32, four large sets, 20,000 steps of 512 images."),
+    ] = ScaleName.CPU,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            "-d",
+            help="A set with train/ and test/ (folder or zip), or a folder of several; repeat for more.",
+            show_default="paper: its four sets",
+        ),
+    ] = None,
+    backbone: Annotated[
+        list[str] | None,
+        typer.Option("--backbone", "-b", help="Hub id or folder; repeat for more.", show_default="cpu: memoro-tiny"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder of records and tables.", show_default="results/SCALE")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and what it needs; train nothing.")
+    ] = False,
+    report: Annotated[bool, typer.Option("--report", help="Only write the tables from what is recorded.")] = False,
+    most: Annotated[
+        int | None, typer.Option(min=1, help="Training images of a set, at most.", show_default="cpu: 2000, paper: all")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Epochs of masked regimes.", show_default="cpu: 10; paper: steps")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps of regimes that change base tokens.", show_default="cpu: 150, paper: 20000"),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs at the chosen rate.", show_default="3")] = None,
+    folds: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=4, help="Quarters of train that judge rates.", show_default="1 to 4, by the set's size"
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Images of a step.", show_default="cpu: 32, paper: 512")
+    ] = None,
+    image_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Pixels of an image's edge.", show_default="the backbone's; cpu: at most 112"),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that decode images.", show_default="one per core")
+    ] = None,
+    device: DeviceOption = None,
+) -> None:
+    """Check the paper's tables on your own sets: accuracy, parameters, FLOPs, what masks do.
+
+    memoro reproduce table2 --data rsscn7.zip --data pacs_sketch.zip
+
+    Prints an estimate of the time first. Every cell (some minutes) is recorded when it is done: call it again to
+    continue. Learning rates are chosen on held-out training images, the test split is used once.
+
+    torchrun --nproc-per-node 8 -m memoro reproduce all --scale paper
+    """
+    from memoro.console import quiet_libraries
+    from memoro.reproduce.plan import TABLES
+    from memoro.reproduce.run import dry_run as run_dry
+    from memoro.reproduce.run import run_tables, write_reports
+    from memoro.reproduce.setup import make_order
+
+    quiet_libraries()
+    console = plain_console(soft_wrap=True)
+    if report:
+        tables = tuple(TABLES) if table is TableName.ALL else (table.value,)
+        write_reports(tables, scale.value, out or Path("results") / scale.value, console.print)
+        return
+    changes: dict[str, Any] = {"most": most, "epochs": epochs, "steps": steps, "seeds": seeds, "folds": folds}
+    changes["batch_size"] = batch_size
+    order, lab = make_order(
+        table.value, scale.value, data or [], backbone or [], out,
+        command=quoted("memoro", *map(_without_folder, sys.argv[1:])),
+        image_size=image_size, workers=workers, device=device,
+        changes={name: value for name, value in changes.items() if value is not None},
+    )  # fmt: skip
+
+    def log(text: str) -> None:
+        if lab.main:
+            console.print(text)
+
+    if dry_run:
+        run_dry(order, lab, log)
+    else:
+        try:
+            run_tables(order, lab, log)
+        except KeyboardInterrupt:
+            log("stopped. What is done is recorded: the same command continues with the rest.")
+            raise typer.Exit(130) from None
+
+
+def _without_folder(word: str) -> str:
+    """An absolute path would tell others where this user's files are."""
+    return Path(word).name if Path(word).is_absolute() else word

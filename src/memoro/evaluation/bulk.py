@@ -1,0 +1,324 @@
+"""Predictions for millions of images: shards of a fixed order, each written whole and once, by one process or many."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import torch
+
+from memoro.backbones import Backbone
+from memoro.console import format_count
+from memoro.data.decoding import DecodeAhead
+from memoro.data.unlabelled import Key, Unlabelled, is_endless
+from memoro.engine.answers import (
+    AnswerOptions,
+    Decode,
+    NamedPicture,
+    Pass,
+    Prediction,
+    answer_pictures,
+    new_decoder,
+)
+from memoro.engine.composition import compose
+from memoro.errors import DataError
+from memoro.evaluation.predictions import Tally, check_form, write_predictions
+from memoro.files import open_whole, write_whole
+from memoro.regimes.baseline import Baseline
+from memoro.tasks.spec import hash_record
+from memoro.tasks.task import Task
+
+MANIFEST = "_manifest.json"
+"""Describes what the shards in a folder answer. Readers of Parquet folders leave out names with an underscore."""
+FORMAT = 1
+_PARTS = ".part-*.part"  # what `open_whole` writes
+SHARD_SIZE = 8192
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Tasks and baselines on one backbone, and how they answer. It can be sent to other machines."""
+
+    backbone: Backbone
+    models: tuple[Task | Baseline, ...]
+    how: AnswerOptions
+
+    @property
+    def names(self) -> list[str]:
+        return [model.name for model in self.models]
+
+    @cached_property
+    def passes(self) -> list[Pass]:
+        apart = [model for model in self.models if isinstance(model, Baseline)]
+        composed = compose(self.backbone, [model for model in self.models if isinstance(model, Task)])
+        return [*composed.prediction_passes(), *(one for baseline in apart for one in baseline.prediction_passes())]
+
+    def on(self, device: torch.device | str) -> Predictor:
+        """The same on another device."""
+        backbone = self.backbone.to(device)
+        models = tuple(model.on(backbone) if isinstance(model, Baseline) else model for model in self.models)
+        return Predictor(backbone, models, self.how)
+
+    def predict(self, pictures: Iterator[NamedPicture], decode: Decode | None = None) -> Iterator[Prediction]:
+        """The prediction for each image, in order. They are decoded here, or as `decoder` says."""
+        return answer_pictures(pictures, self.passes, self.names, self.how, decode)
+
+    def decoder(self, workers: int) -> Decode | None:
+        """Decodes images for `predict` in so many processes; they end with it."""
+        return DecodeAhead(new_decoder(self.passes), workers) if workers else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Predictor, (self.backbone, self.models, self.how)  # passes are functions, and built where they run
+
+    def describe(self) -> dict[str, Any]:
+        """All that decides the answers, as JSON."""
+        how = self.how
+        return {
+            "backbone": self.backbone.fingerprint.digest,
+            "tasks": {model.name: _hash(model) for model in self.models},
+            "top": how.top,
+            "unfamiliar": how.routing.unfamiliar,
+            "false_alarms": how.routing.false_alarms,
+            "embeddings": how.embeddings,
+        }
+
+
+def _hash(model: Task | Baseline) -> str:
+    """Of a model's weights and of what is reported beside its logits."""
+    calibration, familiarity = (getattr(model.spec, name, None) for name in ("calibration", "familiarity"))
+    record = {"content": model.content_hash(), "calibration": None if calibration is None else asdict(calibration)}
+    return hash_record(record, {} if familiarity is None else familiarity.tensors)
+
+
+class Shard(NamedTuple):
+    """The unit of work: consecutive images, whose answers are one file."""
+
+    number: int
+    keys: Sequence[Key]
+
+    @property
+    def digest(self) -> str:
+        whole = hashlib.sha256()
+        for key in self.keys:
+            whole.update(f"{key}\0".encode(errors="surrogateescape"))
+        return whole.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to answer, how, and where the answers go."""
+
+    source: Unlabelled
+    predictor: Predictor
+    folder: Path
+    form: str = "parquet"
+    shard_size: int = SHARD_SIZE
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"part-{number:06}.{self.form}"
+
+    def shards(self) -> Iterator[Shard]:
+        """All shards. Only the keys of one are in memory."""
+        keys = self.source.keys()
+        number = 0
+        while some := list(islice(keys, self.shard_size)):
+            yield Shard(number, some)
+            number += 1
+
+    def answer(
+        self, shard: Shard, decode: Decode | None = None, *, tick: Callable[[int], None] = lambda count: None
+    ) -> Tally:
+        """Answers a shard and writes its file, which appears when it is whole. Returns what it holds.
+
+        `tick` is called with the number of images after each batch. A shard beyond the end of a stream has no file.
+        """
+        tally, how = Tally(), self.predictor.how
+        found = self.predictor.predict(self.source.read(shard.keys), decode)
+        batches = iter(lambda: list(islice(found, how.batch_size)), [])
+        batch = next(batches, None)
+        if batch is None:
+            return tally
+
+        def write(file: BinaryIO, batches: Iterable[list[Prediction]]) -> None:
+            rows = (prediction for batch in batches for prediction in batch)
+            write_predictions(rows, self.form, file, how.top, embeddings=how.embeddings)
+
+        # The answers are written beside the next batches.
+        with open_whole(self.path(shard.number)) as file, _in_thread(partial(write, file)) as put:
+            while batch is not None:
+                for prediction in batch:
+                    tally.add(prediction)
+                put(batch)
+                tick(len(batch))
+                batch = next(batches, None)
+        return tally
+
+
+class Todo(NamedTuple):
+    """What is left of a job."""
+
+    images: int | None
+    """Images of the source; None where that is not known in advance."""
+    answered: int
+    """Images in shards that exist."""
+    done: frozenset[int]
+    """The numbers of these shards."""
+    digests: Sequence[str] | None
+    """Of all shards, as they were when the job began."""
+
+    def shards(self, job: Job) -> Iterator[Shard]:
+        """Those that do not exist. An error if the source has changed meanwhile."""
+        for shard in job.shards():
+            if self.digests is not None and (
+                shard.number >= len(self.digests) or shard.digest != self.digests[shard.number]
+            ):
+                raise DataError(_changed(job.folder, ["the images"]))
+            if shard.number not in self.done:
+                yield shard
+
+
+def begin(job: Job, *, resume: bool = False) -> Todo:
+    """Writes the manifest of a new job, or with `resume` compares it with that of the shards that are there: shards
+    of another job are an error.
+    """
+    check_form(job.form, job.predictor.how.embeddings)
+    digests: list[str] | None = None
+    images: int | None = None
+    if not is_endless(job.source):
+        digests, images = [], 0
+        for shard in job.shards():
+            digests.append(shard.digest)
+            images += len(shard.keys)
+        if not images:
+            raise DataError("the source contains no images.")
+    manifest = {
+        "version": FORMAT,
+        "source": job.source.describe(),
+        "images": images,
+        **job.predictor.describe(),
+        "format": job.form,
+        "shard_size": job.shard_size,
+        "shards": digests,
+    }
+    path = job.folder / MANIFEST
+    done = frozenset(_numbers(job))
+    if done:
+        if not resume:
+            raise DataError(
+                f"{job.folder} already has {format_count(len(done), 'shard')} of answers. To continue, add --resume; "
+                "to start anew, choose another folder with --out."
+            )
+        _compare(job.folder, _read_manifest(path), manifest)
+        last = len(digests) - 1 if digests else -1
+        short = 0 if images is None or last not in done else (last + 1) * job.shard_size - images
+        return Todo(images, len(done) * job.shard_size - short, done, digests)
+    there = job.folder.iterdir() if job.folder.is_dir() else ()
+    if job.folder.is_file() or any(file.name != MANIFEST and not file.match(_PARTS) for file in there):
+        raise DataError(f"{job.folder} is not an empty folder: choose another one with --out.")
+    write_whole(path, json.dumps(manifest, ensure_ascii=True, indent=1).encode())
+    return Todo(images, 0, frozenset(), digests)
+
+
+def finish(job: Job) -> None:
+    """Removes what killed processes left behind, once all shards are there."""
+    for file in job.folder.glob(_PARTS):
+        with suppress(OSError):
+            file.unlink()
+
+
+def answer_here(job: Job, todo: Todo, *, workers: int = 0, tick: Callable[[int], None] = lambda count: None) -> Tally:
+    """Answers all that is left, in this process. Returns what was found."""
+    whole, decode = Tally(), job.predictor.decoder(workers)
+    for shard in todo.shards(job):
+        found = job.answer(shard, decode, tick=tick)
+        whole.merge(found)
+        if found.images < len(shard.keys):  # the end of a stream
+            break
+    finish(job)
+    return whole
+
+
+def _numbers(job: Job) -> Iterator[int]:
+    for file in job.folder.glob("part-*.*"):
+        number = file.stem.removeprefix("part-")
+        if number.isdecimal():
+            yield int(number)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(record, dict):
+            return record
+    except (OSError, ValueError):
+        pass
+    raise DataError(f"{path} is missing or damaged: choose another folder with --out.")
+
+
+_NAMES = {
+    "version": "the version of memoro",
+    "source": "the images",
+    "images": "the images",
+    "shards": "the images",
+    "backbone": "the backbone",
+    "tasks": "the tasks",
+}
+"""What a user would call the parts of a manifest; the others are options."""
+
+
+def _compare(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    keys = [key for key in new if old.get(key) != new[key]]
+    if "shard_size" in keys:
+        keys = [key for key in keys if key != "shards"]  # other shards of maybe the same images
+    different = [_NAMES.get(key, f"--{key.replace('_', '-')}") for key in keys]
+    if different:
+        raise DataError(_changed(folder, list(dict.fromkeys(different))))
+
+
+def _changed(folder: Path, what: Sequence[str]) -> str:
+    return (
+        f"{folder} has answers of another job, and these differ: {', '.join(what)}. Repeat the command as it was, or "
+        "choose another folder with --out."
+    )
+
+
+@contextmanager
+def _in_thread(consume: Callable[[Iterator[T]], None]) -> Iterator[Callable[[T], None]]:
+    """A function that passes items to `consume`, which runs in a thread; at the end it has finished, or its error is
+    raised."""
+    items: queue.Queue[T | None] = queue.Queue(4)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            consume(iter(items.get, None))
+        except BaseException as error:
+            errors.append(error)
+            while items.get() is not None:  # whoever waits to put an item must go on
+                pass
+
+    def put(item: T) -> None:
+        if errors:
+            raise errors[0]
+        items.put(item)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield put
+    finally:
+        items.put(None)
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,142 @@
+"""A job of many predictions on a Ray cluster: each worker takes one shard after the other."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memoro import __version__
+from memoro.backbones.load import own_device
+from memoro.data.loader import worker_count
+from memoro.data.unlabelled import Stream
+from memoro.engine.answers import Decode
+from memoro.errors import DataError, MemoroError
+from memoro.evaluation.bulk import MANIFEST, Job, Shard, Todo, finish
+from memoro.evaluation.predictions import Tally
+from memoro.extras import need
+
+CPUS = 4
+"""Of a worker, where there are no GPUs."""
+MAX_DEATHS = 3
+"""Workers that may die over the same shard, or before they are ready."""
+
+
+class Worker:
+    """A process of the cluster with the backbone and the tasks, which it gets once."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.decode: Decode | None = None
+
+    def ready(self, version: str, place: str, cpus: int) -> None:
+        """Prepares the models. An error if this machine cannot do what the one of the command can."""
+        here = os.uname().nodename
+        if version != __version__:
+            raise DataError(f"memoro {__version__} is installed on {here}: install {version} there.")
+        if not os.path.isdir(place):
+            raise DataError(
+                f"{place}, where the command was started, does not exist on {here}: start it in a folder that all "
+                "machines share."
+            )
+        os.chdir(place)  # relative paths mean the same as for the command
+        if not (self.job.folder / MANIFEST).is_file():
+            raise DataError(f"{self.job.folder} is not visible on {here}: use a folder that all machines share.")
+        torch.set_num_threads(cpus)
+        self.job = replace(self.job, predictor=self.job.predictor.on(own_device(None)))
+        self.decode = self.job.predictor.decoder(min(worker_count(None, None), cpus) if cpus > 1 else 0)
+
+    def answer(self, shard: Shard) -> Tally:
+        return self.job.answer(shard, self.decode)
+
+
+def check_ray(job: Job) -> None:
+    """Raises if Ray is not installed, or the job is not for several processes."""
+    need("ray", extra="ray")
+    if isinstance(job.source, Stream):
+        raise DataError("a stream is read from front to back, by one process: leave out --ray or --streaming.")
+
+
+def answer_on_ray(
+    job: Job,
+    todo: Todo,
+    *,
+    address: str | None = None,
+    workers: int | None = None,
+    tick: Callable[[int], None] = lambda count: None,
+) -> Tally:
+    """Answers all that is left on a cluster: one that this process is connected to, the one at `address` or
+    $RAY_ADDRESS, or a new one on this machine.
+
+    Workers are one for each GPU, or one for every `CPUS` cores. The shard of one that dies is given to another. The
+    files are those that `answer_here` would write.
+    """
+    check_ray(job)
+    import ray
+
+    own = not ray.is_initialized()
+    if own:
+        try:
+            ray.init(address, log_to_driver=False, include_dashboard=None if address else False, logging_level="error")
+        except (ConnectionError, ValueError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise DataError(f"no Ray cluster at {address or 'RAY_ADDRESS'} ({reason}); see `ray status`.") from None
+    try:
+        return _run(ray, job, todo, workers, tick)
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def _run(ray: Any, job: Job, todo: Todo, workers: int | None, tick: Callable[[int], None]) -> Tally:
+    there = ray.cluster_resources()
+    gpus, cpus = int(there.get("GPU", 0)), int(there.get("CPU", 1))
+    count = workers or gpus or max(1, cpus // CPUS)
+    each = max(1, cpus // count)
+    kind = ray.remote(num_cpus=each, num_gpus=1 if gpus else 0)(Worker)
+    shipped = ray.put(job)
+    calls: dict[Any, tuple[Any, Shard | None]] = {}  # what each call is for; None: the worker starts
+    idle: list[Any] = []
+    shards, again = todo.shards(job), deque[Shard]()
+    deaths: Counter[int | None] = Counter()
+    whole = Tally()
+
+    def start() -> None:
+        worker = kind.remote(shipped)
+        calls[worker.ready.remote(__version__, os.getcwd(), each)] = (worker, None)
+
+    for _ in range(count):
+        start()
+    left = next(shards, None)
+    while left is not None or again or any(shard for _, shard in calls.values()):
+        while idle and (again or left is not None):
+            worker, shard = idle.pop(), again.popleft() if again else left
+            if shard is left:
+                left = next(shards, None)
+            calls[worker.answer.remote(shard)] = (worker, shard)
+        [done], _ = ray.wait(list(calls))
+        worker, shard = calls.pop(done)
+        try:
+            found = ray.get(done)
+        except ray.exceptions.RayActorError as error:
+            number = None if shard is None else shard.number
+            deaths[number] += 1
+            if deaths[number] > MAX_DEATHS * (count if shard is None else 1):
+                what = "before they were ready" if shard is None else f"over shard {number}"
+                raise DataError(f"{deaths[number]} workers died {what}, possibly out of memory ({error}).") from None
+            if shard is not None:
+                again.append(shard)
+            start()
+            continue
+        except ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, MemoroError) else error) from None
+        idle.append(worker)
+        if shard is not None:
+            whole.merge(found)
+            tick(found.images)
+    finish(job)
+    return whole

@@ -1,0 +1,76 @@
+"""Section 4.4: models trained apart, put together without masks and with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memoro.data import Loader, Splits
+from memoro.engine.composition import compose
+from memoro.errors import DataError
+from memoro.evaluation.logits import collect_logits
+from memoro.regimes.naive import NaiveConcatenation
+from memoro.reproduce.measure import Bench, Budget, describe_splits, select_rates, train_seeds
+from memoro.reproduce.methods import Method
+
+Rates = dict[str, dict[str, float]]
+"""Learning rates by set and method."""
+
+
+def measure_concat(
+    bench: Bench, sets: Sequence[Splits], methods: Sequence[Method], budget: Budget, seed: int, known: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Test accuracy of each set's model alone, then with those of the other sets beside it, one after the other.
+
+    `methods` are the unmasked and the masked one. `known` holds rates that were chosen before, by set and method.
+    """
+    rates: Rates = {}
+    curves: dict[str, Any] = {}
+    trained: dict[str, dict[str, Any]] = {method.name: {} for method in methods}
+    for splits in sets:
+        for method in methods:
+            lr = known.get(splits.name, {}).get(method.name)
+            if lr is None:
+                chosen = select_rates(bench, splits, [method], budget)[method.name]
+                lr, curves[f"{splits.name}, {method.name}"] = chosen.lr, chosen.to_json()["curve"]
+            rates.setdefault(splits.name, {})[method.name] = lr
+            [result] = train_seeds(bench, splits, [(method, lr)], budget, seeds=[seed])[method.name]
+            if not result.metrics:
+                raise DataError(f"{splits.name}: {method.name} diverged at {lr:g}, which was stable on other images.")
+            trained[method.name][splits.name] = result.task
+    unmasked, masked = (trained[method.name] for method in methods)
+    answers: dict[str, Any] = {"rates": rates, "curves": curves, "sets": {}}
+    for splits in sets:
+        others = [one.name for one in sets if one is not splits]
+        order = [splits.name, *others]
+        naive = [NaiveConcatenation([unmasked[name] for name in order[:count]]) for count in range(1, len(order) + 1)]
+        composed = [
+            compose(bench.backbone, [masked[name] for name in order[:count]]) for count in range(1, len(order) + 1)
+        ]
+        answer = _answer_all([*naive, *composed], splits.name)
+        accuracies, logits = _test_accuracies(bench, splits, answer, budget.batch_size)
+        alone = logits[len(naive)]
+        answers["sets"][splits.name] = {
+            "order": order,
+            "naive": accuracies[: len(naive)],
+            "masked": accuracies[len(naive) :],
+            "largest_change": max(float((one - alone).abs().max()) for one in logits[len(naive) :]),
+            **describe_splits(splits),
+        }
+    return answers
+
+
+def _answer_all(models: Sequence[Callable[[Tensor], Any]], name: str) -> Callable[[Tensor], list[Tensor]]:
+    return lambda pixels: [model(pixels)[name] for model in models]
+
+
+def _test_accuracies(
+    bench: Bench, splits: Splits, answer: Callable[[Tensor], list[Tensor]], batch_size: int
+) -> tuple[list[float], list[Tensor]]:
+    assert splits.test is not None
+    loader = Loader(splits.test, bench.preprocessing, batch_size=batch_size, workers=bench.options.workers)
+    logits, targets = collect_logits(answer, bench.backbone, loader)
+    return [round(float((one.argmax(-1) == targets).to(torch.float64).mean()), 4) for one in logits], logits

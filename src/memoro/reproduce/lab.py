@@ -1,0 +1,146 @@
+"""What cells are run with: backbones and sets by name, loaded when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memoro.backbones import load_backbone
+from memoro.backbones.load import TINY, own_device
+from memoro.bench.models import random_vit
+from memoro.data import Splits, load_data
+from memoro.data.augment import output_size
+from memoro.data.hub import KNOWN, find_known
+from memoro.errors import DataError
+from memoro.reproduce.concat import measure_concat
+from memoro.reproduce.counts import count_costs
+from memoro.reproduce.estimate import Size, base_passes, seconds_per_pass
+from memoro.reproduce.extension import measure_extension
+from memoro.reproduce.measure import Bench, Budget, limit_training, measure_methods
+from memoro.reproduce.plan import CHILDREN, CPU, Cell, Key
+from memoro.reproduce.records import Records
+from memoro.training import TrainOptions
+from memoro.training.distributed import find_processes
+
+MOST_PIXELS = 112
+"""At CPU scale, backbones see images of at most this size: their own would take hours."""
+
+
+def find_sets(data: Sequence[str]) -> dict[str, str]:
+    """Sources by the name of the set; a folder of sets stands for those of `CPU.sets` that are in it."""
+    found: dict[str, str] = {}
+    for source in data:
+        path = Path(source).expanduser()
+        inside = [place for name in CPU.sets for place in (path / f"{name}.zip", path / name) if place.exists()]
+        for one in inside if path.is_dir() and inside else [path if path.exists() else None]:
+            name = source if one is None else one.stem if one.is_file() else one.resolve().name
+            if name in found:
+                raise DataError(f"two sets are called {name!r}: rename one of the files.")
+            found[name] = source if one is None else str(one)
+    return found
+
+
+def name_backbone(source: str) -> str:
+    """The name that `load_backbone` gives it."""
+    return Path(source).resolve().name if source != TINY and Path(source).is_dir() else source
+
+
+@dataclass
+class Lab:
+    """Runs cells. Sets and backbones are kept once loaded."""
+
+    sets: dict[str, str]
+    """Sources by name."""
+    backbones: dict[str, str]
+    options: TrainOptions
+    image_size: int | None = None
+    most_pixels: int | None = MOST_PIXELS
+    device: str | None = None
+    _benches: dict[str, Bench] = field(default_factory=dict)
+    _splits: dict[tuple[str, float], Splits] = field(default_factory=dict)
+    _speeds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return find_processes(own_device(self.device)).main
+
+    def bench(self, name: str) -> Bench:
+        if name not in self._benches:
+            backbone = load_backbone(self.backbones[name], device=own_device(self.device), dtype=torch.float32)
+            preprocessing, side = backbone.preprocessing, self.image_size
+            if side is None and self.most_pixels is not None and min(output_size(preprocessing)) > self.most_pixels:
+                side = self.most_pixels
+            if side is not None:
+                preprocessing = preprocessing.at(side)
+            self._benches[name] = Bench(backbone, preprocessing, self.options)
+        return self._benches[name]
+
+    def stand_in(self, name: str) -> None:
+        """Puts a ViT-B/32 with random weights in the place of a backbone that cannot be loaded, for estimates."""
+        backbone = load_backbone(random_vit(32))
+        self._benches[name] = Bench(backbone, backbone.preprocessing, self.options)
+
+    def splits(self, name: str, budget: Budget) -> Splits:
+        """A set within the budget: images are checked, so that copies are in the same fold."""
+        key = name, budget.val_fraction
+        if key not in self._splits:
+            how: dict[str, Any] = {"quiet": True, "workers": self.options.workers}
+            found = load_data(self.sets[name], val_fraction=budget.val_fraction, **how)
+            self._splits[key] = found
+        return limit_training(self._splits[key], budget.most)
+
+    def size(self, name: str) -> Size:
+        """How many images a set has, without opening them; of a known set that is not here, the official numbers."""
+        if name in KNOWN and self.sets[name] == name and find_known(KNOWN[name]) is None:
+            images = KNOWN[name].images
+            return Size(images["train"], images.get("test", images.get("val", 0)))
+        splits = load_data(self.sets[name], val_fraction=0, screen=False, quiet=True)
+        return Size(*(0 if part is None else len(part) for part in (splits.train, splits.test)))
+
+    def key(self, cell: Cell) -> Key:
+        if not cell.backbone:
+            return cell.key("", 224)
+        bench = self.bench(cell.backbone)
+        return cell.key(bench.backbone.fingerprint.short, min(output_size(bench.preprocessing)))
+
+    def seconds(self, cell: Cell, sizes: dict[str, Size]) -> float:
+        """An estimate, from passes that are timed here."""
+        if not cell.backbone:
+            return 5.0
+        if cell.backbone not in self._speeds:
+            bench = self.bench(cell.backbone)
+            self._speeds[cell.backbone] = seconds_per_pass(bench.backbone, bench.preprocessing)
+        return base_passes(cell, sizes) * self._speeds[cell.backbone]
+
+    def run(self, cell: Cell, records: Records) -> dict[str, dict[str, Any]]:
+        """The results of the cell's parts, by the name of the method; a cell with one result has it under ``."""
+        if cell.kind == "counts":
+            return {"": count_costs()}
+        bench = self.bench(cell.backbone)
+        sets = [self.splits(name, cell.budget) for name in cell.sets]
+        if cell.kind == "accuracy":
+            return measure_methods(bench, sets[0], cell.methods, cell.budget)
+        if cell.kind == "concat":
+            known = _known_rates(self.key(cell), records)
+            return {"": measure_concat(bench, sets, cell.methods, cell.budget, cell.number, known)}
+        other = sets[1] if len(sets) > 1 else None
+        child = CHILDREN[cell.number]
+        return {"": measure_extension(bench, sets[0], other, cell.methods, cell.budget, child)}
+
+
+def _known_rates(key: Key, records: Records) -> dict[str, Any]:
+    """Rates by set and method that an earlier seed of a cell chose, or table 2 for the same method and budget."""
+    found: dict[str, Any] = {}
+    for record in records.entries:
+        own = record.key
+        if own["kind"] == "concat" and {**own, "number": 0} == {**key, "number": 0}:
+            return dict(record.result["rates"])
+        same = all(own[name] == key[name] for name in ("backbone", "fingerprint", "image_size", "budget"))
+        if own["kind"] == "accuracy" and same and own["methods"][0] in key["methods"]:
+            found.setdefault(own["sets"][0], {})[record.method] = record.result["lr"]
+    return found

@@ -1,0 +1,273 @@
+"""Accuracy of methods on a set: rates chosen on held-out training images, then seeds, and the test split once."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+
+from memoro.backbones import Backbone
+from memoro.data import Augment, ImageSet, Splits
+from memoro.data.splits import Index, fold_numbers, strata, stratified_split
+from memoro.errors import DataError
+from memoro.images import Preprocessing
+from memoro.regimes import REGIMES
+from memoro.reproduce.methods import Method
+from memoro.tasks.task import Task
+from memoro.training import FitResult, Recipe, RunSpec, TrainOptions, train_runs
+
+FOLDS = 4
+JUDGES = 250
+"""Folds are held out until so many images judge a rate: all four of a small set, one of a large one."""
+FLAT = 0.01
+"""A validation curve is flat if its last third gains no more accuracy than this."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long the runs of a cell are, and how many there are."""
+
+    epochs: int = 10
+    steps: int | None = None
+    """Instead of epochs."""
+    batch_size: int = 32
+    views: int | None = 1
+    augment: Augment = field(default_factory=Augment)
+    most: int | None = 2000
+    """Training images of a set, at most."""
+    folds: int | None = None
+    """Folds that judge rates; None: as many as a set needs (`JUDGES`)."""
+    judging_seeds: int = 1
+    seeds: int = 3
+    """Runs at the chosen rate on all training images, each measured on the test split; 0: none."""
+    val_fraction: float = 0.0
+    """Of train, as the validation split; 0: rates are judged on folds of a set that has none."""
+
+    def recipe(self, method: Method, lr: float, seed: int) -> Recipe:
+        common = {name: getattr(self, name) for name in ("epochs", "steps", "batch_size", "views", "augment")}
+        return Recipe(lr=lr, seed=seed, **{**common, **method.recipe})
+
+    def step_count(self, images: int) -> int:
+        return self.steps or self.epochs * math.ceil(images / self.batch_size)
+
+    def folds_of(self, images: int) -> int:
+        """How many of the four folds are held out in turn."""
+        return self.folds or min(FOLDS, math.ceil(JUDGES * FOLDS / max(images, 1)))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What methods are measured with: a backbone, its preprocessing, and options of the training."""
+
+    backbone: Backbone
+    preprocessing: Preprocessing
+    options: TrainOptions = field(default_factory=lambda: TrainOptions(quiet=True))
+    """With a `folder`, every training has a checkpoint in it and continues from that."""
+
+    def train(self, specs: Sequence[RunSpec]) -> list[FitResult]:
+        """All specs in one call; features are kept only for what composes."""
+        options = self.options
+        if not all(spec.regime.composes for spec in specs):
+            options = replace(options, cache=False)
+        if options.folder is not None:
+            told = [(one.splits.name, one.regime.name, one.recipe.to_json(), one.held_out is None) for one in specs]
+            name = hashlib.sha256(repr((self.backbone.fingerprint.digest, told)).encode()).hexdigest()[:16]
+            options = replace(options, folder=options.folder / name, resume=True)
+        return train_runs(self.backbone, specs, options)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rate of a method that held-out training images chose."""
+
+    lr: float
+    scores: dict[float, list[float]]
+    """By rate: the accuracy on all held-out images, for each seed; 0 where a run diverged."""
+    curve: list[tuple[int, float]]
+    """(step, held-out accuracy) at the chosen rate."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether the last third of the training no longer raised the accuracy on held-out images."""
+        return is_flat(self.curve)
+
+    def to_json(self) -> dict[str, Any]:
+        scores = {f"{rate:g}": [round(one, 4) for one in some] for rate, some in self.scores.items()}
+        return {"lr": self.lr, "scores": scores, "curve": [(at, round(one, 4)) for at, one in self.curve]}
+
+
+def is_flat(curve: Sequence[tuple[int, float]]) -> bool:
+    if len(curve) < 2:
+        return False
+    last, final = curve[-1]
+    earlier = [accuracy for step, accuracy in curve[:-1] if step <= last * 0.7] or [curve[0][1]]
+    return final - earlier[-1] <= FLAT
+
+
+def select_rates(
+    bench: Bench, splits: Splits, methods: Sequence[Method], budget: Budget, extends: Mapping[str, Sequence[Task]] = {}
+) -> dict[str, Selection]:
+    """The best rate of each method by name. Methods must all compose, or none; the test split is not touched."""
+    train = _train_of(splits)
+    parts: list[Index | None] = [None]
+    if splits.val is None:
+        number = fold_numbers(train, FOLDS, 0)
+        parts = [np.flatnonzero(number == fold) for fold in range(budget.folds_of(len(train)))]
+    unseen = replace(splits, test=None)
+    keys = [
+        (method, lr, seed, part)
+        for method in methods
+        for lr in method.rates
+        for seed in range(budget.judging_seeds)
+        for part in parts
+    ]
+    specs = [
+        make_spec(bench, unseen, method, budget, lr, seed, part, extends.get(method.name, ()))
+        for method, lr, seed, part in keys
+    ]
+    gathered: dict[tuple[str, float, int], list[FitResult]] = {}
+    for (method, lr, seed, _), result in zip(keys, bench.train(specs), strict=True):
+        gathered.setdefault((method.name, lr, seed), []).append(result)
+    return {method.name: _choose(method, gathered) for method in methods}
+
+
+def _choose(method: Method, gathered: Mapping[tuple[str, float, int], list[FitResult]]) -> Selection:
+    scores: dict[float, list[float]] = {}
+    for (name, lr, _), results in gathered.items():
+        if name == method.name:
+            scores.setdefault(lr, []).append(_accuracy(results))
+    best = max(scores, key=lambda lr: mean(scores[lr]))
+    histories = [result.history for result in gathered[method.name, best, 0]]
+    curve = [
+        (entries[0]["step"], mean(entry["val_accuracy"] for entry in entries))
+        for entries in zip(*histories, strict=False)
+    ]
+    return Selection(best, scores, curve)
+
+
+def _accuracy(results: Sequence[FitResult]) -> float:
+    """Over the images of all folds; 0 if a run diverged."""
+    if not all(result.metrics for result in results):
+        return 0.0
+    right = sum(float(correct_of(result).sum()) for result in results)
+    return right / sum(len(correct_of(result)) for result in results)
+
+
+def train_seeds(
+    bench: Bench,
+    splits: Splits,
+    rates: Sequence[tuple[Method, float]],
+    budget: Budget,
+    extends: Mapping[str, Sequence[Task]] = {},
+    seeds: Iterable[int] | None = None,
+) -> dict[str, list[FitResult]]:
+    """Each method's runs on all training images at its rate, one per seed, measured on the test split."""
+    if splits.test is None:
+        raise DataError(f"{splits.name} has no test split: add a test/ folder beside train/.")
+    chosen = list(range(budget.seeds) if seeds is None else seeds)
+    keys = [(method, lr, seed) for method, lr in rates for seed in chosen]
+    specs = [
+        make_spec(bench, splits, method, budget, lr, seed, extends=extends.get(method.name, ()))
+        for method, lr, seed in keys
+    ]
+    found: dict[str, list[FitResult]] = {}
+    for (method, _, _), result in zip(keys, bench.train(specs) if specs else [], strict=True):
+        found.setdefault(method.name, []).append(result)
+    return found
+
+
+def make_spec(
+    bench: Bench,
+    splits: Splits,
+    method: Method,
+    budget: Budget,
+    lr: float,
+    seed: int,
+    held_out: Index | None = None,
+    extends: Sequence[Task] = (),
+) -> RunSpec:
+    task = method.build(bench.backbone, splits, seed, extends)
+    recipe = budget.recipe(method, lr, seed)
+    return RunSpec(task, recipe, REGIMES[method.regime], splits, bench.preprocessing, held_out)
+
+
+def measure_methods(
+    bench: Bench, splits: Splits, methods: Sequence[Method], budget: Budget
+) -> dict[str, dict[str, Any]]:
+    """What is recorded of each method: its rate and how it was chosen, and the test accuracy of every seed."""
+    selected = select_rates(bench, splits, methods, budget)
+    rates = [(method, selected[method.name].lr) for method in methods]
+    trained = train_seeds(bench, splits, rates, budget) if budget.seeds else {}
+    records = {}
+    for method in methods:
+        task = method.build(bench.backbone, splits, 0)
+        head = sum(parameter.numel() for parameter in task.head.parameters())
+        total = sum(parameter.numel() for parameter in REGIMES[method.regime].trains(task).values())
+        records[method.name] = {
+            **selected[method.name].to_json(),
+            **describe_splits(splits),
+            **summarise(trained.get(method.name, [])),
+            "parameters": total - head,
+            "head": head,
+        }
+    return records
+
+
+def summarise(results: Sequence[FitResult]) -> dict[str, Any]:
+    """The test accuracy of each run, and which images each got right, as hexadecimal bits: 0 for one that diverged."""
+    rights = [correct_of(result) for result in results]
+    return {
+        "test": [round(float(right.mean()), 4) if len(right) else 0.0 for right in rights],
+        "correct": [np.packbits(right).tobytes().hex() for right in rights],
+        "diverged": sum(not result.metrics for result in results),
+    }
+
+
+def correct_of(result: FitResult) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which images of the measured split were classified correctly."""
+    if result.logits is None or result.targets is None:
+        return np.zeros(0, dtype=bool)
+    return np.asarray((result.logits.argmax(-1).cpu() == result.targets.cpu()).numpy(), dtype=bool)
+
+
+def describe_splits(splits: Splits) -> dict[str, int]:
+    test = 0 if splits.test is None else len(splits.test)
+    return {"train_images": len(_train_of(splits)), "test_images": test, "classes": len(splits.labels)}
+
+
+def limit_training(splits: Splits, most: int | None) -> Splits:
+    """The splits with at most so many training images, stratified, the same ones at every call."""
+    train = _train_of(splits)
+    if most is None or len(train) <= most:
+        return splits
+    fraction = most / len(train)
+    _, chosen = stratified_split(strata(train.targets), fraction, 0)
+    return replace(splits, train=train.subset(chosen))
+
+
+def keep_classes(splits: Splits, groups: Mapping[str, Sequence[int]]) -> Splits:
+    """The splits with new labels: each is made of the images of some classes; those of no label are left out."""
+    number = {old: new for new, classes in enumerate(groups.values()) for old in classes}
+    labels = tuple(groups)
+
+    def change(images: ImageSet | None) -> ImageSet | None:
+        if images is None:
+            return None
+        at = [index for index, target in enumerate(images.targets.tolist()) if target in number]
+        part = images.subset(at)
+        targets = torch.tensor([number[target] for target in part.targets.tolist()])
+        return replace(part, labels=labels, targets=targets)
+
+    return replace(splits, labels=labels, train=change(splits.train), val=change(splits.val), test=change(splits.test))
+
+
+def _train_of(splits: Splits) -> ImageSet:
+    if splits.train is None:
+        raise DataError(f"{splits.name} has no training images: add a train/ folder of class folders.")
+    return splits.train

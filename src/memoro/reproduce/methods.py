@@ -1,0 +1,104 @@
+"""The methods that tables compare: what is trained, its sizes and the learning rates to choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from memoro.backbones import Backbone
+from memoro.data import Splits
+from memoro.regimes import REGIMES, TaskPlan
+from memoro.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is trained and how. Of the rates, the best on held-out training images is used."""
+
+    name: str
+    regime: str
+    rates: tuple[float, ...]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    fork: float | None = None
+    """The layer of the fork as a fraction of the depth; None: the regime's own."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Recipe` that differ from the budget's."""
+
+    @property
+    def composes(self) -> bool:
+        """Whether its runs share every pass with those of other methods."""
+        return REGIMES[self.regime].composes
+
+    def build(self, backbone: Backbone, splits: Splits, seed: int, extends: Sequence[Task] = ()) -> Any:
+        """An untrained Task or Baseline."""
+        sizes: dict[str, Any] = dict(self.sizes)
+        if self.fork is not None:
+            sizes["from_layer"] = round(self.fork * backbone.depth)
+        plan = TaskPlan(splits.name, splits.labels, splits.kind, seed=seed, extends=extends, **sizes)
+        return REGIMES[self.regime].build(backbone, plan)
+
+
+SGD = (0.03, 0.1, 0.3)
+ADAMW = {"optimizer": "adamw", "weight_decay": 0.01}
+
+HEAD = Method("head", "head", (0.01, 0.03, 0.1, 0.3, 1.0))
+
+
+def memory(cells: int) -> Method:
+    """The paper's memory with its mask; with 0 cells, a new class token alone."""
+    return Method(f"memory {cells}" if cells else "class", "memory", SGD, {"cells": cells})
+
+
+def memory_full(cells: int) -> Method:
+    """Memory that all tokens attend to. At rates where SGD is stable, it is still far from done after 150 steps."""
+    return Method(f"memory-full {cells}", "memory-full", (0.003, 0.01), {"cells": cells}, recipe=ADAMW)
+
+
+def side(rank: int = 8, fork: float | None = None) -> Method:
+    name = f"side {rank}" + ("" if fork is None else f", fork {fork:.2f}")
+    return Method(name, "side", (0.001, 0.003), {"rank": rank}, fork, ADAMW)
+
+
+def forked(fork: float) -> Method:
+    return replace(memory(5), name=f"memory 5, fork {fork:.2f}", fork=fork)
+
+
+FULL = Method("full", "full", (3e-5, 1e-4), recipe=ADAMW)
+CLASS_FULL = Method("class-full", "class-full", (0.003, 0.01), recipe=ADAMW)
+LORA = Method("lora 8", "lora", (0.001, 0.002), {"rank": 8}, recipe=ADAMW)
+ADAPTER = Method("adapter 5", "adapter", (0.001, 0.003), {"width": 5}, recipe=ADAMW)
+ADAPTER_WIDE = replace(ADAPTER, name="adapter 20", sizes={"width": 20})
+ADAPTER_MEMORY = Method(
+    "adapter 5 + memory-full 5", "adapter+memory-full", (0.003, 0.01), {"width": 5, "cells": 5}, recipe=ADAMW
+)
+PROPAGATED = Method("propagated 5", "propagated", (0.003, 0.01), {"cells": 5}, recipe=ADAMW)
+ADDITIVE = Method("propagated-additive 5", "propagated-additive", (0.003, 0.01), {"cells": 5}, recipe=ADAMW)
+
+MASKED = (HEAD, memory(0), memory(1), memory(5), memory(10), memory(20), side())
+UNMASKED = (FULL, CLASS_FULL, memory_full(1), memory_full(5), memory_full(20), LORA)
+
+FORKS = (1 / 3, 1 / 2, 2 / 3, 5 / 6)
+FORKED = (
+    HEAD, memory(0), memory(5), *map(forked, FORKS),
+    *(side(rank, fork) for rank in (2, 8) for fork in (0.0, *FORKS)),
+)  # fmt: skip
+
+DECADES = (0.001, 0.01, 0.1, 1.0, 10.0)
+"""Of SGD; the steps of AdamW do not grow with the gradient, so its useful rates lie a hundred times lower."""
+STABLE = (
+    replace(HEAD, rates=DECADES),
+    replace(memory(5), rates=DECADES),
+    replace(side(), rates=tuple(rate / 100 for rate in DECADES)),
+)
+STABLE_FULL = (replace(FULL, rates=DECADES, recipe={}), replace(memory_full(5), rates=DECADES, recipe={}))
+
+PAPER_RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
+"""The paper does not give its grid."""
+
+
+def as_in_paper(method: Method) -> Method:
+    """The method trained with SGD and a wide grid; `side` and LoRA, which the paper does not have, keep AdamW."""
+    if method.regime in {"side", "lora"} or len(method.rates) >= len(DECADES):
+        return method
+    return replace(method, rates=PAPER_RATES, recipe={})

@@ -1,0 +1,249 @@
+"""What each table measures, as a list of cells. A cell is one call of training, recorded as a whole when it is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from memoro.backbones.load import TINY
+from memoro.data import Augment
+from memoro.errors import DataError
+from memoro.reproduce.measure import Budget
+from memoro.reproduce.methods import (
+    ADAPTER,
+    ADAPTER_MEMORY,
+    ADAPTER_WIDE,
+    ADDITIVE,
+    CLASS_FULL,
+    FORKED,
+    FULL,
+    HEAD,
+    MASKED,
+    PROPAGATED,
+    STABLE,
+    STABLE_FULL,
+    UNMASKED,
+    Method,
+    as_in_paper,
+    memory,
+    memory_full,
+    side,
+)
+
+Kind = Literal["accuracy", "concat", "extension", "counts"]
+Key = dict[str, Any]
+CHILDREN = ("classes", "groups")
+"""The task that extends another: half of a set's classes, or two groups of its classes."""
+
+MOST_RUNS = 24
+"""Runs of a cell that share a pass; more of them are several cells, so that none takes much longer than 15 minutes."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A set, a backbone and a group of methods that are measured together."""
+
+    kind: Kind
+    backbone: str
+    sets: tuple[str, ...]
+    """Names of the sets; all kinds but `accuracy` use several."""
+    methods: tuple[Method, ...]
+    budget: Budget
+    number: int = 0
+    """The seed of `concat`; which of `CHILDREN` of `extension`."""
+
+    @property
+    def title(self) -> str:
+        """For progress: `rsscn7, dinov2-small-reg: head, class, memory 1`."""
+        sets = ", ".join(self.sets) or "ViT-B/32"
+        names = ", ".join(method.name for method in self.methods)
+        number = {"concat": f"seed {self.number}", "extension": CHILDREN[self.number % 2]}.get(self.kind, "")
+        return ": ".join(filter(None, [", ".join(filter(None, [sets, self.backbone])), number or names]))
+
+    def parts(self) -> list[Cell]:
+        """What is recorded on a line of its own: each method of an accuracy cell, else the cell."""
+        return [replace(self, methods=(method,)) for method in self.methods] if self.kind == "accuracy" else [self]
+
+    def key(self, fingerprint: str, image_size: int) -> Key:
+        """All that decides the result: a record with the same key is this measurement."""
+        found = {**asdict(self), "fingerprint": fingerprint, "image_size": image_size}
+        return dict(json.loads(json.dumps(found)))  # as it is read back: lists for tuples
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The numbers of a plan: small ones for two CPU cores, or the paper's."""
+
+    name: str
+    masked: Budget
+    unmasked: Budget
+    sets: tuple[str, ...]
+    unmasked_sets: tuple[str, ...]
+    """Regimes that change base tokens need passes of their own: few sets, of different kinds."""
+    backbones: tuple[str, ...]
+    cells: tuple[int, ...]
+    """Memory cells of regimes that change base tokens."""
+    adjust: Callable[[Method], Method] = field(default=lambda method: method, repr=False)
+
+    def budget(self, masked: bool, name: str) -> Budget:
+        found = self.masked if masked else self.unmasked
+        # The paper: Inception crops, and random crops for CIFAR-100.
+        return replace(found, augment=Augment(crop="pad")) if found.views is None and name == "cifar100" else found
+
+
+CPU = Scale(
+    "cpu",
+    Budget(epochs=10),
+    Budget(steps=150, folds=1),
+    ("cifar10", "cifar100", "flowers102", "dtd10", "rsscn7", "intel_scenes6", "pacs_sketch", "ants_bees"),
+    ("cifar10", "dtd10", "rsscn7", "pacs_sketch"),
+    (TINY,),
+    (1, 5, 20),
+)
+_PAPER_BUDGET = Budget(steps=20_000, batch_size=512, views=None, most=None, val_fraction=0.1)
+PAPER = Scale(
+    "paper",
+    _PAPER_BUDGET,
+    _PAPER_BUDGET,
+    *(("sun397", "inaturalist2017", "cifar100", "places365"),) * 2,
+    ("google/vit-base-patch32-224-in21k",),
+    (1, 5, 10, 20),
+    as_in_paper,
+)
+SCALES = {scale.name: scale for scale in (CPU, PAPER)}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan is made for."""
+
+    scale: Scale
+    sets: tuple[str, ...]
+    backbones: tuple[str, ...]
+
+    @property
+    def few_sets(self) -> tuple[str, ...]:
+        """The sets for regimes that need passes of their own: those of the scale that are here, or the first four."""
+        return tuple(name for name in self.scale.unmasked_sets if name in self.sets) or self.sets[:4]
+
+    @property
+    def main_backbone(self) -> str:
+        """The one that they run on."""
+        return TINY if TINY in self.backbones else self.backbones[0]
+
+    def masked(self, methods: Sequence[Method], sets: Sequence[str] | None = None, **changes: Any) -> Iterator[Cell]:
+        """Cells of methods that share passes, over all backbones and sets."""
+        for backbone in self.backbones:
+            for name in self.sets if sets is None else sets:
+                budget = replace(self.scale.budget(True, name), **changes)
+                for group in _groups([self.scale.adjust(method) for method in methods], budget):
+                    yield Cell("accuracy", backbone, (name,), group, budget)
+
+    def unmasked(self, methods: Sequence[Method], sets: Sequence[str] | None = None, **changes: Any) -> Iterator[Cell]:
+        """Cells of one method each, on the main backbone."""
+        for name in self.few_sets if sets is None else sets:
+            for method in methods:
+                budget = replace(self.scale.budget(False, name), **changes)
+                yield Cell("accuracy", self.main_backbone, (name,), (self.scale.adjust(method),), budget)
+
+
+def _groups(methods: Sequence[Method], budget: Budget) -> Iterator[tuple[Method, ...]]:
+    """The methods in order, cut where a group would have too many runs."""
+    group: list[Method] = []
+    for method in methods:
+        if group and sum(runs_of(one, budget) for one in [*group, method]) > MOST_RUNS:
+            yield tuple(group)
+            group = []
+        group.append(method)
+    if group:
+        yield tuple(group)
+
+
+def runs_of(method: Method, budget: Budget) -> int:
+    """Runs of a method that share a pass: of two folds, or of the seeds."""
+    return max(len(method.rates) * budget.judging_seeds * (budget.folds or 2), budget.seeds)
+
+
+def _table2(request: Request) -> Iterator[Cell]:
+    yield from request.masked(MASKED)
+    yield from request.unmasked([FULL, CLASS_FULL, *map(memory_full, request.scale.cells), UNMASKED[-1]])
+    if request.scale.name == "cpu":  # the larger backbones have time for one set
+        for backbone in request.backbones:
+            if backbone != request.main_backbone and "rsscn7" in request.sets:
+                yield Cell("accuracy", backbone, ("rsscn7",), (FULL,), replace(request.scale.unmasked, steps=100))
+
+
+def _table4(request: Request) -> Iterator[Cell]:
+    sets = request.few_sets[-3:-1] or request.few_sets  # textures and satellite images, of the four
+    if request.scale.name == "paper":
+        sets = ("inaturalist2017",)
+    methods = (memory_full(5), ADAPTER, ADAPTER_WIDE, ADAPTER_MEMORY, PROPAGATED, ADDITIVE)
+    yield from request.unmasked(methods, [name for name in sets if name in request.sets])
+
+
+def _table5(request: Request) -> Iterator[Cell]:
+    yield Cell("counts", "", (), (), Budget())
+
+
+def _naive(request: Request) -> Iterator[Cell]:
+    # The paper measures i-Naturalist, then adds Places, CIFAR and SUN.
+    order = ("inaturalist2017", "places365", "cifar100", "sun397")
+    sets = request.few_sets if request.scale.name == "cpu" else tuple(name for name in order if name in request.sets)
+    if len(sets) < 2:
+        raise DataError("naive-concat needs two sets or more: repeat --data.")
+    methods = (request.scale.adjust(memory_full(5)), request.scale.adjust(memory(5)))
+    for seed in range(request.scale.unmasked.seeds):
+        yield Cell("concat", request.main_backbone, sets, methods, request.scale.unmasked, seed)
+
+
+def _masking(request: Request) -> Iterator[Cell]:
+    here = replace(request, backbones=(request.main_backbone,))
+    yield from here.masked([memory(cells) for cells in (0, 1, 5, 10, 20)], request.few_sets)
+    yield from here.unmasked([CLASS_FULL, *map(memory_full, request.scale.cells)])
+
+
+def _extension(request: Request) -> Iterator[Cell]:
+    methods = tuple(map(request.scale.adjust, (memory(5), side())))
+    for name in request.few_sets:
+        other = next((one for one in request.few_sets if one != name), None)
+        sets = (name,) if other is None else (name, other)
+        for child in range(len(CHILDREN)):
+            yield Cell("extension", request.main_backbone, sets, methods, request.scale.budget(True, name), child)
+
+
+def _fork(request: Request) -> Iterator[Cell]:
+    yield from replace(request, backbones=(request.main_backbone,)).masked(FORKED)
+    others = tuple(name for name in request.backbones if name != request.main_backbone)
+    yield from replace(request, backbones=others).masked(FORKED, request.few_sets)
+
+
+def _models(request: Request) -> Iterator[Cell]:
+    yield from request.masked((HEAD, memory(0), memory(5), side()))
+
+
+def _stability(request: Request) -> Iterator[Cell]:
+    here = replace(request, backbones=(request.main_backbone,), scale=replace(request.scale, adjust=lambda one: one))
+    sets = request.few_sets[-2:] if request.scale.name == "cpu" else request.few_sets
+    yield from here.masked(STABLE, sets, seeds=0, folds=1, judging_seeds=3)
+    yield from here.unmasked(STABLE_FULL, sets, seeds=0, folds=1)
+
+
+TABLES: dict[str, Callable[[Request], Iterator[Cell]]] = {
+    "table2": _table2,
+    "naive-concat": _naive,
+    "masking": _masking,
+    "fork": _fork,
+    "extension": _extension,
+    "table4": _table4,
+    "lr-stability": _stability,
+    "models": _models,
+    "table5": _table5,
+}
+"""In order of value: `all` runs them in this order."""
+
+
+def plan_table(table: str, request: Request) -> list[Cell]:
+    """All cells of a table. Tables may share measurements: one that is recorded is not repeated."""
+    return list(TABLES[table](request))
