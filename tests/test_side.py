@@ -17,6 +17,7 @@ from test_train_recipe import save_squares
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import TaskError, TaskFileError, TrainingError
+from memoro.evaluation.inspect import describe_task
 from memoro.regimes import REGIMES, TaskPlan
 
 LABELS = ["a", "b", "c"]
@@ -145,6 +146,10 @@ def test_training_rounds_low_rank_weights_and_files_hold_them_as_float16(backbon
         "head": torch.float32,
         "lora": torch.float16,
     }
+    parts = describe_task(task)["parts"]
+    assert sum(parts.values()) == sum(
+        tensor.numel() * tensor.element_size() for name, tensor in load_file(file).items() if ".familiarity" not in name
+    )
     again = memoro.load_task(file)
     assert {tensor.dtype for tensor in again.state_dict().values()} == {torch.float32}
     assert again.content_hash() == task.content_hash()

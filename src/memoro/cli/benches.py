@@ -132,9 +132,7 @@ def bench_serve_command(
     model: Annotated[
         str, typer.Option(help="memoro-tiny, dinov2-small (random weights), a hub id or a folder; separated by commas.")
     ] = "dinov2-small,memoro-tiny",
-    image_size: Annotated[
-        int | None, typer.Option(help="Pixels of an image's edge.", show_default="112")
-    ] = None,
+    image_size: Annotated[int | None, typer.Option(help="Pixels of an image's edge.", show_default="112")] = None,
     tasks: Annotated[int, typer.Option(min=1, help="Tasks attached; each request asks all of them.")] = 100,
     batch: Annotated[int, typer.Option(min=1, help="Images in a pass, for the engine and the server.")] = 16,
     clients: Annotated[int, typer.Option(min=1, help="Concurrent clients, one image per request.")] = 32,

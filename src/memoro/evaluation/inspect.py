@@ -66,9 +66,9 @@ def _familiarity(found: Familiarity) -> dict[str, Any]:
 def _part_bytes(task: Task) -> dict[str, int]:
     """The bytes of each part of a task."""
     parts: dict[str, int] = {}
-    for name, parameter in task.named_parameters():
+    for name, tensor in task.stored_tensors().items():
         part = PARTS[name.split(".")[0]]
-        parts[part] = parts.get(part, 0) + parameter.numel() * parameter.element_size()
+        parts[part] = parts.get(part, 0) + tensor.numel() * tensor.element_size()
     return {part: size for part, size in parts.items() if size}
 
 

@@ -152,6 +152,14 @@ class Task(TaskModule[TaskSpec]):
         """SHA-256 of all that decides this task's answers: weights, shape of the stream, labels, parents."""
         return content_hashes([self])[id(self)]
 
+    def stored_tensors(self) -> dict[str, Tensor]:
+        """Its weights as a file holds them: low-rank weights as float16 where that changes no value."""
+        found: dict[str, Tensor] = self.state_dict()
+        for name, tensor in found.items():
+            half = tensor.half() if name.startswith(LOW_RANK) else tensor
+            found[name] = half if torch.equal(half.to(tensor.dtype), tensor) else tensor
+        return found
+
     def round_low_rank(self) -> None:
         """Rounds low-rank weights to what float16 can hold: they are most of a task, and its file is half as large."""
         for name, parameter in self.named_parameters():

@@ -53,11 +53,7 @@ def save_tasks(tasks: Sequence[Task], path: str | Path) -> Path:
     records, hashes = [], content_hashes(tasks)
     for number, task in enumerate(tasks):
         sections, own = write_sections(task.spec, f"{number}.")
-        weights = {
-            part: _in_half(tensor) if part.startswith(LOW_RANK) else tensor
-            for part, tensor in task.state_dict().items()
-        }
-        tensors |= {**write_tensors(task.name, weights, f"{number}."), **own}
+        tensors |= {**write_tensors(task.name, task.stored_tensors(), f"{number}."), **own}
         records.append({**_write_task(task, hashes), **sections})
     return write_file(path, {"tasks": records}, tensors)
 
@@ -106,12 +102,6 @@ def load_tasks(
         if len({spec.name for spec in specs}) < len(specs):
             raise TaskFileError("the file contains two tasks of one name.")
     return [task.to(device) for task in tasks]
-
-
-def _in_half(weights: Tensor) -> Tensor:
-    """The weights as float16 where that changes no value."""
-    half = weights.half()
-    return half if torch.equal(half.to(weights.dtype), weights) else weights
 
 
 def find_task_file(source: str | Path, revision: str | None = None) -> Path:
