@@ -122,7 +122,7 @@ RECIPES: Mapping[str, tuple[str, Recipe]] = {
     "paper": ("memory", Recipe()),
 }
 """What `memoro train` trains and how, by name: a regime, and its recipe."""
-LOW_RANK = ("side", "lora", "lora-all")
+ADAMW_REGIMES = ("side", "lora", "lora-all")
 """Regimes that learn low-rank weights, for which the paper's recipe is not made: theirs is `default`."""
 
 
@@ -130,7 +130,7 @@ def find_recipe(recipe: Recipe | str | None, regime: str | None) -> tuple[str, R
     """The regime and the recipe. Without a name, the regime decides; without both, they are those of `default`."""
     if isinstance(recipe, Recipe):
         return regime or RECIPES["paper"][0], recipe
-    name = recipe or ("default" if regime is None or regime in LOW_RANK else "paper")
+    name = recipe or ("default" if regime is None or regime in ADAMW_REGIMES else "paper")
     if name not in RECIPES:
         raise TrainingError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}.")
     return regime or RECIPES[name][0], RECIPES[name][1]
