@@ -294,7 +294,7 @@ def what_is_kept(cache: Cache) -> str:
 
 def record_time(results: Sequence[FitResult], phases: Phases) -> None:
     """Records in the tasks how long all of it took, and its phases."""
-    seconds = {name: round(value, 1) for name, value in phases.seconds.items() if value >= 0.05}
+    seconds = {name: round(value, 2) for name, value in phases.seconds.items()}
     for result in results:
         facts = {**result.task.spec.training, "seconds": round(sum(phases.seconds.values()), 1), "phases": seconds}
         result.task.describe(training=facts)
