@@ -200,7 +200,10 @@ def test_top_gives_the_best_labels(shell: Shell, mess: Path, tasks: list[str], b
     shown = shell("predict", *common, "--top", 2).out
     assert all(f"{label} {p:.2f}" in shown for label, p in best)
     model = memoro.compose(backbone, [memoro.load_task("pets.safetensors")])
-    assert model.predict("mess/c.png", top=2)[0]["pets"] == short["pets"]
+    alone = model.predict("mess/c.png", top=2)[0]["pets"]
+    assert alone["label"] == short["pets"]["label"]
+    # One task in the pass instead of three: products of other shapes round differently.
+    assert alone["probabilities"] == pytest.approx(short["pets"]["probabilities"], abs=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------- streams
