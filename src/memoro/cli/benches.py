@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from memoro.backbones import Backbone
     from memoro.bench.step import Candidate, Setting
 
-bench = typer.Typer(help="Measure on this machine. Ratios, in one process.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 
 
 @bench.command("engine")
@@ -82,7 +82,7 @@ def bench_train_command(
     model: Annotated[
         str, typer.Option(help="ViT-B/32, ViT-B/16, dinov2-small, or several separated by commas.")
     ] = "ViT-B/32",
-    batch: Annotated[int, typer.Option(help="Images to a step.")] = 16,
+    batch: Annotated[int, typer.Option(help="Images per step.")] = 16,
     cells: Annotated[int, typer.Option(help="Memory cells in each layer.")] = 5,
     runs: Annotated[str, typer.Option(help="Runs in one pass, separated by commas.")] = "1,8,32",
     forks: Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")] = "0,8",
@@ -105,7 +105,7 @@ def bench_train_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """One training step of every regime, alone, in many runs and from kept features, in plain base passes.
+    """One training step of every regime, alone, in many runs and from cached features, in plain base passes.
 
     memoro bench train --no-steps --data photos.zip --goal 0.85 -b facebook/dinov2-small
     """

@@ -24,7 +24,7 @@ SAME_IMAGES = (("letter", "style", "case"), ("digit", "parity"))
 SAMPLES = 8
 """Images shown of each set."""
 
-RESULT_COLUMNS = ("task", "classes", "alone", "composed", "head only", "strangers noticed", "from layer", "lr", "file")
+RESULT_COLUMNS = ("task", "classes", "alone", "composed", "head only", "unfamiliar found", "from layer", "lr", "file")
 
 
 @dataclass(frozen=True)
