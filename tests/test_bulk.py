@@ -6,7 +6,9 @@ import io
 import json
 import os
 import signal
+import threading
 import time
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +33,7 @@ from memoro.engine.answers import AnswerOptions
 from memoro.errors import DataError
 from memoro.evaluation import bulk
 from memoro.evaluation.bulk import MANIFEST, Job, Predictor, answer_here, begin
+from memoro.images import find_images, finding
 from memoro.regimes import METHODS, TaskPlan
 
 COUNT = 21
@@ -181,6 +184,40 @@ def test_a_failing_disk_leaves_no_shard(photos: Path, predictor: Predictor, monk
     assert answer_here(job, begin(job, resume=True)).images == COUNT
 
 
+def test_a_disk_that_is_full_at_the_end_of_a_shard(
+    photos: Path, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(rows: Any, *given: Any, **options: Any) -> None:
+        list(rows)
+        raise DataError("full")
+
+    def run() -> None:
+        with pytest.raises(DataError, match="full"):
+            answer_here(job, todo)
+        ended.append(True)
+
+    monkeypatch.setattr(bulk, "write_predictions", fail)
+    job, ended = new_job(photos, predictor), list[bool]()
+    todo = begin(job)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert ended, "it stops with the error instead of waiting forever"
+    assert os.listdir(job.folder) == [MANIFEST]
+
+
+def test_killed_while_the_manifest_was_written(photos: Path, predictor: Predictor) -> None:
+    def run() -> None:
+        os.replace = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        begin(job)
+
+    job = new_job(photos, predictor)
+    in_fork(run).join()
+    assert [file.suffix for file in job.folder.iterdir()] == [".part"]
+    assert answer_here(job, begin(job, resume=True)).images == COUNT
+    assert not list(job.folder.glob(".*"))
+
+
 def test_another_job_is_refused(photos: Path, predictor: Predictor, backbone: Backbone) -> None:
     job = new_job(photos, predictor)
     answer_here(job, begin(job))
@@ -288,6 +325,31 @@ def test_sources_can_be_mixed(photos: Path, predictor: Predictor) -> None:
     assert images[COUNT] == "set.zip/deep/00.png"
     assert images[-1] == "photos/20.png"
     assert "images.parquet, row 20" in images
+
+
+def test_places_that_overlap_give_each_image_once(photos: Path) -> None:
+    (photos / "deep").mkdir()
+    (photos / "deep" / "x.png").write_bytes(png(1))
+    (photos / "link").symlink_to("deep")
+    Path("other").mkdir()
+    Path("other/y.png").write_bytes(png(2))
+    places = ["photos/deep", "photos/*.png", "photos", "photos/link", "other", "./photos/0*", "other/y.png", "**/*.png"]
+    found = list(find_images(places))
+    separate = [path for place in places for path in find_images([place])]
+    assert found == list(dict.fromkeys(separate))
+    assert len(found) < len(separate)
+    assert list(find_images(["other/y.png"] * 2)) == [Path("other/y.png")]
+
+
+def test_folders_that_do_not_overlap_are_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "walk_images", lambda folder: (Path(folder, f"{at}.png") for at in range(20_000)))
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    tracemalloc.start()
+    assert sum(1 for _ in find_images([tmp_path / "one", tmp_path / "two"])) == 40_000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 400_000, "the paths of one folder have several megabytes"
 
 
 def test_a_bad_row_of_a_table_is_a_row_with_an_error(photos: Path, predictor: Predictor, tmp_path: Path) -> None:

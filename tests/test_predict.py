@@ -333,9 +333,9 @@ def test_python_predicts_folders_arrays_tensors_and_bytes(backbone: Backbone, tm
     [
         (torch.randn(3, 20, 20), r"image 0: an array of floats must be from 0 to 1.*call model\(pixels\)"),
         (np.full((20, 20, 3), np.nan), "from nan to nan"),
-        (np.zeros((20, 20, 3), dtype=np.int64), "an array of int64 is no image: give uint8, or floats"),
-        (np.zeros((20, 20, 5), dtype=np.uint8), r"an array of shape \(20, 20, 5\) is no image"),
-        (np.zeros((0, 20, 3), dtype=np.uint8), r"shape \(0, 20, 3\) is no image"),
+        (np.zeros((20, 20, 3), dtype=np.int64), "an array of int64 is not an image: give uint8, or floats"),
+        (np.zeros((20, 20, 5), dtype=np.uint8), r"an array of shape \(20, 20, 5\) is not an image"),
+        (np.zeros((0, 20, 3), dtype=np.uint8), r"shape \(0, 20, 3\) is not an image"),
         (b"", "image 0: the file is empty"),
         ([0], "image 0: not a readable image"),
     ],

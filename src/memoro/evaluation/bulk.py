@@ -40,7 +40,7 @@ from memoro.tasks.task import Task
 MANIFEST = "_manifest.json"
 """Describes what the shards in a folder answer. Readers of Parquet folders leave out names with an underscore."""
 FORMAT = 1
-_PARTS = ".part-*.part"  # what `open_whole` writes
+_PARTS = (".part-*.part", f".{MANIFEST}.*.part")  # what `open_whole` leaves behind when its process is killed
 SHARD_SIZE = 8192
 
 T = TypeVar("T")
@@ -224,7 +224,7 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
         short = 0 if images is None or last not in done else (last + 1) * job.shard_size - images
         return Todo(images, len(done) * job.shard_size - short, done, digests)
     there = job.folder.iterdir() if job.folder.is_dir() else ()
-    if job.folder.is_file() or any(file.name != MANIFEST and not file.match(_PARTS) for file in there):
+    if job.folder.is_file() or any(file.name != MANIFEST and not any(map(file.match, _PARTS)) for file in there):
         raise DataError(f"{job.folder} is not an empty folder: choose another one with --out.")
     write_whole(path, json.dumps(manifest, ensure_ascii=True, indent=1).encode())
     return Todo(images, 0, frozenset(), digests)
@@ -232,9 +232,10 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
 
 def finish(job: Job) -> None:
     """Removes what killed processes left behind, once all shards are there."""
-    for file in job.folder.glob(_PARTS):
-        with suppress(OSError):
-            file.unlink()
+    for parts in _PARTS:
+        for file in job.folder.glob(parts):
+            with suppress(OSError):
+                file.unlink()
 
 
 def answer_here(job: Job, todo: Todo, *, workers: int = 0, tick: Callable[[int], None] = lambda count: None) -> Tally:
@@ -319,6 +320,7 @@ def _in_thread(consume: Callable[[Iterator[T]], None]) -> Iterator[Callable[[T],
         yield put
     finally:
         items.put(None)
+        items.put(None)  # `consume` may fail after it took the first one
         thread.join()
     if errors:
         raise errors[0]
