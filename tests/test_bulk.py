@@ -29,12 +29,13 @@ from memoro.backbones import Backbone
 from memoro.data import loader
 from memoro.data.unlabelled import Stream, Unlabelled, is_endless, open_unlabelled
 from memoro.engine import answers
-from memoro.engine.answers import AnswerOptions
+from memoro.engine.answers import AnswerOptions, Routing
 from memoro.errors import DataError
 from memoro.evaluation import bulk
 from memoro.evaluation.bulk import MANIFEST, Job, Predictor, answer_here, begin
 from memoro.images import find_images, finding
 from memoro.regimes import METHODS, TaskPlan
+from memoro.tasks.familiarity import fit_familiarity
 
 COUNT = 21
 NAMES = [f"{number:02}.png" for number in range(COUNT)]
@@ -89,8 +90,47 @@ def test_shards_have_the_rows_of_plain_predict(shell: Shell, mess: Path, tasks: 
     shell(*common, "--out", "text/", "--shard-size", 4, "--format", "csv")
     assert "".join(file.read_text() for file in sorted(Path("text").glob("*.csv"))).count("\n") == len(whole) + 2
     again = shell(*common, "--out", "many/", "--shard-size", 4, "--resume")
-    assert "7 images were answered before" in again.err
+    assert "7 images were answered before, 0 are left." in again.err
     assert "0 images answered" in again.err
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv", "jsonl"])
+def test_resuming_knows_what_could_not_be_read_before(
+    form: str,
+    shell: Shell,  # noqa: F811
+    mess: Path,  # noqa: F811
+    tasks: list[str],  # noqa: F811
+) -> None:
+    (mess / "junk.jpg").rename(mess / "bad, 1.jpg")
+    resume = ("predict", "mess", "-b", "vit", *tasks, "-o", "out/", "-f", form, "--shard-size", 4, "--resume")
+    shell(*resume)
+    first, last = sorted(Path("out").glob("part-*"))
+    said = shell(*resume, "--strict", code=1).err
+    assert "2 of 7 images could not be read, such as mess/bad, 1.jpg: not a readable image" in said
+    last.unlink()
+    assert "2 of 7 images" in shell(*resume, "--strict", code=1).err
+    last.unlink()
+    (mess / "deep" / "photo").write_bytes(b"\xff\xd8\xff")
+    (mess / "deep" / "wrong.txt").write_bytes(b"RIFF0000WEBP")
+    assert "4 of 7 images" in shell(*resume).err, "some could be read before"
+    first.write_bytes(b"\xff")
+    assert "is damaged" in shell(*resume, code=1).err
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_an_image_whose_answers_are_dropped_has_a_row(photos: Path, predictor: Predictor, embeddings: bool) -> None:
+    pets, dim = predictor.models[0], predictor.backbone.dim
+    assert isinstance(pets, memoro.Task)
+    near = torch.randn(30, dim, generator=torch.Generator().manual_seed(0)) / 1000  # nothing looks like these
+    pets.describe(familiarity=fit_familiarity(near, torch.arange(30) % 2, torch.zeros(dim)))
+    how = AnswerOptions(4, routing=Routing("drop", 1.0), embeddings=embeddings)
+    job = new_job(photos, Predictor(predictor.backbone, (pets,), how))
+    answer_here(job, begin(job))
+    rows = read_rows(job.folder)
+    assert [row["image"] for row in rows] == [f"photos/{name}" for name in NAMES]
+    assert [row["image"] for row in rows if row["error"]] == ["photos/05.png"]
+    assert {row["task"] for row in rows if not row["error"]} == {"base" if embeddings else None}
+    assert {row["label"] for row in rows} == {None}
 
 
 def test_worker_processes_change_nothing(photos: Path, predictor: Predictor) -> None:
@@ -362,6 +402,36 @@ def test_a_bad_row_of_a_table_is_a_row_with_an_error(photos: Path, predictor: Pr
     assert "--allow-absolute" in (found[2].error or "")
     trusted = open_unlabelled(["photos/set.csv"], allow_absolute=True)
     assert [one.error for one in predictor.predict(read_all(trusted, 9))][2] is None
+
+
+def test_trusting_a_table_is_part_of_the_job(
+    photos: Path, predictor: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret.png").write_bytes(png(0))
+    monkeypatch.chdir(photos)
+    Path("set.csv").write_text("path\n../secret.png\n")
+    cells = [{"bytes": None, "path": "../secret.png"}]
+    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    parquet.write_table(pyarrow.table({"image": pyarrow.array(cells, kind)}), "set.parquet")
+    dataset = datasets.Dataset.from_dict({"image": cells}, features=datasets.Features({"image": datasets.Image()}))
+    for number, table in enumerate(["set.csv", "set.parquet", dataset, dataset.to_iterable_dataset()]):
+        plain, trusting = (
+            new_job(open_unlabelled([table], allow_absolute=trust), predictor, f"answers-{number}")
+            for trust in (False, True)
+        )
+        answer_here(plain, begin(plain))
+        [row] = read_rows(plain.folder)
+        assert "use --allow-absolute" in row["error"]
+        with pytest.raises(DataError, match="these differ: --allow-absolute"):
+            begin(trusting, resume=True)
+        plain.path(0).unlink()
+        assert answer_here(trusting, begin(trusting, resume=True)).unreadable == 0
+        with pytest.raises(DataError, match="these differ: --allow-absolute"):
+            begin(plain, resume=True)
+        manifest = json.loads((plain.folder / MANIFEST).read_text())
+        assert manifest.pop("allow_absolute") is True
+        (plain.folder / MANIFEST).write_text(json.dumps(manifest))  # as older versions wrote it
+        begin(plain, resume=True)
 
 
 def test_tables_say_what_they_lack(photos: Path) -> None:

@@ -31,7 +31,7 @@ from memoro.engine.answers import (
 )
 from memoro.engine.composition import compose
 from memoro.errors import DataError
-from memoro.evaluation.predictions import Tally, check_form, write_predictions
+from memoro.evaluation.predictions import Tally, check_form, read_errors, write_predictions
 from memoro.files import open_whole, write_whole
 from memoro.regimes.baseline import Baseline
 from memoro.tasks.spec import hash_record
@@ -202,9 +202,12 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
             images += len(shard.keys)
         if not images:
             raise DataError("the source contains no images.")
+    sources = job.source.describe()
+    trusted = [source.pop("allow_absolute", False) for source in sources]
     manifest = {
         "version": FORMAT,
-        "source": job.source.describe(),
+        "source": sources,
+        "allow_absolute": any(trusted),
         "images": images,
         **job.predictor.describe(),
         "format": job.form,
@@ -219,7 +222,8 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
                 f"{job.folder} already has {format_count(len(done), 'shard')} of answers. To continue, add --resume; "
                 "to start anew, choose another folder with --out."
             )
-        _compare(job.folder, _read_manifest(path), manifest)
+        # Manifests of older versions do not have it.
+        _compare(job.folder, {"allow_absolute": False, **_read_manifest(path)}, manifest)
         last = len(digests) - 1 if digests else -1
         short = 0 if images is None or last not in done else (last + 1) * job.shard_size - images
         return Todo(images, len(done) * job.shard_size - short, done, digests)
@@ -228,6 +232,16 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
         raise DataError(f"{job.folder} is not an empty folder: choose another one with --out.")
     write_whole(path, json.dumps(manifest, ensure_ascii=True, indent=1).encode())
     return Todo(images, 0, frozenset(), digests)
+
+
+def count_answered(job: Job, todo: Todo) -> Tally:
+    """What the shards hold that exist."""
+    tally = Tally(todo.answered)
+    for number in sorted(todo.done):
+        for image, error in read_errors(job.path(number), job.form):
+            tally.unreadable += 1
+            tally.first = tally.first or Prediction(image, {}, error)
+    return tally
 
 
 def finish(job: Job) -> None:
