@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -119,7 +120,7 @@ def predict(
         typer.Option(
             min=1,
             help="Processes with a backbone.",
-            show_default="one per GPU, or per 4 cores",
+            show_default="one per GPU, or per 4 cores of a machine",
             rich_help_panel=_CLUSTER,
         ),
     ] = None,
@@ -158,6 +159,8 @@ def predict(
     folder = out is not None and (out.endswith(("/", os.sep)) or Path(out).is_dir())
     cluster = ray or ray_address is not None or ray_workers is not None
     form = _choose_form("json" if as_json else form, None if out is None else Path(out), folder)
+    if ray and (address := next((place for place in images if _is_address(place)), None)) is not None:
+        raise typer.BadParameter(f"{address} is not an image; if it is a Ray cluster, use --ray-address {address}")
     if not folder and (resume or cluster or shard_size is not None):
         raise typer.BadParameter("--resume, --shard-size and --ray need a folder for the answers: --out answers/")
     if unfamiliar not in {"mark", "drop", "keep"}:
@@ -183,6 +186,10 @@ def predict(
             f"{tally.first.image}: {tally.first.error}"
         )
     raise typer.Exit(1 if tally.unreadable and (strict or tally.unreadable == tally.images) else 0)
+
+
+def _is_address(place: str) -> bool:
+    return re.fullmatch(r"(ray://)?[\w.-]+:\d+", place) is not None and not os.path.exists(place)
 
 
 def _count(source: Unlabelled) -> int | None:
@@ -273,7 +280,7 @@ def _write_shards(job: Job, resume: bool, workers: int | None, cluster: dict[str
     try:
         with _progress(left) as tick:
             if cluster is not None:
-                tally = answer_on_ray(job, todo, tick=tick, **cluster)
+                tally = answer_on_ray(job, todo, tick=tick, tell=errors.print, **cluster)
             else:
                 tally = answer_here(job, todo, workers=worker_count(workers, left), tick=tick)
     except KeyboardInterrupt:
