@@ -73,8 +73,8 @@ class Placement(NamedTuple):
 
 
 def place_workers(machines: Sequence[Mapping[str, float]], wanted: int | None = None) -> Placement:
-    """As many workers as are wanted; else one for each GPU, or without GPUs for every `CPUS` cores of a machine, but at
-    least one for each machine.
+    """As many workers as are wanted; else one for each GPU, or without GPUs for every `CPUS` cores of a machine, where
+    a smaller machine counts as one worker.
 
     `machines` have the resources `CPU` and `GPU`. A worker runs on a single machine. It gets as many cores as possible
     while there is room for all workers; if there is none, one core, and some workers wait.
