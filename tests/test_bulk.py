@@ -6,11 +6,14 @@ import io
 import json
 import os
 import signal
+import threading
 import time
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -25,13 +28,17 @@ from test_predict import mess, picture, read_csv, tasks  # noqa: F401
 import memoro
 from memoro.backbones import Backbone
 from memoro.data import loader
-from memoro.data.unlabelled import Stream, Unlabelled, is_endless, open_unlabelled
+from memoro.data.tables import Places
+from memoro.data.unlabelled import Chain, Stream, Unlabelled, is_endless, open_unlabelled
 from memoro.engine import answers
-from memoro.engine.answers import AnswerOptions
+from memoro.engine.answers import AnswerOptions, Routing
 from memoro.errors import DataError
-from memoro.evaluation import bulk
+from memoro.evaluation import bulk, on_ray
 from memoro.evaluation.bulk import MANIFEST, Job, Predictor, answer_here, begin
+from memoro.evaluation.on_ray import place_workers
+from memoro.images import find_images, finding
 from memoro.regimes import METHODS, TaskPlan
+from memoro.tasks.familiarity import fit_familiarity
 
 COUNT = 21
 NAMES = [f"{number:02}.png" for number in range(COUNT)]
@@ -86,8 +93,47 @@ def test_shards_have_the_rows_of_plain_predict(shell: Shell, mess: Path, tasks: 
     shell(*common, "--out", "text/", "--shard-size", 4, "--format", "csv")
     assert "".join(file.read_text() for file in sorted(Path("text").glob("*.csv"))).count("\n") == len(whole) + 2
     again = shell(*common, "--out", "many/", "--shard-size", 4, "--resume")
-    assert "7 images were answered before" in again.err
+    assert "7 images were answered before, 0 are left." in again.err
     assert "0 images answered" in again.err
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv", "jsonl"])
+def test_resuming_knows_what_could_not_be_read_before(
+    form: str,
+    shell: Shell,  # noqa: F811
+    mess: Path,  # noqa: F811
+    tasks: list[str],  # noqa: F811
+) -> None:
+    (mess / "junk.jpg").rename(mess / "bad, 1.jpg")
+    resume = ("predict", "mess", "-b", "vit", *tasks, "-o", "out/", "-f", form, "--shard-size", 4, "--resume")
+    shell(*resume)
+    first, last = sorted(Path("out").glob("part-*"))
+    said = shell(*resume, "--strict", code=1).err
+    assert "2 of 7 images could not be read, such as mess/bad, 1.jpg: not a readable image" in said
+    last.unlink()
+    assert "2 of 7 images" in shell(*resume, "--strict", code=1).err
+    last.unlink()
+    (mess / "deep" / "photo").write_bytes(b"\xff\xd8\xff")
+    (mess / "deep" / "wrong.txt").write_bytes(b"RIFF0000WEBP")
+    assert "4 of 7 images" in shell(*resume).err, "some could be read before"
+    first.write_bytes(b"\xff")
+    assert "is damaged" in shell(*resume, code=1).err
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_an_image_whose_answers_are_dropped_has_a_row(photos: Path, predictor: Predictor, embeddings: bool) -> None:
+    pets, dim = predictor.models[0], predictor.backbone.dim
+    assert isinstance(pets, memoro.Task)
+    near = torch.randn(30, dim, generator=torch.Generator().manual_seed(0)) / 1000  # nothing looks like these
+    pets.describe(familiarity=fit_familiarity(near, torch.arange(30) % 2, torch.zeros(dim)))
+    how = AnswerOptions(4, routing=Routing("drop", 1.0), embeddings=embeddings)
+    job = new_job(photos, Predictor(predictor.backbone, (pets,), how))
+    answer_here(job, begin(job))
+    rows = read_rows(job.folder)
+    assert [row["image"] for row in rows] == [f"photos/{name}" for name in NAMES]
+    assert [row["image"] for row in rows if row["error"]] == ["photos/05.png"]
+    assert {row["task"] for row in rows if not row["error"]} == {"base" if embeddings else None}
+    assert {row["label"] for row in rows} == {None}
 
 
 def test_worker_processes_change_nothing(photos: Path, predictor: Predictor) -> None:
@@ -181,6 +227,40 @@ def test_a_failing_disk_leaves_no_shard(photos: Path, predictor: Predictor, monk
     assert answer_here(job, begin(job, resume=True)).images == COUNT
 
 
+def test_a_disk_that_is_full_at_the_end_of_a_shard(
+    photos: Path, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(rows: Any, *given: Any, **options: Any) -> None:
+        list(rows)
+        raise DataError("full")
+
+    def run() -> None:
+        with pytest.raises(DataError, match="full"):
+            answer_here(job, todo)
+        ended.append(True)
+
+    monkeypatch.setattr(bulk, "write_predictions", fail)
+    job, ended = new_job(photos, predictor), list[bool]()
+    todo = begin(job)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert ended, "it stops with the error instead of waiting forever"
+    assert os.listdir(job.folder) == [MANIFEST]
+
+
+def test_killed_while_the_manifest_was_written(photos: Path, predictor: Predictor) -> None:
+    def run() -> None:
+        os.replace = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        begin(job)
+
+    job = new_job(photos, predictor)
+    in_fork(run).join()
+    assert [file.suffix for file in job.folder.iterdir()] == [".part"]
+    assert answer_here(job, begin(job, resume=True)).images == COUNT
+    assert not list(job.folder.glob(".*"))
+
+
 def test_another_job_is_refused(photos: Path, predictor: Predictor, backbone: Backbone) -> None:
     job = new_job(photos, predictor)
     answer_here(job, begin(job))
@@ -215,6 +295,82 @@ def test_images_that_change_while_it_runs_are_noticed(photos: Path, predictor: P
     with pytest.raises(DataError, match="these differ: the images"):
         answer_here(job, todo)
     assert [row["image"] for row in read_rows(job.folder) if row["task"] != "age"][-1] == "photos/07.png"
+
+
+# ------------------------------------------------------------------------------------------------------------- Ray
+
+
+@pytest.mark.parametrize(
+    ("machines", "wanted", "right"),
+    [
+        ([(8, 0)], None, (2, 4, 0)),
+        ([(6, 0)], None, (1, 6, 0)),
+        ([(2, 0)] * 2, None, (2, 2, 0)),  # a worker of four cores would never be placed
+        ([(2, 0)] * 2, 1, (1, 2, 0)),
+        ([(2, 0)] * 2, 3, (3, 1, 0)),
+        ([(2, 0)] * 2, 9, (9, 1, 0)),
+        ([(0, 0), (16, 0), (1, 0)], None, (5, 3, 0)),
+        ([(16, 0), (16, 4)], None, (4, 4, 1)),
+        ([(16, 2), (3, 1)], None, (3, 3, 1)),
+        ([(16, 2), (2, 4)], None, (4, 1, 1)),
+        ([(0, 2), (8, 0)], None, (2, 4, 0)),  # a worker on a GPU needs a core as well
+        ([(0, 0)], None, (1, 1, 0)),
+        ([], 3, (3, 1, 0)),
+    ],
+)
+def test_workers_fit_on_single_machines(
+    machines: list[tuple[int, int]], wanted: int | None, right: tuple[int, int, int]
+) -> None:
+    assert place_workers([{"CPU": cpus, "GPU": gpus} for cpus, gpus in machines], wanted) == right
+
+
+def test_a_ray_worker_out_of_memory_is_replaced(photos: Path, predictor: Predictor) -> None:
+    """With a stand-in for Ray that runs calls when their results are asked for."""
+    errors = {name: type(name, (Exception,), {}) for name in ("RayActorError", "OutOfMemoryError", "RayTaskError")}
+    asked, told, deaths = list[dict[str, int]](), list[str](), [errors["OutOfMemoryError"], errors["RayActorError"]]
+
+    class Remote:
+        def __init__(self, job: Job) -> None:
+            self.ready = SimpleNamespace(remote=lambda *given: lambda: None)
+            self.answer = SimpleNamespace(remote=lambda shard: lambda: job.answer(shard))
+
+    def get(call: Callable[[], Any]) -> Any:
+        if deaths and (found := call()) is not None:
+            raise deaths.pop()(found)
+        return call()
+
+    def wait(calls: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        waits.append(timeout)
+        return (calls[:1] if len(waits) > 2 else []), calls
+
+    waits: list[float] = []
+    node = {"Alive": True, "Resources": {"CPU": 2.0}}
+    fake = SimpleNamespace(
+        nodes=lambda: [node, node, {**node, "Alive": False}],
+        remote=lambda **options: asked.append(options) or (lambda kind: SimpleNamespace(remote=Remote)),
+        put=lambda job: job,
+        get=get,
+        wait=wait,
+        exceptions=SimpleNamespace(**errors),
+    )
+    job = new_job(photos, predictor)
+    tally = on_ray._run(fake, job, begin(job), None, lambda count: None, told.append)
+    assert asked == [{"num_cpus": 2, "num_gpus": 0}]
+    assert told == ["no worker is ready after 60 s; each needs 2 cores of one machine. See `ray status`."]
+    assert (tally.images, deaths) == (COUNT, [])
+    assert len(list(job.folder.glob("part-*"))) == 3
+
+
+def test_streams_are_not_for_ray(photos: Path, predictor: Predictor) -> None:
+    stream = Stream(None, "image", "owner/name:train", Places("."), COUNT)
+    for source in (stream, Chain((open_unlabelled(["photos"]), stream))):
+        with pytest.raises(DataError, match="leave out --ray or --streaming"):
+            on_ray.check_ray(new_job(source, predictor))
+
+
+def test_an_address_behind_ray_is_no_image(shell: Shell, photos: Path, tasks: list[str]) -> None:  # noqa: F811
+    common = ("predict", "photos", "-b", "vit", *tasks, "-o", "out/")
+    assert "use --ray-address head:6379" in shell(*common, "--ray", "head:6379", code=2).err
 
 
 # --------------------------------------------------------------------------------------------------------- sources
@@ -290,6 +446,31 @@ def test_sources_can_be_mixed(photos: Path, predictor: Predictor) -> None:
     assert "images.parquet, row 20" in images
 
 
+def test_places_that_overlap_give_each_image_once(photos: Path) -> None:
+    (photos / "deep").mkdir()
+    (photos / "deep" / "x.png").write_bytes(png(1))
+    (photos / "link").symlink_to("deep")
+    Path("other").mkdir()
+    Path("other/y.png").write_bytes(png(2))
+    places = ["photos/deep", "photos/*.png", "photos", "photos/link", "other", "./photos/0*", "other/y.png", "**/*.png"]
+    found = list(find_images(places))
+    separate = [path for place in places for path in find_images([place])]
+    assert found == list(dict.fromkeys(separate))
+    assert len(found) < len(separate)
+    assert list(find_images(["other/y.png"] * 2)) == [Path("other/y.png")]
+
+
+def test_folders_that_do_not_overlap_are_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "walk_images", lambda folder: (Path(folder, f"{at}.png") for at in range(20_000)))
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    tracemalloc.start()
+    assert sum(1 for _ in find_images([tmp_path / "one", tmp_path / "two"])) == 40_000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 400_000, "the paths of one folder have several megabytes"
+
+
 def test_a_bad_row_of_a_table_is_a_row_with_an_error(photos: Path, predictor: Predictor, tmp_path: Path) -> None:
     (tmp_path / "secret.png").write_bytes(png(0))
     (photos / "set.csv").write_text("path,note\n00.png,\nmissing.png,\n../secret.png,\n,empty\n")
@@ -300,6 +481,36 @@ def test_a_bad_row_of_a_table_is_a_row_with_an_error(photos: Path, predictor: Pr
     assert "--allow-absolute" in (found[2].error or "")
     trusted = open_unlabelled(["photos/set.csv"], allow_absolute=True)
     assert [one.error for one in predictor.predict(read_all(trusted, 9))][2] is None
+
+
+def test_trusting_a_table_is_part_of_the_job(
+    photos: Path, predictor: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret.png").write_bytes(png(0))
+    monkeypatch.chdir(photos)
+    Path("set.csv").write_text("path\n../secret.png\n")
+    cells = [{"bytes": None, "path": "../secret.png"}]
+    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    parquet.write_table(pyarrow.table({"image": pyarrow.array(cells, kind)}), "set.parquet")
+    dataset = datasets.Dataset.from_dict({"image": cells}, features=datasets.Features({"image": datasets.Image()}))
+    for number, table in enumerate(["set.csv", "set.parquet", dataset, dataset.to_iterable_dataset()]):
+        plain, trusting = (
+            new_job(open_unlabelled([table], allow_absolute=trust), predictor, f"answers-{number}")
+            for trust in (False, True)
+        )
+        answer_here(plain, begin(plain))
+        [row] = read_rows(plain.folder)
+        assert "use --allow-absolute" in row["error"]
+        with pytest.raises(DataError, match="these differ: --allow-absolute"):
+            begin(trusting, resume=True)
+        plain.path(0).unlink()
+        assert answer_here(trusting, begin(trusting, resume=True)).unreadable == 0
+        with pytest.raises(DataError, match="these differ: --allow-absolute"):
+            begin(plain, resume=True)
+        manifest = json.loads((plain.folder / MANIFEST).read_text())
+        assert manifest.pop("allow_absolute") is True
+        (plain.folder / MANIFEST).write_text(json.dumps(manifest))  # as older versions wrote it
+        begin(plain, resume=True)
 
 
 def test_tables_say_what_they_lack(photos: Path) -> None:

@@ -20,6 +20,7 @@ from test_train_cli import run
 
 import memoro
 from memoro.bench.export import bench_export
+from memoro.cli.tasks import export
 from memoro.engine.composition import Composition
 from memoro.engine.streams import entering_token
 from memoro.errors import BackboneError, CompositionError
@@ -99,6 +100,9 @@ def test_the_file_describes_itself(exported: Exported) -> None:
     assert Preprocessing.from_json(record["preprocessing"]) == SMALL
     assert record["backbone"]["fingerprint"]["digest"] == exported.model.backbone.fingerprint.digest
     assert record["outputs"] == [output.name for output in model.graph.output]
+    for name in record["outputs"]:
+        if name.startswith("linear"):
+            assert name.replace("linear", "NAME") in str(export.__doc__), "the help names all outputs"
     assert {output.type.tensor_type.shape.dim[0].dim_param for output in model.graph.output} == {"batch"}
     assert str(Path(memoro.__file__).parent) not in str(model)  # no paths of this machine
 

@@ -15,6 +15,7 @@ from test_train_cli import run
 
 import memoro
 from memoro.backbones import Backbone
+from memoro.cli.tasks import card as command
 from memoro.errors import TaskFileError
 from memoro.tasks import taskfile
 from memoro.tasks.hub import FILE
@@ -187,6 +188,9 @@ def test_the_card_command(pets: Task, backbone: Backbone, tmp_path: Path) -> Non
     assert card.data.license == "mit"
     assert "memoro.load_tasks('both')" in card.text
     assert [task.name for task in memoro.load_tasks(tmp_path / "both")] == ["pets", "age"]
+    assert "memoro card pets.safetensors --repo me/pets" in str(command.__doc__), "the help names what is published"
+    run(tmp_path, "card", "both", "--repo", "me/both")
+    assert "memoro.load_tasks('me/both')" in ModelCard.load(tmp_path / "both" / "README.md").text
     run(tmp_path, "card", "both", "--base-model", "google/vit-base")  # written again, in place
     assert ModelCard.load(tmp_path / "both" / "README.md").data.base_model == "google/vit-base"
 
@@ -209,3 +213,14 @@ def test_pushing(pets: Task, publish: Publish, monkeypatch: pytest.MonkeyPatch) 
     assert pushed["task"].content_hash() == pets.content_hash()
     assert "memoro.load_task('me/pets')" in pushed["card"].text
     assert pushed["card"].data.license == "mit"
+    branches: list[str] = []
+
+    def create_branch(api: Any, name: str, *, branch: str, exist_ok: bool) -> None:
+        assert (name, exist_ok) == ("me/pets", True)
+        branches.append(branch)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_branch", create_branch)
+    for revision in ("v2", "refs/pr/1"):
+        pets.push_to_hub("me/pets", revision=revision)
+        assert pushed["revision"] == revision
+    assert branches == ["v2"], "pull requests are no branches"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+import os
+import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
@@ -250,6 +253,42 @@ def test_writing_keeps_no_predictions(form: str, tmp_path: Path, monkeypatch: py
     assert sizes[90] > sizes[50] > sizes[10], "written as they come"
 
 
+def test_json_has_no_nan() -> None:
+    whole = {"label": "a", "probability": math.nan, "probabilities": {"a": math.nan, "b": 0.5}, "score": 1.0}
+    answers = {"pets": whole, "age": {"values": {"years": math.inf}, "intervals": {"years": [-math.inf, math.inf]}}}
+    right = {
+        "pets": {"label": "a", "probability": None, "probabilities": {"a": None, "b": 0.5}, "score": 1.0},
+        "age": {"values": {"years": None}, "intervals": {"years": [None, None]}},
+    }
+
+    def refuse(token: str) -> None:
+        raise AssertionError(token)
+
+    for form, expected in {"json": {"1.jpg": right}, "jsonl": {"image": "1.jpg", "answers": right}}.items():
+        file = io.BytesIO()
+        write_predictions([Prediction("1.jpg", answers)], form, file)
+        assert json.loads(file.getvalue(), parse_constant=refuse) == expected
+
+
+def test_out_lets_torch_wait_without_spinning() -> None:
+    code = """
+import os, sys
+from unittest.mock import patch
+from memoro.cli import main, predict
+def stop():
+    assert "torch" not in sys.modules
+    share()
+    sys.exit(os.environ["OMP_WAIT_POLICY"])
+share = predict.share_cores
+with patch.object(predict, "share_cores", stop):
+    main()
+"""
+    command = [sys.executable, "-c", code, "predict", "1.png", "-t", "pets.safetensors", "-o", "a.csv"]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.stderr == "PASSIVE\n"
+
+
 def test_interrupted_predictions_keep_what_was_answered(
     shell: Shell,  # noqa: F811
     mess: Path,
@@ -333,9 +372,9 @@ def test_python_predicts_folders_arrays_tensors_and_bytes(backbone: Backbone, tm
     [
         (torch.randn(3, 20, 20), r"image 0: an array of floats must be from 0 to 1.*call model\(pixels\)"),
         (np.full((20, 20, 3), np.nan), "from nan to nan"),
-        (np.zeros((20, 20, 3), dtype=np.int64), "an array of int64 is no image: give uint8, or floats"),
-        (np.zeros((20, 20, 5), dtype=np.uint8), r"an array of shape \(20, 20, 5\) is no image"),
-        (np.zeros((0, 20, 3), dtype=np.uint8), r"shape \(0, 20, 3\) is no image"),
+        (np.zeros((20, 20, 3), dtype=np.int64), "an array of int64 is not an image: give uint8, or floats"),
+        (np.zeros((20, 20, 5), dtype=np.uint8), r"an array of shape \(20, 20, 5\) is not an image"),
+        (np.zeros((0, 20, 3), dtype=np.uint8), r"shape \(0, 20, 3\) is not an image"),
         (b"", "image 0: the file is empty"),
         ([0], "image 0: not a readable image"),
     ],

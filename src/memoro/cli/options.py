@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -42,6 +43,15 @@ TaskFiles = Annotated[
         show_default=False,
     ),
 ]  # fmt: skip
+
+
+def share_cores() -> None:
+    """Lets torch's threads sleep where they wait for each other, unless the user chose otherwise.
+
+    By default they spin, which takes the cores from the processes that decode images. OpenMP reads this once, when
+    torch is imported: call it before.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def load(backbone: str | None, device: str | None = None, made_for: BackboneRecord | None = None) -> Backbone:

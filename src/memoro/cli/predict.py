@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memoro.cli.options import DeviceOption, Json, TaskBackboneOption, TaskFiles, load_models
+from memoro.cli.options import DeviceOption, Json, TaskBackboneOption, TaskFiles, load_models, share_cores
 from memoro.console import Bar, format_count, format_seconds, plain_console
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def predict(
     ] = False,
     streaming: Annotated[
         bool,
-        typer.Option("--streaming", help="Read a hub set as a stream, storing nothing.", rich_help_panel=_MANY),
+        typer.Option("--streaming", help="Read a hub dataset as a stream, storing nothing.", rich_help_panel=_MANY),
     ] = False,
     ray: Annotated[
         bool,
@@ -119,7 +120,7 @@ def predict(
         typer.Option(
             min=1,
             help="Processes with a backbone.",
-            show_default="one per GPU, or per 4 cores",
+            show_default="one per GPU, or per 4 cores of a machine",
             rich_help_panel=_CLUSTER,
         ),
     ] = None,
@@ -141,13 +142,15 @@ def predict(
 
     Probabilities are calibrated. familiarity is the share of the task's own
     images that look at least as strange as this one; score compares tasks:
-    the highest is the most likely owner of the image.
+    the highest is that of the task that the image most likely belongs to.
 
     With a folder as --out, answers are files of --shard-size images, each
     written whole: stop it at any time and continue with --resume. With --ray,
     the machines of a cluster share the work; they need access to the images
     and to the folder.
     """
+    if out is not None:
+        share_cores()
     from memoro.data.unlabelled import open_unlabelled
     from memoro.engine.answers import AnswerOptions, Routing
     from memoro.evaluation.bulk import SHARD_SIZE, Job, Predictor
@@ -156,6 +159,8 @@ def predict(
     folder = out is not None and (out.endswith(("/", os.sep)) or Path(out).is_dir())
     cluster = ray or ray_address is not None or ray_workers is not None
     form = _choose_form("json" if as_json else form, None if out is None else Path(out), folder)
+    if ray and (address := next((place for place in images if _is_address(place)), None)) is not None:
+        raise typer.BadParameter(f"{address} is not an image; if it is a Ray cluster, use --ray-address {address}")
     if not folder and (resume or cluster or shard_size is not None):
         raise typer.BadParameter("--resume, --shard-size and --ray need a folder for the answers: --out answers/")
     if unfamiliar not in {"mark", "drop", "keep"}:
@@ -181,6 +186,10 @@ def predict(
             f"{tally.first.image}: {tally.first.error}"
         )
     raise typer.Exit(1 if tally.unreadable and (strict or tally.unreadable == tally.images) else 0)
+
+
+def _is_address(place: str) -> bool:
+    return re.fullmatch(r"(ray://)?[\w.-]+:\d+", place) is not None and not os.path.exists(place)
 
 
 def _count(source: Unlabelled) -> int | None:
@@ -254,9 +263,9 @@ def _write_one(
 
 
 def _write_shards(job: Job, resume: bool, workers: int | None, cluster: dict[str, Any] | None) -> Tally:
-    """Answers as files of a folder."""
+    """Answers as files of a folder. Returns what all of them hold."""
     from memoro.data.loader import worker_count
-    from memoro.evaluation.bulk import answer_here, begin
+    from memoro.evaluation.bulk import answer_here, begin, count_answered
     from memoro.evaluation.on_ray import answer_on_ray, check_ray
 
     errors = plain_console(stderr=True, soft_wrap=True)
@@ -264,19 +273,22 @@ def _write_shards(job: Job, resume: bool, workers: int | None, cluster: dict[str
         check_ray(job)
     todo = begin(job, resume=resume)
     left = None if todo.images is None else todo.images - todo.answered
+    whole = count_answered(job, todo)
     if todo.done:
-        errors.print(f"{format_count(todo.answered, 'image')} were answered before, {left or 'more'} are left.")
+        rest = "more" if left is None else left
+        errors.print(f"{format_count(todo.answered, 'image')} were answered before, {rest} are left.")
     try:
         with _progress(left) as tick:
             if cluster is not None:
-                tally = answer_on_ray(job, todo, tick=tick, **cluster)
+                tally = answer_on_ray(job, todo, tick=tick, tell=errors.print, **cluster)
             else:
                 tally = answer_here(job, todo, workers=worker_count(workers, left), tick=tick)
     except KeyboardInterrupt:
         errors.print(f"stopped; the shards so far are in {job.folder}. To continue, add --resume.")
         raise typer.Exit(130) from None
     errors.print(f"{format_count(tally.images, 'image')} answered in {job.folder}")
-    return tally
+    whole.merge(tally)
+    return whole
 
 
 @contextmanager

@@ -162,7 +162,8 @@ def export(
 ) -> None:
     """Write backbone and tasks as one ONNX file, with one input and named outputs for any number of images.
 
-    Outputs: base, and for each task NAME (logits) and NAME.probabilities.
+    Outputs: base, and for each task NAME (logits), NAME.probabilities (not of
+    a regression) and NAME.familiarity (if the task has it).
     Labels, preprocessing and the backbone's fingerprint are in the file's
     metadata, as JSON under the key memoro.
 
@@ -193,7 +194,7 @@ def card(
 ) -> None:
     """Write a folder for the hub: the task file, a model card, and a picture of the confusion matrix.
 
-    memoro card pets.safetensors --license apache-2.0
+    memoro card pets.safetensors --repo me/pets --license apache-2.0
 
     hf upload me/pets pets
     """

@@ -49,7 +49,7 @@ class Unlabelled(Protocol):
         ...
 
     def describe(self) -> list[dict[str, Any]]:
-        """What the source is, as JSON: another description means other images."""
+        """What the source is, as JSON: another description means other images, or trust in other paths."""
         ...
 
 
@@ -81,7 +81,8 @@ def open_unlabelled(
         elif path is not None and path.is_file() and suffix in TABLE_SUFFIXES | _JSON_LINES:
             found = [_open_table(path, image_column, allow_absolute)]
         elif path is None or (path.is_dir() and is_saved(path)) or _looks_like_hub(str(place), path):
-            found = list(_open_dataset(place if path is None or not path.exists() else path, image_column, streaming))
+            given = place if path is None or not path.exists() else path
+            found = list(_open_dataset(given, image_column, allow_absolute, streaming))
         else:
             files.append(str(place))
             continue
@@ -200,11 +201,10 @@ class Paths:
                     raise ImageError(f"{name}: no image.")
                 yield name, os.path.join(places.root, places.resolve(key, name))
             except (DataError, ImageError) as error:
-                reason = str(error).replace("pass allow_absolute=True to load_data", "use --allow-absolute")
-                yield name, ImageError(reason)
+                yield name, _unreadable(error)
 
     def describe(self) -> list[dict[str, Any]]:
-        return [{"path": self.path, "bytes": os.path.getsize(self.path), "column": self.column}]
+        return [_describe_table(self.path, self.column, self.allow_absolute)]
 
 
 @dataclass(frozen=True)
@@ -215,12 +215,13 @@ class ParquetImages:
     column: str
     groups: tuple[int, ...]
     """Where each row group ends."""
+    allow_absolute: bool
 
     def keys(self) -> Iterator[Key]:
         return iter(range(self.groups[-1] if self.groups else 0))
 
     def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
-        places = Places(os.path.dirname(self.path))
+        places = Places(os.path.dirname(self.path), anywhere=self.allow_absolute)
         first = bisect_right(self.groups, keys[0])
         row, groups = self.groups[first - 1] if first else 0, list(range(first, len(self.groups)))
         with _open_parquet(self.path) as file:
@@ -233,7 +234,11 @@ class ParquetImages:
                     return
 
     def describe(self) -> list[dict[str, Any]]:
-        return [{"path": self.path, "bytes": os.path.getsize(self.path), "column": self.column}]
+        return [_describe_table(self.path, self.column, self.allow_absolute)]
+
+
+def _describe_table(path: str, column: str, allow_absolute: bool) -> dict[str, Any]:
+    return {"path": path, "bytes": os.path.getsize(path), "column": column, "allow_absolute": allow_absolute}
 
 
 @dataclass(frozen=True)
@@ -251,7 +256,9 @@ class Rows:
             yield _read_cell(cell, self.images.where(key), self.images.places)
 
     def describe(self) -> list[dict[str, Any]]:
-        return [{"dataset": self.images.name, "fingerprint": self.images.table._fingerprint}]
+        trusted = self.images.places.anywhere
+        name, fingerprint = self.images.name, self.images.table._fingerprint
+        return [{"dataset": name, "fingerprint": fingerprint, "allow_absolute": trusted}]
 
 
 @dataclass
@@ -277,14 +284,18 @@ class Stream:
             yield _read_cell(row[self.column], f"{self.name}, row {key}", self.places)
 
     def describe(self) -> list[dict[str, Any]]:
-        return [{"stream": self.name}]
+        return [{"stream": self.name, "allow_absolute": self.places.anywhere}]
 
 
 def _read_cell(cell: Any, name: str, places: Places) -> NamedPicture:
     try:
         return name, encoded_image(cell, name, places)
     except (DataError, ImageError) as error:
-        return name, ImageError(str(error))
+        return name, _unreadable(error)
+
+
+def _unreadable(error: Exception) -> ImageError:
+    return ImageError(str(error).replace("pass allow_absolute=True to load_data", "use --allow-absolute"))
 
 
 def _open_table(path: Path, image_column: str | None, allow_absolute: bool) -> Unlabelled:
@@ -295,7 +306,7 @@ def _open_table(path: Path, image_column: str | None, allow_absolute: bool) -> U
             column = find_image_column(kinds, column, str(path), ("path", *IMAGE_COLUMNS))
             if holds_bytes(kinds[column]):
                 groups = (file.metadata.row_group(number).num_rows for number in range(file.num_row_groups))
-                return ParquetImages(str(path), column, tuple(accumulate(groups)))
+                return ParquetImages(str(path), column, tuple(accumulate(groups)), allow_absolute)
     else:
         names = next(_rows(path), {}) if path.suffix.lower() in _JSON_LINES else next(iterate_csv(path))
         column = find_image_column(dict.fromkeys(names), image_column, str(path), ("path", *IMAGE_COLUMNS))
@@ -351,7 +362,7 @@ def _batches(file: Any, path: str | Path, *rows: int, **wanted: Any) -> Iterator
         raise DataError(f"{path}: the Parquet file is damaged ({error}); write it again.") from None
 
 
-def _open_dataset(source: Any, image_column: str | None, streaming: bool) -> Iterator[Unlabelled]:
+def _open_dataset(source: Any, image_column: str | None, allow_absolute: bool, streaming: bool) -> Iterator[Unlabelled]:
     """The splits of a `datasets` object, a folder that it saved, or a hub id, one after the other."""
     iterable = type(source).__name__ in {"IterableDataset", "IterableDatasetDict"}
     tables, name = fetch(source, streaming=streaming or iterable)
@@ -360,7 +371,7 @@ def _open_dataset(source: Any, image_column: str | None, streaming: bool) -> Ite
         if table.features is None:
             table = table._resolve_features()
         column = find_image_column(table.features, image_column, name)
-        places = Places(str(source) if here else os.getcwd(), hub=not here)
+        places = Places(str(source) if here else os.getcwd(), hub=not here, anywhere=allow_absolute)
         title = f"{name}:{split}" if len(tables) > 1 else name
         sizes = getattr(table.info, "splits", None) or {}
         table = undecoded(table.with_format(None), column)

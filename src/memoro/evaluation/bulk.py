@@ -31,7 +31,7 @@ from memoro.engine.answers import (
 )
 from memoro.engine.composition import compose
 from memoro.errors import DataError
-from memoro.evaluation.predictions import Tally, check_form, write_predictions
+from memoro.evaluation.predictions import Tally, check_form, read_errors, write_predictions
 from memoro.files import open_whole, write_whole
 from memoro.regimes.baseline import Baseline
 from memoro.tasks.spec import hash_record
@@ -40,7 +40,7 @@ from memoro.tasks.task import Task
 MANIFEST = "_manifest.json"
 """Describes what the shards in a folder answer. Readers of Parquet folders leave out names with an underscore."""
 FORMAT = 1
-_PARTS = ".part-*.part"  # what `open_whole` writes
+_PARTS = (".part-*.part", f".{MANIFEST}.*.part")  # what `open_whole` leaves behind when its process is killed
 SHARD_SIZE = 8192
 
 T = TypeVar("T")
@@ -202,9 +202,12 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
             images += len(shard.keys)
         if not images:
             raise DataError("the source contains no images.")
+    sources = job.source.describe()
+    trusted = [source.pop("allow_absolute", False) for source in sources]
     manifest = {
         "version": FORMAT,
-        "source": job.source.describe(),
+        "source": sources,
+        "allow_absolute": any(trusted),
         "images": images,
         **job.predictor.describe(),
         "format": job.form,
@@ -219,22 +222,34 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
                 f"{job.folder} already has {format_count(len(done), 'shard')} of answers. To continue, add --resume; "
                 "to start anew, choose another folder with --out."
             )
-        _compare(job.folder, _read_manifest(path), manifest)
+        # Manifests of older versions do not have it.
+        _compare(job.folder, {"allow_absolute": False, **_read_manifest(path)}, manifest)
         last = len(digests) - 1 if digests else -1
         short = 0 if images is None or last not in done else (last + 1) * job.shard_size - images
         return Todo(images, len(done) * job.shard_size - short, done, digests)
     there = job.folder.iterdir() if job.folder.is_dir() else ()
-    if job.folder.is_file() or any(file.name != MANIFEST and not file.match(_PARTS) for file in there):
+    if job.folder.is_file() or any(file.name != MANIFEST and not any(map(file.match, _PARTS)) for file in there):
         raise DataError(f"{job.folder} is not an empty folder: choose another one with --out.")
     write_whole(path, json.dumps(manifest, ensure_ascii=True, indent=1).encode())
     return Todo(images, 0, frozenset(), digests)
 
 
+def count_answered(job: Job, todo: Todo) -> Tally:
+    """What the shards hold that exist."""
+    tally = Tally(todo.answered)
+    for number in sorted(todo.done):
+        for image, error in read_errors(job.path(number), job.form):
+            tally.unreadable += 1
+            tally.first = tally.first or Prediction(image, {}, error)
+    return tally
+
+
 def finish(job: Job) -> None:
     """Removes what killed processes left behind, once all shards are there."""
-    for file in job.folder.glob(_PARTS):
-        with suppress(OSError):
-            file.unlink()
+    for parts in _PARTS:
+        for file in job.folder.glob(parts):
+            with suppress(OSError):
+                file.unlink()
 
 
 def answer_here(job: Job, todo: Todo, *, workers: int = 0, tick: Callable[[int], None] = lambda count: None) -> Tally:
@@ -319,6 +334,7 @@ def _in_thread(consume: Callable[[Iterator[T]], None]) -> Iterator[Callable[[T],
         yield put
     finally:
         items.put(None)
+        items.put(None)  # `consume` may fail after it took the first one
         thread.join()
     if errors:
         raise errors[0]

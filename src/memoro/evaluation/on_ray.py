@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from memoro import __version__
 from memoro.backbones.load import own_device
+from memoro.console import format_count
 from memoro.data.loader import worker_count
-from memoro.data.unlabelled import Stream
+from memoro.data.unlabelled import Chain, Stream
 from memoro.engine.answers import Decode
 from memoro.errors import DataError, MemoroError
 from memoro.evaluation.bulk import MANIFEST, Job, Shard, Todo, finish
@@ -22,6 +23,8 @@ from memoro.extras import need
 
 CPUS = 4
 """Of a worker, where there are no GPUs."""
+PATIENCE = 60.0
+"""Seconds without a worker that is ready, after which the user is told."""
 MAX_DEATHS = 3
 """Workers that may die over the same shard, or before they are ready."""
 
@@ -56,9 +59,37 @@ class Worker:
 
 def check_ray(job: Job) -> None:
     """Raises if Ray is not installed, or the job is not for several processes."""
-    need("ray", extra="ray")
-    if isinstance(job.source, Stream):
+    sources = job.source.sources if isinstance(job.source, Chain) else (job.source,)
+    if any(isinstance(source, Stream) for source in sources):
         raise DataError("a stream is read from front to back, by one process: leave out --ray or --streaming.")
+    need("ray", extra="ray")
+
+
+class Placement(NamedTuple):
+    workers: int
+    cpus: int
+    """Of each worker, as `gpus`."""
+    gpus: int
+
+
+def place_workers(machines: Sequence[Mapping[str, float]], wanted: int | None = None) -> Placement:
+    """As many workers as are wanted; else one for each GPU, or without GPUs for every `CPUS` cores of a machine, where
+    a smaller machine counts as one worker.
+
+    `machines` have the resources `CPU` and `GPU`. A worker runs on a single machine. It gets as many cores as possible
+    while there is room for all workers; if there is none, one core, and some workers wait.
+    """
+    cpus = [int(machine.get("CPU", 0)) for machine in machines]
+    gpus = [int(machine.get("GPU", 0)) for machine in machines]
+    use_gpus = any(map(min, cpus, gpus))
+
+    def room(each: int) -> int:
+        return sum(min(own // each, cards) if use_gpus else own // each for own, cards in zip(cpus, gpus, strict=True))
+
+    usual = room(1) if use_gpus else sum(max(1, own // CPUS) for own in cpus if own)
+    count = wanted or usual or 1  # a cluster that grows when work waits may have no machine yet
+    each = next((each for each in range(max(cpus, default=1), 1, -1) if room(each) >= count), 1)
+    return Placement(count, each, int(use_gpus))
 
 
 def answer_on_ray(
@@ -68,12 +99,13 @@ def answer_on_ray(
     address: str | None = None,
     workers: int | None = None,
     tick: Callable[[int], None] = lambda count: None,
+    tell: Callable[[str], None] = lambda message: None,
 ) -> Tally:
     """Answers all that is left on a cluster: one that this process is connected to, the one at `address` or
     $RAY_ADDRESS, or a new one on this machine.
 
-    Workers are one for each GPU, or one for every `CPUS` cores. The shard of one that dies is given to another. The
-    files are those that `answer_here` would write.
+    `place_workers` says how many workers there are. The shard of one that dies is given to another. The files are those
+    that `answer_here` would write. `tell` is called with a message if no worker becomes ready.
     """
     check_ray(job)
     import ray
@@ -86,24 +118,28 @@ def answer_on_ray(
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise DataError(f"no Ray cluster at {address or 'RAY_ADDRESS'} ({reason}); see `ray status`.") from None
     try:
-        return _run(ray, job, todo, workers, tick)
+        return _run(ray, job, todo, workers, tick, tell)
     finally:
         if own:
             ray.shutdown()
 
 
-def _run(ray: Any, job: Job, todo: Todo, workers: int | None, tick: Callable[[int], None]) -> Tally:
-    there = ray.cluster_resources()
-    gpus, cpus = int(there.get("GPU", 0)), int(there.get("CPU", 1))
-    count = workers or gpus or max(1, cpus // CPUS)
-    each = max(1, cpus // count)
-    kind = ray.remote(num_cpus=each, num_gpus=1 if gpus else 0)(Worker)
+def _run(
+    ray: Any,
+    job: Job,
+    todo: Todo,
+    workers: int | None,
+    tick: Callable[[int], None],
+    tell: Callable[[str], None],
+) -> Tally:
+    count, each, gpus = place_workers([node["Resources"] for node in ray.nodes() if node["Alive"]], workers)
+    kind = ray.remote(num_cpus=each, num_gpus=gpus)(Worker)
     shipped = ray.put(job)
     calls: dict[Any, tuple[Any, Shard | None]] = {}  # what each call is for; None: the worker starts
     idle: list[Any] = []
     shards, again = todo.shards(job), deque[Shard]()
     deaths: Counter[int | None] = Counter()
-    whole = Tally()
+    whole, told = Tally(), False
 
     def start() -> None:
         worker = kind.remote(shipped)
@@ -118,11 +154,18 @@ def _run(ray: Any, job: Job, todo: Todo, workers: int | None, tick: Callable[[in
             if shard is left:
                 left = next(shards, None)
             calls[worker.answer.remote(shard)] = (worker, shard)
-        [done], _ = ray.wait(list(calls))
+        ready, _ = ray.wait(list(calls), timeout=PATIENCE)
+        if not ready:
+            if not told and not any(shard for _, shard in calls.values()):
+                needs = f"{format_count(each, 'core')} {'and a GPU ' if gpus else ''}of one machine"
+                tell(f"no worker is ready after {PATIENCE:.0f} s; each needs {needs}. See `ray status`.")
+                told = True
+            continue
+        [done] = ready
         worker, shard = calls.pop(done)
         try:
             found = ray.get(done)
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             number = None if shard is None else shard.number
             deaths[number] += 1
             if deaths[number] > MAX_DEATHS * (count if shard is None else 1):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from rich.table import Table
@@ -65,7 +67,8 @@ def flat_rows(prediction: Prediction, top: int | None = None) -> Iterator[dict[s
 
     One for each label: the answer or the `top` ones of a softmax task, all labels or the `top` ones of a multilabel
     task, with their `probability` and whether they are `predicted`; one for each `value` of a regression, with the ends
-    of its interval. An image that could not be read has a single row with its `error`.
+    of its interval. An image that could not be read has a single row with its `error`; one whose answers were all
+    dropped has a single row without a task.
 
     Where there are embeddings, the first row of each task has its `embedding`, and the base's is in a row of its own,
     with `base` as the task.
@@ -77,8 +80,10 @@ def flat_rows(prediction: Prediction, top: int | None = None) -> Iterator[dict[s
 
     if prediction.error is not None:
         yield row(error=_utf8(prediction.error))
-    if "base" in prediction.embeddings:
+    elif "base" in prediction.embeddings:
         yield row(task="base", embedding=prediction.embeddings["base"])
+    elif not prediction.answers:
+        yield row()
     for task, answer in prediction.answers.items():
         known = {name: answer.get(name) for name in ("score", "familiarity", "unfamiliar")}
         known |= {"task": _utf8(task), "embedding": prediction.embeddings.get(task)}
@@ -131,7 +136,7 @@ def _write_json(predictions: Iterable[Prediction], file: BinaryIO, top: int | No
     start = "{"
     for one in predictions:
         entry = {one.image: one.answers if one.error is None else {"error": one.error}}
-        _write(file, start + json.dumps(entry, ensure_ascii=False, indent=2)[1:-2])
+        _write(file, start + _to_json(entry, indent=2)[1:-2])
         start = ","
     _write(file, "{}\n" if start == "{" else "\n}\n")
 
@@ -140,7 +145,23 @@ def _write_json_lines(predictions: Iterable[Prediction], file: BinaryIO, top: in
     """An object for each image: its name in `image`, and `answers` by task, or `error`."""
     for one in predictions:
         rest = {"answers": one.answers} if one.error is None else {"error": one.error}
-        _write(file, json.dumps({"image": one.image, **rest}, ensure_ascii=False) + "\n")
+        _write(file, _to_json({"image": one.image, **rest}) + "\n")
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """JSON has no numbers that are not finite: they become null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write_parquet(
@@ -165,6 +186,24 @@ FORMS: dict[str, Callable[[Iterable[Prediction], BinaryIO, int | None], None]] =
     "jsonl": _write_json_lines,
     "parquet": _write_parquet,
 }
+
+
+def read_errors(path: Path, form: str) -> Iterator[tuple[str, str]]:
+    """The images of a shard that could not be read, with their errors."""
+    try:
+        if form == "parquet":
+            from pyarrow import parquet
+
+            with parquet.ParquetFile(path) as file:
+                for batch in file.iter_batches(columns=["image", "error"]):
+                    rows = batch.filter(batch["error"].is_valid())
+                    yield from zip(rows["image"].to_pylist(), rows["error"].to_pylist(), strict=True)
+        else:
+            with path.open(encoding="utf-8", newline="") as lines:
+                table = csv.DictReader(lines) if form == "csv" else map(json.loads, lines)
+                yield from ((row["image"], row["error"]) for row in table if row.get("error"))
+    except Exception as error:  # of three libraries
+        raise DataError(f"{path} is damaged ({error}): remove it and repeat the command.") from None
 
 
 def predictions_table(predictions: Sequence[Prediction], total: int, top: int | None = None) -> Table:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 
 from memoro.errors import DataError
@@ -61,15 +63,22 @@ def find_images(places: Iterable[str | Path]) -> Iterator[Path]:
     Names are read folder by folder. A place without images is an error.
     """
     places = list(places)
-    seen: set[Path] = set()
-    for place in places:
-        empty = True
+    roots = [_root(place) for place in places]
+    later = Counter(roots)
+    seen: set[Path] = set()  # only what a later place may name again: there may be millions of images
+    for place, root in zip(places, roots, strict=True):
+        later[root] -= 1
+        empty, folder, again = True, None, False
         for path in _find(place):
             empty = False
-            if path not in seen:
-                yield path
-            if len(places) > 1:  # a single folder has no file twice
+            if path in seen:
+                continue
+            if path.parent != folder:
+                folder = path.parent
+                again = any(later[one] for one in (folder, *folder.parents))
+            if again or later[path]:
                 seen.add(path)
+            yield path
         if empty:
             raise DataError(f"{place}: no images there. Give files, folders or globs such as 'photos/**/*.jpg'.")
 
@@ -84,12 +93,19 @@ def walk_images(folder: str | Path) -> Iterator[Path]:
                 yield Path(path)
 
 
+def _root(place: str | Path) -> Path:
+    """What the paths of a place begin with: for a glob, the part before its first wildcard."""
+    if os.path.exists(place):
+        return Path(place)
+    return Path(*takewhile(lambda part: not glob.has_magic(part), Path(place).parts))
+
+
 def _find(place: str | Path) -> Iterator[Path]:
     if os.path.isfile(place):
         yield Path(place)
     elif os.path.isdir(place):
         yield from walk_images(place)
     else:
-        for match in sorted(glob.glob(str(place), recursive=True)):
+        for match in sorted(set(glob.glob(str(place), recursive=True))):
             if os.path.isfile(match) and is_image(match, partial(read_head, match)):
                 yield Path(match)

@@ -103,8 +103,8 @@ def _from_array(array: npt.NDArray[Any] | Tensor) -> Image.Image:
         values = np.moveaxis(values, channels, 2)
     if values.ndim not in {2, 3} or (values.ndim == 3 and values.shape[2] not in {1, 3, 4}) or not values.size:
         raise ImageError(
-            f"an array of shape {tuple(array.shape)} is no image: give (height, width) or (height, width, channels), "
-            "or a tensor (channels, height, width), with 1, 3 or 4 channels."
+            f"an array of shape {tuple(array.shape)} is not an image: give (height, width) or (height, width, "
+            "channels), or a tensor (channels, height, width), with 1, 3 or 4 channels."
         )
     if np.issubdtype(values.dtype, np.floating):
         low, high = float(values.min()), float(values.max())
@@ -117,7 +117,7 @@ def _from_array(array: npt.NDArray[Any] | Tensor) -> Image.Image:
     elif values.dtype == np.bool_:
         values = values * 255
     elif values.dtype != np.uint8:
-        raise ImageError(f"an array of {values.dtype} is no image: give uint8, or floats from 0 to 1.")
+        raise ImageError(f"an array of {values.dtype} is not an image: give uint8, or floats from 0 to 1.")
     values = values[..., 0] if values.ndim == 3 and values.shape[2] == 1 else values
     return Image.fromarray(np.ascontiguousarray(values, dtype=np.uint8))
 

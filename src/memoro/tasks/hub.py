@@ -75,6 +75,8 @@ def push_task(
         try:
             api = HfApi(token=token)
             api.create_repo(name, private=private, exist_ok=True)
+            if revision is not None and not revision.startswith("refs/pr/"):
+                api.create_branch(name, branch=revision, exist_ok=True)
             return str(
                 api.upload_folder(
                     repo_id=name, folder_path=folder, revision=revision, commit_message=f"Upload task {task.name}"
