@@ -17,7 +17,7 @@ from memoro.backbones import Backbone
 from memoro.errors import DataError, TrainingError
 from memoro.reproduce.compare import Comparison, compare_pair
 from memoro.reproduce.counts import count_method, count_methods
-from memoro.reproduce.lab import Lab
+from memoro.reproduce.lab import Lab, _known_rates
 from memoro.reproduce.measure import Budget, is_flat, keep_classes, train_seeds
 from memoro.reproduce.methods import CLASS_FULL, FORKED, FULL, HEAD, LORA, STABLE, Method, memory, memory_full, side
 from memoro.reproduce.plan import CPU, MOST_RUNS, PAPER, TABLES, Cell, Request, plan_table, runs_of
@@ -111,6 +111,8 @@ def test_steps_of_the_user_reach_every_unmasked_cell() -> None:
         if FULL in cell.methods and cell.backbone == "dinov2"
     ]
     assert larger.budget.steps == 100
+    shortest = replace(request, scale=replace(CPU, unmasked=replace(CPU.unmasked, steps=1)))
+    assert all(cell.budget.steps == 1 for cell in plan_table("table2", shortest) if FULL in cell.methods)
 
 
 def test_forks_are_planned_for_several_cells_and_counted() -> None:
@@ -252,6 +254,17 @@ def test_concatenation_trains_each_set_with_its_own_augmentation(
     lab.options = replace(lab.options, cache=False)
     lab.run(replace(cell, budget=replace(cell.budget, views=None)), Records(shapes))
     assert crops == {("one", None), ("cifar100", "pad")}
+
+
+def test_rates_that_table2_chose_are_used_for_a_set_with_its_own_augmentation(tmp_path: Path) -> None:
+    budget = plan_table("naive-concat", Request(PAPER, PAPER.sets, PAPER.backbones))[0].budget
+    method = PAPER.adjust(memory(5))
+    key = Cell("concat", "vit", PAPER.sets, (method,), budget).key("abc", 20)
+    chosen = record_of(method, [[1]], set_name="cifar100", budget=budget.on_set("cifar100"), lr=0.3)
+    assert chosen.key["budget"] != key["budget"]
+    assert _known_rates(key, Records(tmp_path, [chosen])) == {"cifar100": {"memory 5": 0.3}}
+    longer = record_of(method, [[1]], set_name="cifar100", budget=replace(budget, steps=1), lr=0.3)
+    assert _known_rates(key, Records(tmp_path, [longer])) == {}
 
 
 def test_a_failing_job_does_not_stop_the_others(
@@ -523,10 +536,13 @@ def test_forks_are_shown_with_their_cost(tmp_path: Path) -> None:
     records = Records(tmp_path, [
         Record.now("fork", key, counts, 1.0, 1),
         *(record_of(name, [[1, 0]] * 3) for name in ("head", "memory 5", "memory 20, fork 0.50")),
+        record_of("memory 5", [[1, 0]] * 3, budget=CPU.unmasked),
     ])  # fmt: skip
     text = write_table("fork", records, "cpu", tmp_path).read_text()
     assert "| vit, 20 px | 10 epochs | memory 20 | 0.50 | 7 | 2.5 | 0.500 ± 0.000 |" in text
     assert "| vit, 20 px | 10 epochs | head | 1.00 | 7 | 2.5 | 0.500 ± 0.000 |" in text
+    assert "150 steps" not in text
+    assert "150 steps" not in write_table("models", records, "cpu", tmp_path).read_text()
     assert (tmp_path / "fork-2.png").exists()
     assert "mflop" in (tmp_path / "fork.csv").read_text().splitlines()[0]
     assert "Nothing is recorded yet." in write_table("table5", records, "cpu", tmp_path).read_text()

@@ -181,7 +181,7 @@ def _table2(request: Request) -> Iterator[Cell]:
         for backbone in request.backbones:
             if backbone != request.main_backbone and "rsscn7" in request.sets:
                 budget = request.scale.unmasked
-                budget = replace(budget, steps=2 * (budget.steps or 150) // 3)
+                budget = replace(budget, steps=max(1, 2 * (budget.steps or 0) // 3))
                 yield Cell("accuracy", backbone, ("rsscn7",), (FULL,), budget)
 
 

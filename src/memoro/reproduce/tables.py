@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from memoro.reproduce.claims import INTRO, PAPER_TABLE2, PAPER_TABLE5
 from memoro.reproduce.compare import Verdict, compare_chain, compare_pair
+from memoro.reproduce.measure import Budget
 from memoro.reproduce.methods import (
     ADAPTER,
     ADAPTER_MEMORY,
@@ -86,10 +87,9 @@ def _ordering(found: Found, scale: Scale) -> list[str]:
     for row, cells in found.items():
         results = {method: record.result for method, record in cells.items()}
         marked = {method: method + ("" if was_flat(record) else NOT_FLAT) for method, record in cells.items()}
-        by_steps = next(iter(cells.values())).key["budget"]["steps"] is not None
         chains = (
-            *(UNMASKED_CHAINS if by_steps == (scale.unmasked.steps is not None) else ()),
-            *(MASKED_CHAINS if by_steps == (scale.masked.steps is not None) else ()),
+            *(UNMASKED_CHAINS if _is_as_long(cells, scale.unmasked) else ()),
+            *(MASKED_CHAINS if _is_as_long(cells, scale.masked) else ()),
         )
         for link in (link for chain in chains for link in compare_chain(chain, results)):
             equal = link.first == "full"
@@ -109,6 +109,16 @@ def _ordering(found: Found, scale: Scale) -> list[str]:
         f"verdict. `{NOT_FLAT}`: not reached, as above. {summary}.", "",
         *markdown_table(["backbone", "set", "training", "claim", "difference", "seeds", ""], rows),
     ]  # fmt: skip
+
+
+def _is_as_long(cells: Mapping[str, Record], budget: Budget) -> bool:
+    """Whether a row's length is given as the budget's is, in steps or in epochs: users may change the number."""
+    return (next(iter(cells.values())).key["budget"]["steps"] is None) == (budget.steps is None)
+
+
+def _long(found: Found, scale: Scale) -> Found:
+    """Without the shorter runs of methods with the mask, which are for comparisons with those without it."""
+    return {row: cells for row, cells in found.items() if _is_as_long(cells, scale.masked)}
 
 
 def _table4(records: Records, scale: Scale) -> Report:
@@ -218,7 +228,7 @@ def _masking(records: Records, scale: Scale) -> Report:
 
 
 def _fork(records: Records, scale: Scale) -> Report:
-    found = accuracies(records, FORKED, scale)
+    found = _long(accuracies(records, FORKED, scale), scale)
     used = [record for cells in found.values() for record in cells.values()]
     report = Report("Forks", [INTRO["fork"]], accuracy_rows(found), used=used)
     if not found:
@@ -333,7 +343,7 @@ def _extension(records: Records, scale: Scale) -> Report:
 def _models(records: Records, scale: Scale) -> Report:
     methods = (HEAD, memory(0), memory(5), side())
     names = [method.name for method in methods]
-    found = accuracies(records, methods, scale)
+    found = _long(accuracies(records, methods, scale), scale)
     report = accuracy_report("Backbones", INTRO["models"], found, names)
     rows: list[list[Any]] = []
     for training in dict.fromkeys(row.training for row in found):
