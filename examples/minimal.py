@@ -19,7 +19,7 @@ PATCHES = (8 // PATCH) ** 2
 
 
 class Block(nn.Module):
-    """One layer. Memory joins the keys and values, before the norm; it never asks, and is dropped afterwards."""
+    """One layer. Memory joins the keys and values, before the norm; it has no queries, and is dropped afterwards."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,10 +23,11 @@ import torch
 import memoro
 from memoro.data import Augment
 from memoro.reproduce.measure import FOLDS, Bench, Budget, limit_training, measure_methods
-from memoro.reproduce.methods import ADAMW, SGD, Method
+from memoro.reproduce.methods import ADAMW, Method
 from memoro.training import Cache, TrainOptions
 from reports import load_results, load_splits, make_parser, table, write_report
 
+SGD = (0.03, 0.1, 0.3)
 CROPS = {"views": 4, "augment": Augment(scale=(0.5, 1.0))}
 
 

@@ -76,7 +76,7 @@ def reproduce(
     folds: Annotated[
         int | None,
         typer.Option(
-            min=1, max=4, help="Quarters of train that judge rates.", show_default="1 to 4, by the set's size"
+            min=1, max=4, help="Folds (of 4) used to choose learning rates.", show_default="1 to 4, by the set's size"
         ),
     ] = None,
     batch_size: Annotated[
@@ -95,7 +95,7 @@ def reproduce(
 
     memoro reproduce table2 --data rsscn7.zip --data pacs_sketch.zip
 
-    Prints an estimate of the time first. Every cell (some minutes) is recorded when it is done: call it again to
+    Prints an estimate of the time first. Every job (some minutes) is recorded when it is done: call it again to
     continue. Learning rates are chosen on held-out training images, the test split is used once.
 
     torchrun --nproc-per-node 8 -m memoro reproduce all --scale paper

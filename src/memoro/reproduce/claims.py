@@ -38,8 +38,9 @@ INTRO = {
     "table2": (
         "The paper's Table 2 compares full fine-tuning, a head, head and class token, and memory with 1 to 20 "
         "cells. Here `class-full` and `memory-full N` are its regimes: every token sees memory. `class` and "
-        "`memory N` are the same with the paper's mask, which lets tasks be put together; `side 8` (low-rank "
-        "weights of the task's token) and `lora 8` are not in the paper."
+        "`memory N` have the paper's mask, which lets tasks be put together; `side 8` (low-rank weights of the "
+        "task's token) and `lora 8` are not in the paper. Compare methods within a row: rows differ in the length of "
+        "the training."
     ),
     "table4": (
         "The paper's Table 4 (i-Naturalist, parameters without the head): memory with 5 cells 50.1 %, 46K · "
@@ -63,12 +64,13 @@ INTRO = {
     ),
     "masking": (
         "Full attention against the mask, with memory and without: `class-full` and `memory-full N` let every "
-        "token see the new class token and memory, `class` and `memory N` only the task's own. The paper finds "
-        "that the mask costs little once there is memory."
+        "token see the new class token and memory, `class` and `memory N` only the task's own. Both are trained with "
+        "the same optimiser, learning rates, steps and seeds. The paper finds that the mask costs little once there "
+        "is memory."
     ),
     "fork": (
         "Accuracy over the layer at which a task leaves the backbone (its fork), as a fraction of the depth: 0 "
-        "is the paper, 1 a linear head. A task's cost, file and kept features shrink by that fraction. Not in "
+        "is the paper, 1 a linear head. A task's cost, file and cached features shrink by that fraction. Not in "
         "the paper."
     ),
     "extension": (
@@ -82,7 +84,8 @@ INTRO = {
     "lr-stability": (
         "Accuracy on held-out training images over four decades of learning rate, relative to the middle of "
         "each method's range (0.1 with SGD; 0.001 for `side 8`, which is trained with AdamW). The paper: full "
-        "fine-tuning is sensitive to the learning rate, memory stays stable at large ones. 0: diverged."
+        "fine-tuning is sensitive to the learning rate, memory stays stable at large ones. 0: diverged. "
+        "`full` and `memory-full 5` need passes of their own and have one seed, so no spread."
     ),
 }
 """What each table measures, and the paper's claim."""

@@ -10,7 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-Verdict = Literal["holds", "not told apart", "fails"]
+Verdict = Literal["holds", "not refuted", "inconclusive", "fails", "too few seeds"]
+LEAST_PAIRS = 3
+T95 = {
+    1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179,
+    15: 2.131, 20: 2.086, 30: 2.042, 60: 2.000, 120: 1.980,
+}  # fmt: skip
+"""By degrees of freedom: the 97.5 % quantile of Student's t."""
 
 
 @dataclass(frozen=True)
@@ -23,38 +29,59 @@ class Comparison:
     error: float
     """Of seeds and test images together."""
     seeds: int
+    freedom: float
+    """Degrees of freedom of the error: few where seeds dominate it, many where test images do."""
 
     @property
-    def verdict(self) -> Verdict:
-        """Whether the first is better: the difference is compared with two standard errors."""
-        if abs(self.difference) <= 2 * self.error:
-            return "not told apart"
+    def margin(self) -> float:
+        """Half of the 95 % interval."""
+        return self.error * T95[max(degrees for degrees in T95 if degrees <= self.freedom)]
+
+    def judge(self, *, equal: bool = False) -> Verdict:
+        """Whether the first is better; `equal`: or as good."""
+        if self.seeds < LEAST_PAIRS:
+            return "too few seeds"
+        if abs(self.difference) <= self.margin:
+            return "not refuted" if equal else "inconclusive"
         return "holds" if self.difference > 0 else "fails"
+
+    def __str__(self) -> str:
+        margin = f" ± {self.margin:.3f}" if self.seeds >= LEAST_PAIRS else ""
+        return f"{self.difference:+.3f}{margin}"
 
 
 def compare_pair(first: tuple[str, Mapping[str, Any]], second: tuple[str, Mapping[str, Any]]) -> Comparison | None:
-    """Pairs runs of the same seed and their answers to the same images; None where there is no such pair."""
+    """Pairs runs of the same seed and their answers to the same images; None where there is no such pair.
+
+    A run that diverged has all images wrong.
+    """
     (name, one), (other, two) = first, second
     images = one["test_images"]
     if images != two["test_images"]:
         return None
     pairs = [
-        (read_correct(a, images), read_correct(b, images))
-        for a, b in zip(one["correct"], two["correct"], strict=False)
-        if a and b
+        (read_correct(a, images), read_correct(b, images)) for a, b in zip(one["correct"], two["correct"], strict=False)
     ]
     if not pairs:
         return None
     differences = np.stack([a.astype(float) - b.astype(float) for a, b in pairs])  # seeds, images
     runs = differences.mean(axis=1)
-    of_images = differences.mean(axis=0).std(ddof=1) / math.sqrt(images)
-    # A single pair of runs says nothing of how runs differ: an error of the images alone.
-    of_runs = runs.std(ddof=1) / math.sqrt(len(runs)) if len(runs) > 1 else 0.0
-    return Comparison(name, other, float(runs.mean()), math.hypot(of_images, of_runs), len(runs))
+    # Variances of the mean. One value says nothing of how others would differ.
+    parts = [
+        (float(some.var(ddof=1)) / len(some), len(some) - 1)
+        for some in (differences.mean(axis=0), runs)
+        if len(some) > 1
+    ]
+    variance = sum(part for part, _ in parts)
+    # Welch and Satterthwaite.
+    freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts) if variance else math.inf
+    return Comparison(name, other, float(runs.mean()), math.sqrt(variance), len(runs), max(freedom, 1.0))
 
 
 def read_correct(text: str, images: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """The bits that `measure.summarise` wrote."""
+    if not text:  # the run diverged
+        return np.zeros(images, dtype=bool)
     return np.unpackbits(np.frombuffer(bytes.fromhex(text), dtype=np.uint8))[:images].astype(bool)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from memoro.bench.models import random_vit
 from memoro.engine.composition import compose
 from memoro.regimes import METHODS, REGIMES, TaskPlan
 from memoro.regimes.dense import run_dense
+from memoro.reproduce.methods import Method
 
 CLASSES = 10
 ROWS: tuple[tuple[str, str, dict[str, int]], ...] = (
@@ -63,6 +64,13 @@ def count_costs() -> dict[str, Any]:
         },
         "rows": [asdict(count_method(backbone, *row, pixels[224])) for row in ROWS],
     }
+
+
+def count_methods(backbone: Backbone, methods: Sequence[Method], image_size: tuple[int, int]) -> list[dict[str, Any]]:
+    """Counts of methods on a backbone that is there, with their forks."""
+    pixels = torch.zeros(1, backbone.channels, *image_size).to(backbone.device, backbone.dtype)
+    rows = [(method.name, method.regime, method.sizes_on(backbone.depth)) for method in methods]
+    return [asdict(count_method(backbone, *row, pixels)) for row in rows]
 
 
 def count_method(backbone: Backbone, name: str, regime: str, sizes: dict[str, int], pixels: Tensor) -> Count:

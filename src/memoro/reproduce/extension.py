@@ -39,10 +39,11 @@ def measure_extension(
     """
     own, sources = _tasks_of(splits, other, child)
     parents = {
-        (name, method.name): _train_parent(bench, replace(source, name=name), method, budget)
+        (name, method.name): _train_parent(bench, replace(source, name=name), method, budget.on_set(source.name))
         for name, source in sources.items()
         for method in methods
     }
+    budget = budget.on_set(splits.name)
     found: dict[str, Any] = {}
     for size in SIZES:
         assert own.train is not None

@@ -17,7 +17,7 @@ from memoro.data.augment import output_size
 from memoro.data.hub import KNOWN, find_known
 from memoro.errors import DataError
 from memoro.reproduce.concat import measure_concat
-from memoro.reproduce.counts import count_costs
+from memoro.reproduce.counts import count_costs, count_methods
 from memoro.reproduce.estimate import Size, base_passes, seconds_per_pass
 from memoro.reproduce.extension import measure_extension
 from memoro.reproduce.measure import Bench, Budget, limit_training, measure_methods
@@ -120,7 +120,7 @@ class Lab:
     def run(self, cell: Cell, records: Records) -> dict[str, dict[str, Any]]:
         """The results of the cell's parts, by the name of the method; a cell with one result has it under ``."""
         if cell.kind == "counts":
-            return {"": count_costs()}
+            return {"": self._count(cell) if cell.backbone else count_costs()}
         bench = self.bench(cell.backbone)
         sets = [self.splits(name, cell.budget) for name in cell.sets]
         if cell.kind == "accuracy":
@@ -132,6 +132,10 @@ class Lab:
         child = CHILDREN[cell.number]
         return {"": measure_extension(bench, sets[0], other, cell.methods, cell.budget, child)}
 
+    def _count(self, cell: Cell) -> dict[str, Any]:
+        bench = self.bench(cell.backbone)
+        return {"rows": count_methods(bench.backbone, cell.methods, output_size(bench.preprocessing))}
+
 
 def _known_rates(key: Key, records: Records) -> dict[str, Any]:
     """Rates by set and method that an earlier seed of a cell chose, or table 2 for the same method and budget."""
@@ -140,7 +144,9 @@ def _known_rates(key: Key, records: Records) -> dict[str, Any]:
         own = record.key
         if own["kind"] == "concat" and {**own, "number": 0} == {**key, "number": 0}:
             return dict(record.result["rates"])
-        same = all(own[name] == key[name] for name in ("backbone", "fingerprint", "image_size", "budget"))
+        same = all(own[name] == key[name] for name in ("backbone", "fingerprint", "image_size"))
+        # `Budget.on_set` gives a set its augmentation, here and there.
+        same = same and {**own["budget"], "augment": None} == {**key["budget"], "augment": None}
         if own["kind"] == "accuracy" and same and own["methods"][0] in key["methods"]:
             found.setdefault(own["sets"][0], {})[record.method] = record.result["lr"]
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from memoro.regimes import REGIMES
 from memoro.reproduce.methods import Method
 from memoro.tasks.task import Task
 from memoro.training import FitResult, Recipe, RunSpec, TrainOptions, train_runs
+from memoro.training.checkpoint import run_identity
 
 FOLDS = 4
 JUDGES = 250
@@ -56,6 +58,10 @@ class Budget:
     def step_count(self, images: int) -> int:
         return self.steps or self.epochs * math.ceil(images / self.batch_size)
 
+    def on_set(self, name: str) -> Budget:
+        """The paper: Inception crops, and random crops for CIFAR-100."""
+        return replace(self, augment=Augment(crop="pad")) if self.views is None and name == "cifar100" else self
+
     def folds_of(self, images: int) -> int:
         """How many of the four folds are held out in turn."""
         return self.folds or min(FOLDS, math.ceil(JUDGES * FOLDS / max(images, 1)))
@@ -76,8 +82,8 @@ class Bench:
         if not all(spec.regime.composes for spec in specs):
             options = replace(options, cache=False)
         if options.folder is not None:
-            told = [(one.splits.name, one.regime.name, one.recipe.to_json(), one.held_out is None) for one in specs]
-            name = hashlib.sha256(repr((self.backbone.fingerprint.digest, told)).encode()).hexdigest()[:16]
+            identity = json.dumps(run_identity(self.backbone, specs, options.wanted_cache))
+            name = hashlib.sha256(identity.encode()).hexdigest()[:16]
             options = replace(options, folder=options.folder / name, resume=True)
         return train_runs(self.backbone, specs, options)
 

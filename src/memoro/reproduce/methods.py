@@ -30,23 +30,24 @@ class Method:
         """Whether its runs share every pass with those of other methods."""
         return REGIMES[self.regime].composes
 
+    def sizes_on(self, depth: int) -> dict[str, Any]:
+        """The sizes, with the layer of the fork on a backbone of so many layers."""
+        return {**self.sizes, **({} if self.fork is None else {"from_layer": round(self.fork * depth)})}
+
     def build(self, backbone: Backbone, splits: Splits, seed: int, extends: Sequence[Task] = ()) -> Any:
         """An untrained Task or Baseline."""
-        sizes: dict[str, Any] = dict(self.sizes)
-        if self.fork is not None:
-            sizes["from_layer"] = round(self.fork * backbone.depth)
+        sizes = self.sizes_on(backbone.depth)
         plan = TaskPlan(splits.name, splits.labels, splits.kind, seed=seed, extends=extends, **sizes)
         return REGIMES[self.regime].build(backbone, plan)
 
 
-SGD = (0.03, 0.1, 0.3)
 ADAMW = {"optimizer": "adamw", "weight_decay": 0.01}
 
 HEAD = Method("head", "head", (0.01, 0.03, 0.1, 0.3, 1.0))
 
 
 MEMORY_RATES = (0.003, 0.01)
-"""With AdamW, for memory with the mask and without it, so that the mask is all that differs. In short trainings, SGD is
+"""With AdamW, for memory with the mask and without it: the same optimiser on both sides. In short trainings, SGD is
 either far from done or, at 0.3, some seeds collapse."""
 
 
@@ -65,8 +66,8 @@ def side(rank: int = 8, fork: float | None = None) -> Method:
     return Method(name, "side", (0.001, 0.003), {"rank": rank}, fork, ADAMW)
 
 
-def forked(fork: float) -> Method:
-    return replace(memory(5), name=f"memory 5, fork {fork:.2f}", fork=fork)
+def forked(cells: int, fork: float) -> Method:
+    return replace(memory(cells), name=f"memory {cells}, fork {fork:.2f}", fork=fork)
 
 
 FULL = Method("full", "full", (3e-5, 1e-4), recipe=ADAMW)
@@ -81,12 +82,12 @@ PROPAGATED = Method("propagated 5", "propagated", MEMORY_RATES, {"cells": 5}, re
 ADDITIVE = Method("propagated-additive 5", "propagated-additive", MEMORY_RATES, {"cells": 5}, recipe=ADAMW)
 
 MASKED = (HEAD, memory(0), memory(1), memory(5), memory(10), memory(20), side())
-UNMASKED = (FULL, CLASS_FULL, memory_full(1), memory_full(5), memory_full(20), LORA)
 
 FORKS = (1 / 3, 1 / 2, 2 / 3, 5 / 6)
 FORKED = (
-    HEAD, memory(0), memory(5), *map(forked, FORKS),
+    HEAD, memory(0), memory(5), *(forked(5, fork) for fork in FORKS),
     *(side(rank, fork) for rank in (2, 8) for fork in (0.0, *FORKS)),
+    *(method for cells in (1, 20) for method in (memory(cells), *(forked(cells, fork) for fork in FORKS))),
 )  # fmt: skip
 
 DECADES = (0.001, 0.01, 0.1, 1.0, 10.0)

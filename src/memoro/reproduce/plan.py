@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from memoro.backbones.load import TINY
-from memoro.data import Augment
 from memoro.errors import DataError
 from memoro.reproduce.measure import Budget
 from memoro.reproduce.methods import (
@@ -20,11 +19,11 @@ from memoro.reproduce.methods import (
     FORKED,
     FULL,
     HEAD,
+    LORA,
     MASKED,
     PROPAGATED,
     STABLE,
     STABLE_FULL,
-    UNMASKED,
     Method,
     as_in_paper,
     memory,
@@ -57,9 +56,13 @@ class Cell:
     @property
     def title(self) -> str:
         """For progress: `rsscn7, dinov2-small-reg: head, class, memory 1`."""
-        sets = ", ".join(self.sets) or "ViT-B/32"
+        sets = ", ".join(self.sets) or ("" if self.backbone else "ViT-B/32")
         names = ", ".join(method.name for method in self.methods)
-        number = {"concat": f"seed {self.number}", "extension": CHILDREN[self.number % 2]}.get(self.kind, "")
+        number = {
+            "concat": f"seed {self.number}",
+            "extension": CHILDREN[self.number % 2],
+            "counts": "parameters and FLOPs",
+        }.get(self.kind, "")
         return ": ".join(filter(None, [", ".join(filter(None, [sets, self.backbone])), number or names]))
 
     def parts(self) -> list[Cell]:
@@ -88,9 +91,7 @@ class Scale:
     adjust: Callable[[Method], Method] = field(default=lambda method: method, repr=False)
 
     def budget(self, masked: bool, name: str) -> Budget:
-        found = self.masked if masked else self.unmasked
-        # The paper: Inception crops, and random crops for CIFAR-100.
-        return replace(found, augment=Augment(crop="pad")) if found.views is None and name == "cifar100" else found
+        return (self.masked if masked else self.unmasked).on_set(name)
 
 
 CPU = Scale(
@@ -133,6 +134,12 @@ class Request:
         """The one that they run on."""
         return TINY if TINY in self.backbones else self.backbones[0]
 
+    @property
+    def at_unmasked_budget(self) -> Request:
+        """For methods with the mask that are compared with those without it: trained as long, on the same sets."""
+        scale = replace(self.scale, masked=self.scale.unmasked)
+        return replace(self, scale=scale, sets=self.few_sets, backbones=(self.main_backbone,))
+
     def masked(self, methods: Sequence[Method], sets: Sequence[str] | None = None, **changes: Any) -> Iterator[Cell]:
         """Cells of methods that share passes, over all backbones and sets."""
         for backbone in self.backbones:
@@ -168,11 +175,14 @@ def runs_of(method: Method, budget: Budget) -> int:
 
 def _table2(request: Request) -> Iterator[Cell]:
     yield from request.masked(MASKED)
-    yield from request.unmasked([FULL, CLASS_FULL, *map(memory_full, request.scale.cells), UNMASKED[-1]])
+    yield from request.unmasked([FULL, CLASS_FULL, *map(memory_full, request.scale.cells), LORA])
+    yield from request.at_unmasked_budget.masked([HEAD])  # the paper's ordering ends with it
     if request.scale.name == "cpu":  # the larger backbones have time for one set
         for backbone in request.backbones:
             if backbone != request.main_backbone and "rsscn7" in request.sets:
-                yield Cell("accuracy", backbone, ("rsscn7",), (FULL,), replace(request.scale.unmasked, steps=100))
+                budget = request.scale.unmasked
+                budget = replace(budget, steps=max(1, 2 * (budget.steps or 0) // 3))
+                yield Cell("accuracy", backbone, ("rsscn7",), (FULL,), budget)
 
 
 def _table4(request: Request) -> Iterator[Cell]:
@@ -199,9 +209,8 @@ def _naive(request: Request) -> Iterator[Cell]:
 
 
 def _masking(request: Request) -> Iterator[Cell]:
-    here = replace(request, backbones=(request.main_backbone,))
-    yield from here.masked([memory(cells) for cells in (0, 1, 5, 10, 20)], request.few_sets)
-    yield from here.unmasked([CLASS_FULL, *map(memory_full, request.scale.cells)])
+    yield from request.at_unmasked_budget.masked([HEAD, *map(memory, (0, *request.scale.cells))])
+    yield from request.unmasked([CLASS_FULL, *map(memory_full, request.scale.cells)])
 
 
 def _extension(request: Request) -> Iterator[Cell]:
@@ -210,10 +219,12 @@ def _extension(request: Request) -> Iterator[Cell]:
         other = next((one for one in request.few_sets if one != name), None)
         sets = (name,) if other is None else (name, other)
         for child in range(len(CHILDREN)):
-            yield Cell("extension", request.main_backbone, sets, methods, request.scale.budget(True, name), child)
+            yield Cell("extension", request.main_backbone, sets, methods, request.scale.masked, child)
 
 
 def _fork(request: Request) -> Iterator[Cell]:
+    for backbone in request.backbones:
+        yield Cell("counts", backbone, (), FORKED, Budget())
     yield from replace(request, backbones=(request.main_backbone,)).masked(FORKED)
     others = tuple(name for name in request.backbones if name != request.main_backbone)
     yield from replace(request, backbones=others).masked(FORKED, request.few_sets)

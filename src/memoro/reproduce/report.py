@@ -4,25 +4,78 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from memoro.console import format_count
 from memoro.files import write_whole
 from memoro.plots import Point, draw_panels
+from memoro.reproduce.methods import Method
+from memoro.reproduce.plan import SCALES, Scale
 from memoro.reproduce.records import Record, Records
 
-Row = tuple[str, str]
-"""Backbone and set."""
 NOT_RUN = "–"
 NOT_FLAT = "†"
 
 
 def spread(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else 0.0
+
+
+def format_values(values: Sequence[float]) -> str:
+    """`0.858 ± 0.011`; a single value has no spread."""
+    return f"{mean(values):.3f}" + (f" ± {spread(values):.3f}" if len(values) > 1 else "")
+
+
+class Row(NamedTuple):
+    """Measurements that may be compared with each other."""
+
+    backbone: str
+    pixels: int
+    name: str
+    """Of the set."""
+    training: str
+
+    @classmethod
+    def of(cls, record: Record, scale: Scale) -> Row:
+        key = record.key
+        return cls(key["backbone"], key["image_size"], key["sets"][0], describe_training(key["budget"], scale))
+
+    @property
+    def where(self) -> str:
+        return f"{self.backbone}, {self.pixels} px"
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.backbone} {self.pixels}, {self.training}"
+
+
+def describe_training(budget: Mapping[str, Any], scale: Scale) -> str:
+    """The length of a training, and what else differs from the scale's: `150 steps, batch size 16`.
+
+    Folds only choose rates, and a set's augmentation is the same with all methods.
+    """
+    length = format_count(*((budget["steps"], "step") if budget["steps"] else (budget["epochs"], "epoch")))
+    plain = asdict(scale.unmasked)
+    names = ("batch_size", "views", "most", "seeds", "val_fraction")
+    others = [f"{name.replace('_', ' ')} {budget[name]}" for name in names if budget[name] not in (plain[name], 0)]
+    return ", ".join([length, *others])
+
+
+def steps_of(record: Record) -> int:
+    budget = record.key["budget"]
+    return int(budget["steps"] or budget["epochs"] * math.ceil(record.result["train_images"] / budget["batch_size"]))
+
+
+def select(records: Records, kind: str, methods: Iterable[Method], scale: Scale) -> list[Record]:
+    """The newest record of every measurement of a kind whose methods are defined as the scale's plan has them now."""
+    planned = json.loads(json.dumps([asdict(scale.adjust(method)) for method in methods]))
+    return [record for record in records.current(kind) if all(one in planned for one in record.key["methods"])]
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
@@ -46,7 +99,7 @@ def write_table(table: str, records: Records, scale: str, out: Path) -> Path:
     from memoro.reproduce.tables import REPORTS
 
     out.mkdir(parents=True, exist_ok=True)
-    report = REPORTS[table](records)
+    report = REPORTS[table](records, SCALES[scale])
     lines = [f"# {report.title}", "", *report.lines, ""]
     for number, (caption, draw) in enumerate(report.figures.items(), start=1):
         file = draw(out / f"{table}{'' if number == 1 else f'-{number}'}.png")
@@ -95,13 +148,13 @@ def describe_budget(record: Record) -> str:
     budget = record.key["budget"]
     if record.key["kind"] == "counts":
         return ""
-    length = f"{budget['steps']} steps" if budget["steps"] else f"{budget['epochs']} epochs"
+    length = format_count(*((budget["steps"], "step") if budget["steps"] else (budget["epochs"], "epoch")))
     most = "all training images" if budget["most"] is None else f"at most {budget['most']} training images"
     views = "new random views" if budget["views"] is None else "plain views"
     masked = (
         "masked" if all(one["regime"] in {"head", "memory", "side"} for one in record.key["methods"]) else "unmasked"
     )
-    judges = "a validation split" if budget["val_fraction"] else f"{budget['folds'] or 'up to 4'} quarters of train"
+    judges = "a validation split" if budget["val_fraction"] else f"{budget['folds'] or '1 to 4'} of 4 folds of train"
     batches = f"{length}, batches of {budget['batch_size']}"
     return f"{masked.capitalize()} regimes: {batches}, {most} of a set, {views}; rates judged on {judges}."
 
@@ -109,12 +162,16 @@ def describe_budget(record: Record) -> str:
 # ------------------------------------------------------------------------------------------------ accuracy by method
 
 
-def accuracies(records: Records, methods: Sequence[str]) -> dict[Row, dict[str, Record]]:
-    """The newest record of each method by backbone and set, for methods that were measured on the test split."""
+Found = Mapping[Row, Mapping[str, Record]]
+"""Records by row and method."""
+
+
+def accuracies(records: Records, methods: Iterable[Method], scale: Scale) -> dict[Row, dict[str, Record]]:
+    """The newest record of each method in each row, for methods that were measured on the test split."""
     found: dict[Row, dict[str, Record]] = {}
-    for record in records.current("accuracy"):
-        if record.method in methods and record.result["test"]:
-            found.setdefault((record.key["backbone"], record.key["sets"][0]), {})[record.method] = record
+    for record in select(records, "accuracy", methods, scale):
+        if record.result["test"]:
+            found.setdefault(Row.of(record, scale), {})[record.method] = record
     return dict(sorted(found.items()))
 
 
@@ -122,10 +179,9 @@ def format_accuracy(record: Record | None) -> str:
     """`0.858 ± 0.011`, with a mark where the validation curve was not flat."""
     if record is None:
         return NOT_RUN
-    test = record.result["test"]
     mark = "" if was_flat(record) else NOT_FLAT
     diverged = f" ({record.result['diverged']} diverged)" if record.result["diverged"] else ""
-    return f"{mean(test):.3f} ± {spread(test):.3f}{mark}{diverged}"
+    return f"{format_values(record.result['test'])}{mark}{diverged}"
 
 
 def was_flat(record: Record) -> bool:
@@ -134,72 +190,69 @@ def was_flat(record: Record) -> bool:
     return is_flat([(step, accuracy) for step, accuracy in record.result["curve"]])
 
 
-def accuracy_lines(found: Mapping[Row, Mapping[str, Record]], methods: Sequence[str]) -> list[str]:
+def accuracy_lines(found: Found, methods: Sequence[str]) -> list[str]:
     """The table of accuracies and its legend."""
     there = [name for name in methods if any(name in row for row in found.values())]
     rows = []
-    for (backbone, name), cells in found.items():
+    for row, cells in found.items():
         first = next(iter(cells.values()))
         images = f"{first.result['train_images']} / {first.result['test_images']}"
-        where = f"{backbone}, {first.key['image_size']} px"
-        rows.append([where, name, images, *(format_accuracy(cells.get(method)) for method in there)])
-    used = [record for cells in found.values() for record in cells.values()]
-    seeds = sorted({len(record.result["test"]) for record in used})
-    legend = (
+        training = row.training if first.key["budget"]["steps"] else f"{row.training} ({steps_of(first)} steps)"
+        rows.append([row.where, row.name, images, training, *(format_accuracy(cells.get(one)) for one in there)])
+    missing = [name for name in methods if name not in there]
+    not_run = ["", f"Not run yet: {', '.join(missing)}."] if missing else []
+    columns = ["backbone", "set", "train / test", "training", *there]
+    return [*markdown_table(columns, rows), *not_run, "", legend_of(found)]
+
+
+def legend_of(found: Found) -> str:
+    seeds = sorted({len(record.result["test"]) for cells in found.values() for record in cells.values()})
+    return (
         f"Test accuracy, mean ± standard deviation of {' or '.join(map(str, seeds))} seeds. Learning rates were "
         "chosen on held-out training images (the rate is in the CSV file); then each seed was trained on all training "
         f"images and measured once. `{NOT_FLAT}`: not reached, the accuracy on held-out images was still rising by "
         f"more than 0.01 in the last third of the training. `{NOT_RUN}`: not run."
     )
-    missing = [name for name in methods if name not in there]
-    not_run = ["", f"Not run yet: {', '.join(missing)}."] if missing else []
-    return [*markdown_table(["backbone", "set", "train / test", *there], rows), *not_run, "", legend]
 
 
-def accuracy_rows(found: Mapping[Row, Mapping[str, Record]]) -> list[dict[str, Any]]:
+def accuracy_rows(found: Found) -> list[dict[str, Any]]:
     return [
         {
-            "backbone": backbone, "weights": record.key["fingerprint"], "image_size": record.key["image_size"],
-            "set": name, "method": method, "train_images": record.result["train_images"],
+            "backbone": row.backbone, "weights": record.key["fingerprint"], "image_size": row.pixels,
+            "set": row.name, "method": method, "training": row.training, "steps": steps_of(record),
+            "train_images": record.result["train_images"],
             "test_images": record.result["test_images"], "lr": record.result["lr"],
             "accuracy": round(mean(record.result["test"]), 4), "spread": round(spread(record.result["test"]), 4),
             "seeds": len(record.result["test"]), "flat": was_flat(record),
-            "parameters_without_head": record.result["parameters"], "seconds_of_cell": record.seconds,
+            "parameters_without_head": record.result["parameters"], "seconds_of_job": record.seconds,
         }
-        for (backbone, name), cells in found.items()
+        for row, cells in found.items()
         for method, record in cells.items()
     ]  # fmt: skip
 
 
-def accuracy_report(
-    records: Records, title: str, intro: Sequence[str], methods: Sequence[str]
-) -> tuple[Report, dict[Row, dict[str, Record]]]:
-    """A report with one table of accuracies, and what it shows."""
-    found = accuracies(records, methods)
+def accuracy_report(title: str, intro: str, found: Found, methods: Sequence[str]) -> Report:
+    """A report with one table of accuracies."""
     used = [record for cells in found.values() for record in cells.values()]
-    lines = [*intro, ""]
-    if found:
-        lines += accuracy_lines(found, methods)
-    return Report(title, lines, accuracy_rows(found), used=used), found
+    lines = [intro, "", *(accuracy_lines(found, methods) if found else ())]
+    return Report(title, lines, accuracy_rows(found), used=used)
 
 
 def point_of(x: float, record: Record) -> Point:
     return (x, mean(record.result["test"]), spread(record.result["test"]))
 
 
-def panels_of(
-    found: Mapping[Row, Mapping[str, Record]], lines: Mapping[str, Sequence[tuple[str, float]]]
-) -> dict[str, dict[str, list[Point]]]:
-    """A panel for each backbone and set: `lines` gives, for each line, its methods with their places on the x axis."""
+def panels_of(found: Found, lines: Mapping[str, Sequence[tuple[str, float]]]) -> dict[str, dict[str, list[Point]]]:
+    """A panel for each row: `lines` gives, for each line, its methods with their places on the x axis."""
     panels = {}
-    for (backbone, name), cells in found.items():
+    for row, cells in found.items():
         drawn = {
             line: [point_of(x, cells[method]) for method, x in places if method in cells]
             for line, places in lines.items()
         }
         drawn = {line: points for line, points in drawn.items() if points}
         if drawn:
-            panels[f"{name}, {backbone}"] = drawn
+            panels[row.title] = drawn
     return panels
 
 

@@ -1,4 +1,4 @@
-"""Runs the cells of tables: the estimate first, each cell recorded when it is done, then the reports."""
+"""Runs the cells of tables (users read: jobs): the estimate first, each recorded when it is done, then the reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from memoro.console import format_bytes, format_count
 from memoro.data.augment import output_size
 from memoro.data.hub import KNOWN, find_known
-from memoro.errors import MemoroError
+from memoro.errors import DataError, MemoroError, TrainingError
 from memoro.reproduce.counts import count_flops
 from memoro.reproduce.estimate import Size, base_passes, training_bytes, training_steps
 from memoro.reproduce.lab import Lab
@@ -53,17 +53,41 @@ def list_missing(order: Order, lab: Lab, records: Records) -> list[tuple[str, Ce
     return found
 
 
+def without_unplanned(order: Order, log: Log) -> Order:
+    """The order without tables that cannot be planned for its sets; an error if it has only one."""
+    planned = []
+    for table in order.tables:
+        try:
+            plan_table(table, order.request)
+            planned.append(table)
+        except DataError as error:
+            if len(order.tables) == 1:
+                raise
+            log(f"{table}: skipped ({error})")
+    return replace(order, tables=tuple(planned))
+
+
 def run_tables(order: Order, lab: Lab, log: Log) -> Records:
-    """Runs what is not recorded yet, and writes the reports of all tables."""
+    """Runs what is not recorded yet, and writes the reports of all tables.
+
+    A job that fails does not stop the others: at the end, an error says how many did.
+    """
+    order = without_unplanned(order, log)
     records = Records.read(order.out)
     sizes = {name: lab.size(name) for name in order.request.sets}
     waiting, total = list_missing(order, lab, records), len(order.cells())
     seconds = sum(lab.seconds(cell, sizes) for _, cell in waiting)
-    log(f"{total} cells, {total - len(waiting)} of them done. The others: about {format_time(seconds)}.")
+    log(f"{format_count(total, 'job')}, {total - len(waiting)} of them done. The others: about {format_time(seconds)}.")
+    failed = 0
     for number, (table, cell) in enumerate(waiting, start=1):
         log(f"[{number} of {len(waiting)}] {table}: {cell.title} (about {format_time(lab.seconds(cell, sizes))})")
         started = time.monotonic()
-        results = lab.run(cell, records)
+        try:
+            results = lab.run(cell, records)
+        except MemoroError as error:
+            failed += 1
+            log(f"    failed: {error}")
+            continue
         seconds = time.monotonic() - started
         parts = {part.methods[0].name if cell.kind == "accuracy" else "": part for part in cell.parts()}
         made = [
@@ -76,6 +100,10 @@ def run_tables(order: Order, lab: Lab, log: Log) -> Records:
         log(f"    done in {format_time(seconds)}")
     if lab.main:
         write_reports(order.tables, order.request.scale.name, order.out, log)
+    if failed:
+        raise TrainingError(
+            f"{failed} of {format_count(len(waiting), 'job')} failed; the same command tries them again."
+        )
     return records
 
 
@@ -88,6 +116,7 @@ def write_reports(tables: Sequence[str], scale: str, out: Path, log: Log) -> Non
 
 def dry_run(order: Order, lab: Lab, log: Log) -> None:
     """Resolves the plan and says what it needs, without training anything."""
+    order = without_unplanned(order, log)
     request, scale = order.request, order.request.scale
     sizes = {name: _look_for_set(name, lab, log) for name in request.sets}
     known = {name: size for name, size in sizes.items() if size is not None}
@@ -101,7 +130,7 @@ def dry_run(order: Order, lab: Lab, log: Log) -> None:
         steps = sum(training_steps(cell, known) for cell in cells)
         seconds = sum(lab.seconds(cell, known) for cell in cells)
         total += seconds
-        what = f"{format_count(len(cells), 'cell')} that no other table or record has"
+        what = f"{format_count(len(cells), 'job')} that no other table or record has"
         log(f"{table}: {what}, {steps:,} optimiser steps, about {format_time(seconds)} on this machine")
     log(f"all: about {format_time(total)} on this machine; batch {scale.unmasked.batch_size}")
     passes = sum(base_passes(cell, known) for _, cell in left)

@@ -2,36 +2,65 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from statistics import mean
-from typing import Any
+from typing import Any, get_args
 
 from memoro.reproduce.claims import INTRO, PAPER_TABLE2, PAPER_TABLE5
-from memoro.reproduce.compare import compare_chain, compare_pair
-from memoro.reproduce.methods import FORKED, MASKED
+from memoro.reproduce.compare import Verdict, compare_chain, compare_pair
+from memoro.reproduce.measure import Budget
+from memoro.reproduce.methods import (
+    ADAPTER,
+    ADAPTER_MEMORY,
+    ADAPTER_WIDE,
+    ADDITIVE,
+    CLASS_FULL,
+    FORKED,
+    FULL,
+    HEAD,
+    LORA,
+    MASKED,
+    PROPAGATED,
+    STABLE,
+    STABLE_FULL,
+    memory,
+    memory_full,
+    side,
+)
+from memoro.reproduce.plan import CHILDREN, Scale
 from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import (
+    NOT_FLAT,
     NOT_RUN,
+    Found,
     Report,
     Row,
+    accuracies,
     accuracy_report,
+    accuracy_rows,
     figure_of,
+    format_accuracy,
+    format_values,
+    legend_of,
     markdown_table,
     panels_of,
+    select,
     spread,
+    was_flat,
 )
 
 CELLS = (1, 5, 10, 20)
-UNMASKED_CHAIN = ("full", "memory-full 5", "class-full", "head")
-MASKED_CHAIN = ("full", "memory 5", "class", "head")
+UNMASKED_CHAINS = (("full", "memory-full 5", "class-full", "head"),)
+MASKED_CHAINS = (("memory 5", "class", "head"), ("side 8", "head"))
 
 
-def _table2(records: Records) -> Report:
-    masked = [method.name for method in MASKED]
-    names = ["full", "head", "class-full", *(f"memory-full {cells}" for cells in CELLS), *masked[1:], "lora 8"]
-    intro = [INTRO["table2"]]
-    report, found = accuracy_report(records, "Table 2: accuracy by regime", intro, names)
-    report.lines += _ordering(found)
+def _table2(records: Records, scale: Scale) -> Report:
+    methods = [FULL, HEAD, CLASS_FULL, *map(memory_full, CELLS), *MASKED[1:], LORA]
+    found = accuracies(records, methods, scale)
+    names = [method.name for method in methods]
+    report = accuracy_report("Table 2: accuracy by regime", INTRO["table2"], found, names)
+    report.lines += _ordering(found, scale)
     paper = [[name, *map(str, figures)] for name, *figures in PAPER_TABLE2]
     columns = [
         "paper, validation accuracy in %",
@@ -52,53 +81,61 @@ def _table2(records: Records) -> Report:
     return report
 
 
-def _ordering(found: Mapping[Row, Mapping[str, Record]]) -> list[str]:
-    """The paper's ordering, link by link, with and without the mask."""
+def _ordering(found: Found, scale: Scale) -> list[str]:
+    """The paper's ordering, link by link: without the mask, and with it, each where all of it was trained as long."""
     rows = []
-    for (backbone, name), cells in found.items():
+    for row, cells in found.items():
         results = {method: record.result for method, record in cells.items()}
-        for chain in (UNMASKED_CHAIN, MASKED_CHAIN):
-            for link in compare_chain(chain, results):
-                sign = "≥" if link.first == "full" else ">"
-                verdict = link.verdict
-                if sign == "≥" and verdict == "not told apart":
-                    verdict = "holds"
-                shown = f"{link.difference:+.3f} ± {link.error:.3f}"
-                rows.append([backbone, name, f"{link.first} {sign} {link.second}", shown, link.seeds, verdict])
+        marked = {method: method + ("" if was_flat(record) else NOT_FLAT) for method, record in cells.items()}
+        chains = (
+            *(UNMASKED_CHAINS if _is_as_long(cells, scale.unmasked) else ()),
+            *(MASKED_CHAINS if _is_as_long(cells, scale.masked) else ()),
+        )
+        for link in (link for chain in chains for link in compare_chain(chain, results)):
+            equal = link.first == "full"
+            claim = f"{marked[link.first]} {'≥' if equal else '>'} {marked[link.second]}"
+            verdict = link.judge(equal=equal)
+            rows.append([row.where, row.name, row.training, claim, str(link), link.seeds, verdict])
     if not rows:
         return []
-    counts = {word: sum(row[-1] == word for row in rows) for word in ("holds", "not told apart", "fails")}
-    summary = ", ".join(f"{word}: {count}" for word, count in counts.items())
+    counts = Counter(row[-1] for row in rows)
+    summary = ", ".join(f"{word}: {counts[word]}" for word in get_args(Verdict) if counts[word])
     return [
         "", "## The ordering full ≥ memory > class > head", "",
-        "Differences in test accuracy of runs with the same seed, on the same images, ± standard error (of seeds and "
-        "test images together). A link holds if the difference is above two standard errors (`≥`: not below minus "
-        f"two), and fails if it is below minus two. {summary}.", "",
-        *markdown_table(["backbone", "set", "claim", "difference", "seeds", ""], rows),
+        "Differences in test accuracy of runs with the same seed and the same training length, on the same images, ± "
+        "half of the 95 % interval (of seeds and test images together; Student's t with Satterthwaite's degrees of "
+        "freedom). A run that diverged has all images wrong. A link holds if the difference is above that, fails if it "
+        "is below minus that, and is inconclusive in between; `≥` is then not refuted. Fewer than three seeds get no "
+        f"verdict. `{NOT_FLAT}`: not reached, as above. {summary}.", "",
+        *markdown_table(["backbone", "set", "training", "claim", "difference", "seeds", ""], rows),
     ]  # fmt: skip
 
 
-def _table4(records: Records) -> Report:
-    names = [
-        "memory-full 5",
-        "adapter 5",
-        "adapter 20",
-        "adapter 5 + memory-full 5",
-        "propagated 5",
-        "propagated-additive 5",
-    ]
-    intro = [INTRO["table4"]]
-    report, found = accuracy_report(records, "Table 4: memory and adapters", intro, names)
+def _is_as_long(cells: Mapping[str, Record], budget: Budget) -> bool:
+    """Whether a row's length is given as the budget's is, in steps or in epochs: users may change the number."""
+    return (next(iter(cells.values())).key["budget"]["steps"] is None) == (budget.steps is None)
+
+
+def _long(found: Found, scale: Scale) -> Found:
+    """Without the shorter runs of methods with the mask, which are for comparisons with those without it."""
+    return {row: cells for row, cells in found.items() if _is_as_long(cells, scale.masked)}
+
+
+def _table4(records: Records, scale: Scale) -> Report:
+    methods = [memory_full(5), ADAPTER, ADAPTER_WIDE, ADAPTER_MEMORY, PROPAGATED, ADDITIVE]
+    names = [method.name for method in methods]
+    found = accuracies(records, methods, scale)
+    report = accuracy_report("Table 4: memory and adapters", INTRO["table4"], found, names)
     if found:
-        first = next(iter(found.values()))
+        row, first = next(iter(found.items()))
         counted = [[name, f"{first[name].result['parameters']:,}"] for name in names if name in first]
-        report.lines += ["", *markdown_table(["method", f"parameters without head ({next(iter(found))[0]})"], counted)]
+        report.lines += ["", *markdown_table(["method", f"parameters without head ({row.backbone})"], counted)]
     return report
 
 
-def _table5(records: Records) -> Report:
+def _table5(records: Records, scale: Scale) -> Report:
     intro = [INTRO["table5"]]
-    found = records.current("counts")
+    found = [record for record in records.current("counts") if not record.key["backbone"]]
     if not found:
         return Report("Table 5: parameters and FLOPs", intro)
     result = found[-1].result
@@ -114,100 +151,159 @@ def _table5(records: Records) -> Report:
     return Report("Table 5: parameters and FLOPs", lines, [dict(row) for row in result["rows"]], used=found[-1:])
 
 
-def _naive(records: Records) -> Report:
+def _naive(records: Records, scale: Scale) -> Report:
     intro = [INTRO["naive-concat"]]
-    found = records.current("concat")
+    found = select(records, "concat", (memory_full(5), memory(5)), scale)
     report = Report("Naive concatenation", intro, used=found)
-    gathered: dict[Row, list[dict[str, Any]]] = {}
+    gathered: dict[tuple[Row, tuple[str, ...]], list[dict[str, Any]]] = {}
     for record in found:
         for name, result in record.result["sets"].items():
-            gathered.setdefault((record.key["backbone"], name), []).append(result)
+            place = Row.of(record, scale)._replace(name=name), tuple(result["order"])
+            gathered.setdefault(place, []).append(result)
     rows, panels = [], {}
-    for (backbone, name), results in gathered.items():
+    most = max((len(order) for _, order in gathered), default=0)
+    for (row, order), results in gathered.items():
         lines: dict[str, list[tuple[float, float, float]]] = {}
         for kind in ("naive", "masked"):
             steps = list(zip(*(result[kind] for result in results), strict=True))
-            rows.append([backbone, name, kind, *(f"{mean(step):.3f} ± {spread(step):.3f}" for step in steps)])
+            shown = [*map(format_values, steps), *[""] * (most - len(steps))]
+            rows.append([row.where, row.name, row.training, kind, *shown, len(results)])
             lines[f"{kind} concatenation"] = [(at, mean(step), spread(step)) for at, step in enumerate(steps, start=1)]
             report.rows += [
-                {"backbone": backbone, "set": name, "kind": kind, "models": at, "added": results[0]["order"][at - 1],
-                 "accuracy": round(mean(step), 4), "spread": round(spread(step), 4), "seeds": len(step)}
+                {"backbone": row.backbone, "image_size": row.pixels, "set": row.name, "training": row.training,
+                 "kind": kind, "models": at, "added": order[at - 1], "accuracy": round(mean(step), 4),
+                 "spread": round(spread(step), 4), "seeds": len(step)}
                 for at, step in enumerate(steps, start=1)
             ]  # fmt: skip
-        panels[f"{name}, {backbone}"] = lines
+        panels[f"{row.title}, {len(order)} models"] = lines
     if rows:
-        models = len(rows[0]) - 3
-        columns = ["backbone", "set", "", "alone", *(f"+{number}" for number in range(1, models))]
+        added = (f"+{number}" for number in range(1, most))
+        columns = ["backbone", "set", "training", "", "alone", *added, "seeds"]
         change = max(result["largest_change"] for results in gathered.values() for result in results)
-        seeds = len(next(iter(gathered.values())))
-        orders = "; ".join(", ".join(results[0]["order"]) for results in gathered.values())
+        orders = "; ".join(dict.fromkeys(", ".join(order) for _, order in gathered))
         report.lines = [
             *intro, "", *markdown_table(columns, rows), "",
-            f"Test accuracy, mean ± standard deviation of {seeds} seeds. In the order {orders}. With masks, the "
+            f"Test accuracy, mean ± standard deviation over seeds. In the order {orders}. With masks, the "
             f"largest change of any logit is {change:.1g} (float32 rounding).",
         ]  # fmt: skip
         report.figures["accuracy over the number of models"] = figure_of(panels, "models in one pass", "test accuracy")
     return report
 
 
-def _masking(records: Records) -> Report:
-    full = ["class-full", *(f"memory-full {cells}" for cells in CELLS)]
-    masked = ["class", *(f"memory {cells}" for cells in CELLS)]
-    intro = [INTRO["masking"]]
-    report, found = accuracy_report(records, "Masking", intro, [*full, *masked])
-    lines = {
-        "mask": list(zip(masked, (0, *CELLS), strict=True)),
-        "full attention": list(zip(full, (0, *CELLS), strict=True)),
+def _masking(records: Records, scale: Scale) -> Report:
+    unmasked, masked = [CLASS_FULL, *map(memory_full, CELLS)], [*map(memory, (0, *CELLS))]
+    pairs = [(one.name, two.name) for one, two in zip(unmasked, masked, strict=True)]
+    # Methods with the mask have longer trainings in other tables, without anything to compare them with.
+    found = {
+        row: cells
+        for row, cells in accuracies(records, [HEAD, *unmasked, *masked], scale).items()
+        if any(one in cells and two in cells for one, two in pairs)
     }
-    both = {row: cells for row, cells in found.items() if set(cells) & set(full) and set(cells) & set(masked)}
+    names = [method.name for method in (HEAD, *unmasked, *masked)]
+    report = accuracy_report("Masking", INTRO["masking"], found, names)
     rows = []
-    for (backbone, name), cells in both.items():
-        for one, two in zip(full, masked, strict=True):
+    for row, cells in found.items():
+        for one, two in pairs:
             if one in cells and two in cells:
                 link = compare_pair((one, cells[one].result), (two, cells[two].result))
                 if link is not None:
-                    rows.append(
-                        [backbone, name, f"{one} − {two}", f"{link.difference:+.3f} ± {link.error:.3f}", link.seeds]
-                    )
+                    rows.append([row.where, row.name, row.training, f"{one} − {two}", str(link), link.seeds])
     if rows:
         report.lines += [
             "",
-            "What full attention gains:",
+            "What full attention gains, ± half of the 95 % interval:",
             "",
-            *markdown_table(["backbone", "set", "", "difference", "seeds"], rows),
+            *markdown_table(["backbone", "set", "training", "", "difference", "seeds"], rows),
         ]
     if found:
+        lines = {
+            "full attention": [(one, cells) for (one, _), cells in zip(pairs, (0, *CELLS), strict=True)],
+            "mask": [(two, cells) for (_, two), cells in zip(pairs, (0, *CELLS), strict=True)],
+            "head": [("head", 0), ("head", CELLS[-1])],  # a level line
+        }
         report.figures["accuracy over memory cells"] = figure_of(
             panels_of(found, lines), "memory cells (0: none)", "test accuracy"
         )
     return report
 
 
-def _fork(records: Records) -> Report:
-    names = [method.name for method in FORKED]
-    intro = [INTRO["fork"]]
-    report, found = accuracy_report(records, "Forks", intro, names)
-    lines: dict[str, list[tuple[str, float]]] = {"memory 5": [("memory 5", 0.0)], "side 2": [], "side 8": []}
+def _fork(records: Records, scale: Scale) -> Report:
+    found = _long(accuracies(records, FORKED, scale), scale)
+    used = [record for cells in found.values() for record in cells.values()]
+    report = Report("Forks", [INTRO["fork"]], accuracy_rows(found), used=used)
+    if not found:
+        return report
+    counted = [record for record in records.current("counts") if record.key["backbone"]]
+    report.used += counted
+    costs = {
+        (record.key["backbone"], record.key["image_size"], row["name"]): row["flops"] / 1e6
+        for record in counted
+        for row in record.result["rows"]
+    }
+    forks = {method.name: 1.0 if method is HEAD else method.fork or 0.0 for method in FORKED}
+    for line in report.rows:
+        line["fork"] = round(forks[line["method"]], 2)
+        line["mflop"] = costs.get((line["backbone"], line["image_size"], line["method"]), "")
+    report.lines += [
+        "", *_fork_table(found, forks, costs), "", legend_of(found), "",
+        "Parameters without the head. MFLOP: what a task adds to one pass of the backbone for one image.",
+    ]  # fmt: skip
+    lines: dict[str, list[str]] = {}
     for method in FORKED:
-        if method.fork is not None:
-            lines[method.name.partition(",")[0]].append((method.name, method.fork))
-    for places in lines.values():
-        places.append(("head", 1.0))
-    if found:
-        panels = panels_of(found, lines)
-        report.figures["accuracy over the fork"] = figure_of(
-            panels, "fork, as a fraction of the depth", "test accuracy"
-        )
+        if method not in (HEAD, memory(0)):
+            lines.setdefault(method.name.partition(",")[0], []).append(method.name)
+    by_fork: dict[str, Any] = {}
+    by_cost: dict[str, Any] = {}
+    for row, cells in found.items():
+        prices = {name: costs.get((row.backbone, row.pixels, name)) for name in forks}
+        for panels, places in ((by_fork, forks), (by_cost, prices)):
+            drawn = {
+                line: [(name, x) for name in (*names, "head") if (x := places[name]) is not None]
+                for line, names in lines.items()
+            }
+            panels.update(panels_of({row: cells}, drawn))
+    report.figures["accuracy over the fork"] = figure_of(by_fork, "fork, as a fraction of the depth", "test accuracy")
+    if by_cost:
+        report.figures["accuracy over the cost"] = figure_of(by_cost, "MFLOP per image", "test accuracy")
     return report
 
 
-def _extension(records: Records) -> Report:
+def _fork_table(found: Found, forks: Mapping[str, float], costs: Mapping[tuple[str, int, str], float]) -> list[str]:
+    """A row for each method: there are more of them than sets."""
+    sets = sorted({row.name for row in found})
+    rows: list[list[Any]] = []
+    for group in dict.fromkeys(row._replace(name="") for row in found):
+        for name, fork in sorted(forks.items(), key=_line_and_fork):
+            cells = [found.get(group._replace(name=one), {}).get(name) for one in sets]
+            first = next((record for record in cells if record is not None), None)
+            if first is None:
+                continue
+            cost = costs.get((group.backbone, group.pixels, name))
+            rows.append([
+                group.where, group.training, name.partition(",")[0], f"{fork:.2f}", f"{first.result['parameters']:,}",
+                NOT_RUN if cost is None else f"{cost:,.1f}", *map(format_accuracy, cells),
+            ])  # fmt: skip
+    return markdown_table(["backbone", "training", "method", "fork", "parameters", "MFLOP", *sets], rows)
+
+
+def _line_and_fork(one: tuple[str, float]) -> tuple[str, int, str, float]:
+    line = one[0].partition(",")[0]
+    return line.partition(" ")[0], len(line), line, one[1]  # memory 5 before memory 20
+
+
+def _extension(records: Records, scale: Scale) -> Report:
     intro = [INTRO["extension"]]
-    found = records.current("extension")
-    report = Report("Extension: does a parent help?", intro, used=found)
-    rows, panels = [], {}
-    for record in found:
-        key, child = record.key, ("classes", "groups")[record.key["number"]]
+    found: dict[tuple[Row, str, str], Record] = {}
+    for record in select(records, "extension", (memory(5), side()), scale):
+        child = CHILDREN[record.key["number"]]
+        other = (
+            "" if child == "groups" else ", ".join(record.key["sets"][1:])
+        )  # groups have one parent, of their own set
+        found[Row.of(record, scale), child, other] = record
+    report = Report("Extension: does a parent help?", intro, used=[*found.values()])
+    rows: list[list[Any]] = []
+    panels: dict[str, Any] = {}
+    for (row, child, other), record in found.items():
         test_images = record.result["test_images"]
         lines: dict[str, list[tuple[float, float, float]]] = {}
         for size, cases in record.result["sizes"].items():
@@ -215,36 +311,28 @@ def _extension(records: Records) -> Report:
                 test = result["test"]
                 method, _, parent = case.partition(", ")
                 alone = cases[f"{method}, alone"]
+                parent = f"{parent} ({other})" if parent == "another set" else parent
                 link = compare_pair(
                     (case, {**result, "test_images": test_images}), ("alone", {**alone, "test_images": test_images})
                 )
-                gain = "" if link is None or parent == "alone" else f"{link.difference:+.3f} ± {link.error:.3f}"
-                rows.append(
-                    [
-                        key["backbone"],
-                        key["sets"][0],
-                        child,
-                        size,
-                        method,
-                        parent,
-                        f"{mean(test):.3f} ± {spread(test):.3f}",
-                        gain,
-                    ]
-                )
+                gain = "" if link is None or parent == "alone" else str(link)
+                shown = [child, size, method, parent, format_values(test), gain]
+                rows.append([row.where, row.name, row.training, *shown])
                 lines.setdefault(case, []).append((float(size), mean(test), spread(test)))
                 report.rows.append({
-                    "backbone": key["backbone"], "set": key["sets"][0], "child": child, "images": int(size),
-                    "method": method, "parent": parent, "accuracy": round(mean(test), 4),
-                    "spread": round(spread(test), 4), "seeds": len(test),
+                    "backbone": row.backbone, "image_size": row.pixels, "set": row.name, "training": row.training,
+                    "child": child, "images": int(size), "method": method, "parent": parent,
+                    "accuracy": round(mean(test), 4), "spread": round(spread(test), 4), "seeds": len(test),
                     "gain": "" if link is None else round(link.difference, 4),
                     "error": "" if link is None else round(link.error, 4),
                 })  # fmt: skip
-        panels[f"{key['sets'][0]}: {child}, {key['backbone']}"] = lines
+        title = f"{child} of {row.title}"
+        panels[f"{title}, {other}" if title in panels else title] = lines
     if rows:
-        columns = ["backbone", "set", "child", "training images", "method", "parent", "test accuracy", "gain"]
+        columns = ["backbone", "set", "training", "child", "images", "method", "parent", "test accuracy", "gain"]
         report.lines = [
             *intro, "", *markdown_table(columns, rows), "",
-            "`gain`: over the same method alone, same seeds and images, ± standard error.",
+            "`gain`: over the same method alone, same seeds and images, ± half of the 95 % interval.",
         ]  # fmt: skip
         report.figures["accuracy over training images"] = figure_of(
             panels, "training images of the child", "test accuracy", log=True
@@ -252,64 +340,69 @@ def _extension(records: Records) -> Report:
     return report
 
 
-def _models(records: Records) -> Report:
-    names = ["head", "class", "memory 5", "side 8"]
-    intro = [INTRO["models"]]
-    report, found = accuracy_report(records, "Backbones", intro, names)
-    backbones = sorted({backbone for backbone, _ in found})
-    shared = (
-        set.intersection(*({name for one, name in found if one == backbone} for backbone in backbones))
-        if found
-        else set()
-    )
-    if shared and len(backbones) > 1:
-        rows = []
-        for backbone in backbones:
-            cells = [found[backbone, name] for name in sorted(shared)]
+def _models(records: Records, scale: Scale) -> Report:
+    methods = (HEAD, memory(0), memory(5), side())
+    names = [method.name for method in methods]
+    found = _long(accuracies(records, methods, scale), scale)
+    report = accuracy_report("Backbones", INTRO["models"], found, names)
+    rows: list[list[Any]] = []
+    for training in dict.fromkeys(row.training for row in found):
+        alike = [row for row in found if row.training == training]
+        backbones = dict.fromkeys(row._replace(name="") for row in alike)
+        shared = set.intersection(*({row.name for row in alike if row.where == one.where} for one in backbones))
+        for backbone in backbones if shared and len(backbones) > 1 else ():
+            cells = [found[backbone._replace(name=name)] for name in sorted(shared)]
             means = [
                 f"{mean(mean(row[method].result['test']) for row in cells):.3f}"
                 if all(method in row for row in cells)
                 else NOT_RUN
                 for method in names
             ]
-            rows.append([backbone, len(cells), *means])
+            rows.append([backbone.where, training, len(cells), *means])
+    if rows:
         report.lines += [
             "",
             "Means over the sets that all backbones were measured on:",
             "",
-            *markdown_table(["backbone", "sets", *names], rows),
+            *markdown_table(["backbone", "training", "sets", *names], rows),
         ]
     return report
 
 
-def _stability(records: Records) -> Report:
+def _stability(records: Records, scale: Scale) -> Report:
     intro = [INTRO["lr-stability"]]
-    found = [one for one in records.current("accuracy") if not one.result["test"] and len(one.result["scores"]) >= 5]
-    report = Report("Stability over learning rates", intro, used=found)
+    found = {
+        (Row.of(record, scale), record.method): record
+        for record in select(records, "accuracy", (*STABLE, *STABLE_FULL), scale)
+        if not record.result["test"]
+    }
+    report = Report("Stability over learning rates", intro, used=[*found.values()])
     rows: list[list[Any]] = []
     panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
-    for record in found:
+    for (row, method), record in found.items():
         scores = {float(rate): some for rate, some in record.result["scores"].items()}
         middle = sorted(scores)[len(scores) // 2]
-        cells = [f"{mean(scores[rate]):.3f} ± {spread(scores[rate]):.3f}" for rate in sorted(scores)]
-        rows.append([record.key["backbone"], record.key["sets"][0], record.method, f"{middle:g}", *cells])
+        cells = [format_values(scores[rate]) for rate in sorted(scores)]
+        seeds = len(scores[middle])
+        rows.append([row.where, row.name, row.training, method, seeds, f"{middle:g}", *cells])
         points = [(rate / middle, mean(some), spread(some)) for rate, some in scores.items()]
-        panels.setdefault(f"{record.key['sets'][0]}, {record.key['backbone']}", {})[record.method] = points
+        panels.setdefault(f"{row.name}, {row.backbone} {row.pixels}", {})[f"{method}, {row.training}"] = points
         report.rows += [
-            {"backbone": record.key["backbone"], "set": record.key["sets"][0], "method": record.method, "lr": rate,
-             "accuracy": round(mean(some), 4), "spread": round(spread(some), 4), "seeds": len(some)}
+            {"backbone": row.backbone, "image_size": row.pixels, "set": row.name, "training": row.training,
+             "method": method, "lr": rate, "accuracy": round(mean(some), 4), "spread": round(spread(some), 4),
+             "seeds": len(some)}
             for rate, some in scores.items()
         ]  # fmt: skip
     if rows:
-        columns = ["backbone", "set", "method", "middle rate", "÷ 100", "÷ 10", "× 1", "× 10", "× 100"]
-        report.lines = [*intro, "", *markdown_table(columns, rows)]
+        rates = ["middle rate", "÷ 100", "÷ 10", "× 1", "× 10", "× 100"]
+        report.lines = [*intro, "", *markdown_table(["backbone", "set", "training", "method", "seeds", *rates], rows)]
         report.figures["accuracy over learning rates"] = figure_of(
             panels, "learning rate ÷ the middle one", "held-out accuracy", log=True
         )
     return report
 
 
-REPORTS: dict[str, Callable[[Records], Report]] = {
+REPORTS: dict[str, Callable[[Records, Scale], Report]] = {
     "table2": _table2,
     "naive-concat": _naive,
     "masking": _masking,
