@@ -99,10 +99,10 @@ def test_bundles_are_taken_apart(server: Running, backbone: Backbone, tmp_path: 
 def test_parents_are_protected(server: Running, backbone: Backbone, tmp_path: Path) -> None:
     before = contents(server.store)
     status, _, found = server.request("DELETE", "/v1/tasks/pets")
-    assert (status, found["error"]) == (409, "cannot detach 'pets' before what extends it: 'breeds'.")
+    assert (status, found["error"]) == (409, "cannot detach 'pets', because 'breeds' extends it: detach that first.")
     other = random_task(backbone, "pets", labels=["cat", "dog"], seed=77)
     status, _, found = server.request("PUT", "/v1/tasks/pets", file_of(tmp_path, other))
-    assert (status, found["error"]) == (409, "cannot replace 'pets' before what extends it: 'breeds'.")
+    assert (status, found["error"]) == (409, "cannot replace 'pets', because 'breeds' extends it: detach that first.")
     orphan = random_task(backbone, "orphan", extends=[random_task(backbone, "missing")])
     status, _, found = server.request("PUT", "/v1/tasks/orphan", file_of(tmp_path, orphan))
     assert (status, "attach 'missing' too" in found["error"]) == (422, True)

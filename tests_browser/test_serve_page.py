@@ -203,7 +203,7 @@ def test_unfamiliar_images(context: BrowserContext, backbone: Backbone, tmp_path
         expect(rooms.locator(".why")).to_contain_text("unlike those that rooms was trained on: none of its own images")
         expect(pets).to_contain_text("Familiar: 100 % of its own images")
         expect(pets.locator("h3")).to_have_text("pets")
-        expect(page.locator('.answer[data-task="plain"]')).to_contain_text("cannot tell")
+        expect(page.locator('.answer[data-task="plain"]')).to_contain_text("has no familiarity")
         grey, normal = (one.locator(".best").evaluate("one => getComputedStyle(one).color") for one in (rooms, pets))
         soft = shown.run("getComputedStyle(document.querySelector('.soft')).color")
         assert (grey == soft, normal == soft) == (True, False)
@@ -214,7 +214,7 @@ def test_unfamiliar_images(context: BrowserContext, backbone: Backbone, tmp_path
         expect(page.locator("#status")).to_contain_text("Unfamiliar to 1 of 3.")
         page.get_by_role("button", name="None").click()
         page.get_by_role("checkbox", name="rooms", exact=True).check()
-        expect(page.locator("#status")).to_contain_text("None of these tasks knows such images.")
+        expect(page.locator("#status")).to_contain_text("This image is unfamiliar to all of these tasks.")
 
 
 # ------------------------------------------------------------------------------------------------------ overlay
@@ -349,7 +349,7 @@ def test_attach_detach_and_undo(context: BrowserContext, backbone: Backbone, ser
     expect(page.locator("#problem")).to_be_hidden()
     assert shown.problems == []
     page.get_by_role("button", name="Detach pets").click()
-    expect(page.locator("#task-problem")).to_contain_text("Cannot detach 'pets' before what extends it: 'breeds'")
+    expect(page.locator("#task-problem")).to_contain_text("Cannot detach 'pets', because 'breeds' extends it")
     assert contents(folder) == after
     drop(shown, "new.safetensors", new.read_bytes())
     expect(page.locator("#task-status")).to_contain_text("new one was attached already.")
