@@ -59,7 +59,10 @@ class Client:
         unfamiliar: Unfamiliar = "mark",
         false_alarms: float | None = None,
     ) -> list[dict[str, dict[str, Any]]]:
-        """What each task answers for each image (paths, bytes, PIL images), as `Composition.predict` returns it."""
+        """What each task answers for each image (paths, bytes, PIL images), as `Composition.predict` returns it.
+
+        Without `top`, with the probabilities of 5 labels; the library returns those of all.
+        """
         found = self.ask("predict", images, tasks, top=top, unfamiliar=unfamiliar, false_alarms=false_alarms)
         return [image["answers"] for image in found["images"]]
 
