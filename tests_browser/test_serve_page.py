@@ -365,6 +365,35 @@ def test_what_others_attach_appears(context: BrowserContext, backbone: Backbone,
     expect(shown.page.locator('.task[data-task="later"]')).to_be_visible()
 
 
+def test_what_others_detach_is_not_asked_again(context: BrowserContext, server: Running) -> None:
+    shown = visit(context, server.url)
+    page = shown.page
+    page.get_by_role("checkbox", name="pets", exact=True).uncheck()
+    with memoro.Client(server.url) as client:
+        client.detach("tags")
+    ask(shown)
+    expect(page.locator(".answer")).to_have_count(4)
+    assert answered(shown) == TASKS - {"pets", "tags"}
+    assert listed(shown) == TASKS - {"tags"}
+    expect(page.locator("#problem")).to_be_hidden()
+
+
+def test_what_could_not_be_attached_again_is_not_detached(
+    context: BrowserContext, backbone: Backbone, folder: Path
+) -> None:
+    size = (folder / "tags.safetensors").stat().st_size
+    with serving(backbone, folder, max_body=size - 1) as server:
+        shown = visit(context, server.url)
+        shown.page.get_by_role("button", name="Detach tags").click()
+        expect(shown.page.locator("#task-problem")).to_contain_text("tags was not detached")
+        expect(shown.page.locator("#task-problem")).to_contain_text("--max-body-mb")
+        assert listed(shown) == TASKS
+    with serving(backbone, folder, max_body=size) as server:
+        shown = visit(context, server.url)
+        shown.page.get_by_role("button", name="Detach tags").click()
+        expect(shown.page.locator("#task-status")).to_contain_text("tags detached.")
+
+
 def test_no_tasks_at_all(context: BrowserContext, backbone: Backbone, tmp_path: Path, folder: Path) -> None:
     with serving(backbone, tmp_path / "empty") as server:
         shown = visit(context, server.url)
