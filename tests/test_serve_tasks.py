@@ -220,6 +220,18 @@ def hostile(backbone: Backbone, tmp_path: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.parametrize(
+    ("resize", "crop", "status"),
+    [(20, None, 201), (1025, None, 422), (1024, (20, 20), 201), (1025, (20, 20), 422), (None, (20, 20), 201)],
+)
+def test_input_sizes(
+    server: Running, backbone: Backbone, tmp_path: Path, resize: int | None, crop: tuple[int, int] | None, status: int
+) -> None:
+    task = random_task(backbone, "new", from_layer=backbone.depth, cells=0)
+    task.describe(preprocessing=memoro.Preprocessing(resize=resize, crop=crop))
+    assert server.request("PUT", "/v1/tasks/new", file_of(tmp_path, task))[0] == status
+
+
 def test_hostile_files_change_nothing(server: Running, backbone: Backbone, tmp_path: Path) -> None:
     before = contents(server.store)
     files = hostile(backbone, tmp_path)

@@ -52,7 +52,11 @@ def serve(
         ),
     ] = None,
     read_token: Annotated[
-        str | None, typer.Option(envvar="MEMORO_READ_TOKEN", help="Bearer token for everything else but health.")
+        str | None,
+        typer.Option(
+            envvar="MEMORO_READ_TOKEN",
+            help="Bearer token for everything else but health; without --token, for attaching and detaching, too.",
+        ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,

@@ -42,7 +42,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, meaning in {
         400: "The body cannot be read.", 401: "The token is missing or wrong.", 403: "Not allowed here.",
         404: "There is no such task.", 409: "Other tasks extend it.", 413: "Too large.", 422: "Cannot be used.",
-        503: "Busy; see Retry-After.", 504: "The deadline has passed.",
+        503: "Busy; see Retry-After.", 504: "The deadline has passed.", 507: "The disk is full.",
     }.items()
 }  # fmt: skip
 

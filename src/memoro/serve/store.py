@@ -230,7 +230,7 @@ def _check(model: Composition, names: Sequence[str]) -> None:
         raise ServeError(f"the name {ALL!r} stands for all tasks here: train the task again with --task OTHER.", 422)
     for steps, members in model.passes(names).items():
         resize = steps.resize if isinstance(steps.resize, tuple) else (steps.resize or 0,)
-        if max(*resize, *(steps.crop or ())) > MAX_INPUT_SIDE:
+        if max((*resize, *(steps.crop or ()))) > MAX_INPUT_SIDE:
             raise ServeError(f"{_listed(members)} take images of more than {MAX_INPUT_SIDE} pixels a side.", 422)
         pixels = steps.to_tensor(Image.new("RGB", (64, 64), (128, 96, 64)))
         logits = run_pass(model, pixels.unsqueeze(0), members).logits
