@@ -6,7 +6,8 @@ import http.client
 import io
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,13 @@ class Running:
         _, _, text = self.request("GET", "/metrics")
         values = [row.rpartition(" ")[2] for row in text.decode().splitlines() if row.rpartition(" ")[0] == line]
         return float(values[0]) if values else 0.0
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def test_attach_and_detach_give_new_compositions(backbone: Backbone, pixels: tor
     one = empty.attach(pets)
     two = one.attach(random_task(backbone, "breeds", seed=1, extends=[pets]))
     assert (empty.names, one.names, two.names) == ([], ["pets"], ["pets", "breeds"])
-    with pytest.raises(CompositionError, match="cannot detach 'pets' before what extends it: 'breeds'"):
+    with pytest.raises(CompositionError, match="cannot detach 'pets', because 'breeds' extends it: detach that first"):
         two.detach("pets")
     assert two.detach("breeds").detach("pets").names == []
     assert torch.allclose(two.detach("breeds")(pixels)["pets"], two(pixels)["pets"], atol=1e-5)

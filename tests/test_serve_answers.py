@@ -5,21 +5,28 @@ from __future__ import annotations
 import base64
 import io
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import random_task
 from families import CASES
 from PIL import Image
-from serving import Running, fill, know, multipart, picture, serving
+from serving import Running, fill, know, multipart, picture, serving, wait_until
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.engine import composition as composition_module
+from memoro.engine.composition import Composition
 from memoro.errors import ImageError, ServeError
+from memoro.serve import batching, bodies
+from memoro.serve.batching import Batcher
+from memoro.serve.metrics import Metrics
 
 IMAGES = [picture(seed) for seed in range(5)]
 
@@ -107,6 +114,13 @@ def test_an_unreadable_image_does_not_spoil_the_others(server: Running, expected
         ("/v1/predict", b'{"images": ["?"]}', {"content_type": "application/json"}, 422, "image 1 is not base64"),
         ("/v1/predict", b"--B--\r\n", {"content_type": "multipart/form-data; boundary=B"}, 422, "no file"),
         ("/v1/predict", b"x", {"content_type": "multipart/form-data"}, 400, "boundary"),
+        (
+            "/v1/predict",
+            multipart(IMAGES[0])[0],
+            {"content_type": "multipart/form-data; boundary=B; charset=undefined"},
+            400,
+            "charset",
+        ),
         ("/v1/nothing", b"x", {}, 404, "Not Found"),
         ("/v1/tasks", b"x", {}, 405, "Method Not Allowed"),
     ],
@@ -195,6 +209,147 @@ def test_explain(server: Running) -> None:
     body, headers = multipart(*[IMAGES[0]] * 11)
     status, _, found = server.request("POST", "/v1/explain", body, **headers)
     assert (status, "tasks=" in found["error"]) == (413, True)
+
+
+def test_passes_of_others_run_between_maps(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    called, order, go_on = list[Any](), list[str](), threading.Event()
+    call, run, explain = Batcher.call, batching.run_pass, Composition.explain
+
+    async def count(batcher: Batcher, function: Any) -> Any:
+        called.append(function)
+        return await call(batcher, function)
+
+    def first(*given: Any) -> Any:
+        order.append("map")
+        assert go_on.wait(30)
+        return explain(*given)
+
+    def second(*given: Any) -> Any:
+        order.append("pass")
+        return run(*given)
+
+    monkeypatch.setattr(Batcher, "call", count)
+    monkeypatch.setattr(Composition, "explain", first)
+    monkeypatch.setattr(batching, "run_pass", second)
+    target = "/v1/explain?tasks=pets&tasks=tags"
+    body, headers = multipart(IMAGES[0], IMAGES[1])
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(server.request("POST", target, body, **headers)[0])),
+        threading.Thread(target=lambda: found.append(server.request("POST", "/v1/predict?tasks=pets", IMAGES[2])[0])),
+    ]
+    threads[0].start()
+    wait_until(lambda: order == ["pass", "map"])
+    threads[1].start()
+    wait_until(lambda: len(called) == 3)
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert found.count(200) == 2
+    assert order == ["pass", "map", "pass", "map", "map", "map"]
+
+
+def test_long_documents_are_read_off_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, threads = bodies.decode_base64, list[str]()
+
+    def decode(*given: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return own(*given)
+
+    monkeypatch.setattr(bodies, "decode_base64", decode)
+    document = json.dumps({"images": [base64.b64encode(IMAGES[0]).decode()]}).encode()
+    server.predict(document, content_type="application/json")
+    assert [name.rpartition("_")[0] for name in threads] == ["memoro-read"]
+
+
+def test_a_pass_reads_its_answers_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of a pass are written at the same time, by several threads."""
+    own, read, together = batching.read_outputs, list[str](), threading.Barrier(2)
+
+    def count(task: Any, *given: Any) -> Any:
+        read.append(task.name)
+        time.sleep(0.05)
+        return own(task, *given)
+
+    monkeypatch.setattr(batching, "read_outputs", count)
+    model = server.store.current.model
+    output = batching.run_pass(model, torch.zeros(2, 3, 20, 20), ["pets", "tags"])
+
+    def answer(row: int) -> None:
+        together.wait(30)
+        for name in ("pets", "tags"):
+            output.answer(name, row, 5)
+
+    threads = [threading.Thread(target=answer, args=(row,)) for row in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read == ["pets", "tags"]
+
+
+class Mute:
+    """A server that takes requests, and answers with what it is told to, or not at all."""
+
+    def __init__(self, *answers: bytes | None) -> None:
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
+        self.answers, self.open = list(answers), list[socket.socket]()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        for answer in self.answers:
+            connection, _ = self.listening.accept()
+            self.open.append(connection)
+            connection.recv(1 << 16)
+            if answer is not None:
+                connection.sendall(answer)
+
+    def __enter__(self) -> Mute:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.thread.join(30)
+        for one in (self.listening, *self.open):
+            one.close()
+
+
+def http_answer(status: str, body: bytes, *headers: str) -> bytes:
+    head = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", *headers]
+    return "\r\n".join([*head, "", ""]).encode() + body
+
+
+def test_the_client_goes_on_after_a_timeout() -> None:
+    with (
+        Mute(None, http_answer("200 OK", b'{"tasks": []}')) as server,
+        memoro.Client(server.url, timeout=1.5) as client,
+    ):
+        with pytest.raises(ServeError, match=r"did not answer within 1\.5 seconds"):
+            client.tasks()
+        assert client.tasks() == {}
+
+
+def test_the_client_and_what_a_proxy_may_answer() -> None:
+    busy = http_answer("503 Busy", b"", "retry-after: Wed, 21 Oct 2015 07:28:00 GMT", "connection: close")
+    with Mute(busy, http_answer("200 OK", b'{"tasks": []}'), b"SSH-2.0-OpenSSH\r\n") as server:
+        with memoro.Client(server.url) as client:
+            assert client.tasks() == {}
+        with memoro.Client(server.url) as client, pytest.raises(ServeError, match="SSH-2"):
+            client.tasks()
+
+
+def test_connections_of_threads_that_have_ended_are_closed(server: Running) -> None:
+    with memoro.Client(server.url) as client:
+        for _ in range(3):
+            thread = threading.Thread(target=client.tasks)
+            thread.start()
+            thread.join()
+            (only,) = client._connections.values()
+            assert only.sock is not None
+        first = only
+        client.tasks()
+        assert first.sock is None
 
 
 def test_the_client(server: Running, expected: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -286,3 +441,14 @@ def test_health_docs_and_metrics(server: Running) -> None:
     for stage in ("decode", "queue", "backbone", "tasks"):
         assert server.metric(f'memoro_stage_seconds_sum{{stage="{stage}"}}') > 0
     assert server.metric("memoro_batch_size_count") > 0
+
+
+def test_metrics_show_attached_tasks_only() -> None:
+    """A pass that was running during a detach counts for the task afterwards."""
+    metrics = Metrics()
+    for name, images in (("pets", 2), ("gone", 3)):
+        metrics.task_answers.labels(name).inc(images)
+    text = metrics.render(["pets", "new"]).decode()
+    assert 'memoro_task_answers_total{task="pets"} 2.0' in text
+    assert "memoro_tasks 2.0" in text
+    assert "gone" not in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import threading
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,8 @@ from serving import Running, fill, picture, serving
 import memoro
 from memoro.backbones import Backbone
 from memoro.engine.answers import Decoder
+from memoro.serve import bodies, open_inference
+from memoro.serve.service import READERS
 
 IMAGES = [picture(seed) for seed in range(3)]
 
@@ -31,7 +34,7 @@ def backbone() -> Backbone:
 def server(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("served")
     fill(folder, backbone)
-    with serving(backbone, folder, max_images=4, max_body=100_000) as running:
+    with serving(backbone, folder, max_images=4, max_body=100_000, decoders=2 * READERS) as running:
         yield running
 
 
@@ -157,6 +160,9 @@ BAD: dict[str, tuple[Any, dict[str, str], int]] = {
     "a negative shape": ({"name": "image", "datatype": "BYTES", "shape": [-1], "data": []}, {}, 400),
     "a wrong length": (b"{}", {"inference_header_content_length": "9"}, 400),
     "a strange length": (b"{}", {"inference_header_content_length": "-1"}, 400),
+    "a length that Python cannot read": (b"{}", {"inference_header_content_length": "²"}, 400),
+    "a length of many digits": (b"{}", {"inference_header_content_length": "0" * 11 + "1" * 5000}, 400),
+    "many lists": (b"[" + b"[]," * 20_000 + b"0]", {}, 413),
     "no gzip": (b"{}", {"content_encoding": "gzip"}, 400),
     "an unknown encoding": (b"{}", {"content_encoding": "br"}, 415),
     "a gzip bomb": (gzip.compress(bytes(10_000_000)), {"content_encoding": "gzip"}, 413),
@@ -164,7 +170,8 @@ BAD: dict[str, tuple[Any, dict[str, str], int]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_requests(server: Running, what: str) -> None:
+def test_bad_requests(server: Running, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_BRACKETS", 10_000)
     body, headers, right = BAD[what]
     data = body if isinstance(body, bytes) else json.dumps({"inputs": [body]}).encode()
     status, _, found = server.request("POST", "/v2/models/pets/infer", data, **headers)
@@ -172,8 +179,50 @@ def test_bad_requests(server: Running, what: str) -> None:
     assert len(found["error"]) < 300
 
 
+def test_few_bodies_are_expanded_at_once(
+    server: Running, pixels: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small body may be large after decompression, and larger once it is parsed: until only images are left of it,
+    few others are."""
+    began, own, waiting = list[int](), open_inference.read_request, threading.Event()
+
+    def read(*given: Any) -> Any:
+        began.append(1)
+        assert waiting.wait(30)
+        return own(*given)
+
+    monkeypatch.setattr(open_inference, "read_request", read)
+    body, found = gzip.compress(json.dumps({"inputs": [tensor_input(pixels)]}).encode()), list[int]()
+
+    def ask(**headers: str) -> None:
+        found.append(server.request("POST", "/v2/models/pets/infer", body, content_encoding="gzip", **headers)[0])
+
+    threads = [threading.Thread(target=ask) for _ in range(2 * READERS)]
+    for thread in threads:
+        thread.start()
+    for _ in range(2):
+        ask(x_request_timeout_ms="300")  # one that gives up makes no room for another
+    assert len(began) == READERS
+    waiting.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [200] * len(threads) + [504] * 2
+
+
+@pytest.mark.parametrize(
+    ("accepted", "right"),
+    [("gzip;q=0", None), ("gzip; q=0.0, deflate", "deflate"), ("deflate;q=0.5, gzip;q=0.1", "gzip"), ("br", None)],
+)
+def test_accepted_encodings(server: Running, pixels: torch.Tensor, accepted: str, right: str | None) -> None:
+    document = json.dumps({"inputs": [tensor_input(pixels)]}).encode()
+    status, headers, _ = server.request("POST", "/v2/models/pets/infer", document, accept_encoding=accepted)
+    assert (status, headers.get("content-encoding")) == (200, right)
+
+
 def test_outputs_that_are_not_there(server: Running, pixels: torch.Tensor) -> None:
-    for outputs in ([{"name": "cars"}], [{}], "pets", [{"name": "pets", "parameters": {"classification": -1}}]):
+    wrong: list[Any] = [[{"name": "cars"}], [{}], "pets", [{"name": "pets", "parameters": {"classification": -1}}]]
+    twice = [[{"name": name}, {"name": "pets.label"}, {"name": name}] for name in ("pets", "base")]
+    for outputs in (*wrong, *twice):
         document = json.dumps({"inputs": [tensor_input(pixels)], "outputs": outputs}).encode()
         assert server.request("POST", "/v2/models/pets/infer", document)[0] == 400
     status, _, found = server.request(

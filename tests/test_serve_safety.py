@@ -8,7 +8,6 @@ import signal
 import socket
 import struct
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from conftest import in_fork
 from families import CASES
 from PIL import Image
-from serving import Running, fill, multipart, picture, serving
+from serving import Running, fill, multipart, picture, serving, wait_until
 
 import memoro
 from memoro.backbones import Backbone
@@ -65,13 +64,6 @@ class Gate:
             return own(anatomy, pixels, *rest, **options)
 
         monkeypatch.setattr(composition_module, "run_streams", run)
-
-
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def png(width: int, height: int) -> bytes:
@@ -142,7 +134,7 @@ def test_other_sites_cannot_reach_a_server_on_loopback(server: Running) -> None:
         status, _, found = server.request("POST", "/v1/predict", IMAGE, host=name)
         assert (status, "--allow-host" in found["error"]) == (403, True), name
     data = b"anything"
-    for origin in ("http://evil.example", "null", f"https://{host}.evil.example", "http://localhost:1"):
+    for origin in ("http://evil.example", "null", f"https://{host}.evil.example", "http://localhost:1", "http://["):
         status, _, found = server.request("PUT", "/v1/tasks", data, origin=origin)
         assert (status, "other sites" in found["error"]) == (403, True), origin
     assert server.request("POST", "/v1/predict", IMAGE, origin=server.url)[0] == 200
@@ -170,6 +162,29 @@ def test_tokens(backbone: Backbone, folder: Path) -> None:
             assert server.request(method, path, data, authorization=f"Bearer {TOKEN}")[0] in {200, 404}
         with memoro.Client(server.url, token=READ) as client:
             assert client.predict(IMAGE, ["tags"])
+
+
+def test_a_read_token_alone_is_needed_for_everything(backbone: Backbone, folder: Path) -> None:
+    data = (folder / "tags.safetensors").read_bytes()
+    with serving(backbone, folder, read_token=READ) as server:
+        for method, path in (("PUT", "/v1/tasks"), ("PUT", "/v1/tasks/tags"), ("DELETE", "/v1/tasks/cars")):
+            assert server.request(method, path, data)[0] == 401
+            assert server.request(method, path, data, authorization=f"Bearer {READ}")[0] in {200, 404}
+        assert server.request("GET", "/v1/tasks", authorization=f"Bearer {READ}")[2]["token_needed"] is True
+
+
+def test_attaching_through_a_proxy_needs_a_token(backbone: Backbone, folder: Path) -> None:
+    """A proxy on this machine makes every request look like one of this machine."""
+    data = (folder / "tags.safetensors").read_bytes()
+    with serving(backbone, folder) as server:
+        for header in ("forwarded", "x_forwarded_for", "x_forwarded_proto", "via"):
+            status, _, found = server.request("PUT", "/v1/tasks", data, **{header: "anything"})
+            assert (status, "--token" in found["error"]) == (403, True), header
+            assert server.request("POST", "/v1/predict", IMAGE, **{header: "anything"})[0] == 200
+        assert server.request("PUT", "/v1/tasks", data)[0] == 200
+    with serving(backbone, folder, token=TOKEN) as server:
+        headers = {"via": "1.1 proxy", "authorization": f"Bearer {TOKEN}"}
+        assert server.request("PUT", "/v1/tasks", data, **headers)[0] == 200
 
 
 def test_attaching_needs_a_token_or_loopback(backbone: Backbone, folder: Path) -> None:

@@ -6,6 +6,8 @@ import itertools
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,13 +18,14 @@ import pytest
 from conftest import in_fork, random_task
 from families import CASES
 from safetensors.torch import load, save
-from serving import Running, fill, picture, serving
+from serving import Running, fill, know, picture, serving
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import CompositionError, ServeError
 from memoro.serve.run import open_store
 from memoro.serve.store import TaskStore
+from memoro.tasks.calibration import Calibration
 from memoro.tasks.taskfile import load_tasks
 
 IMAGE = picture(1)
@@ -96,13 +99,86 @@ def test_bundles_are_taken_apart(server: Running, backbone: Backbone, tmp_path: 
     assert not (tmp_path / "tasks" / "both.safetensors").exists()
 
 
+def test_a_bundle_that_changes_a_bundle(backbone: Backbone, tmp_path: Path) -> None:
+    """All tasks of a file are replaced in it, and those that the upload leaves alone stay in it."""
+    names = ["first", "second", "third"]
+    (tmp_path / "tasks").mkdir()
+    old = [random_task(backbone, name, seed=20 + at) for at, name in enumerate(names)]
+    memoro.save_tasks(old, tmp_path / "tasks" / "bundle.safetensors")
+    store = open_store([tmp_path / "tasks"], lambda _: backbone)
+    first, second = (random_task(backbone, name, seed=30 + at) for at, name in enumerate(names[:2]))
+    found = store.attach(file_of(tmp_path, first, second))
+    assert {name: one["changed"] for name, one in found.items()} == {"first": True, "second": True}
+    right = {task.name: task.content_hash() for task in (first, second, old[2])}
+    assert contents(store) == in_folder(tmp_path / "tasks") == right
+
+
+def test_a_task_that_is_calibrated_again_is_replaced(server: Running, backbone: Backbone, tmp_path: Path) -> None:
+    """Its content hash stays the same, so tasks may extend it meanwhile."""
+    (pets,) = (task for task in load_tasks(tmp_path / "tasks" / "both.safetensors") if task.name == "pets")
+    before, version = server.predict(IMAGE, "?tasks=pets"), contents(server.store)
+    for change in (
+        {"calibration": Calibration((4.0,), (), (), 30, "validation")},
+        {"familiarity": know(pets, 3.0).spec.familiarity},
+        {"familiarity": know(pets, 4.0).spec.familiarity},  # of the same sizes
+    ):
+        pets.describe(**change)
+        for changed in (True, False):
+            status, _, found = server.request("PUT", "/v1/tasks/pets", file_of(tmp_path, pets))
+            assert (status, found["tasks"]["pets"]["changed"]) == (201 if changed else 200, changed), change
+    assert contents(server.store) == version == in_folder(tmp_path / "tasks")
+    after = server.predict(IMAGE, "?tasks=pets")
+    assert after["tasks"] == before["tasks"]
+    answers = [found["images"][0]["answers"]["pets"] for found in (before, after)]
+    assert answers[0]["label"] == answers[1]["label"]
+    assert 0.5 <= answers[1]["probability"] < answers[0]["probability"]
+    assert "familiarity" in answers[1]
+    again = open_store([tmp_path / "tasks"], lambda _: backbone).current
+    assert again.info["pets"] == server.store.current.info["pets"]
+    assert float(again.model.tasks["pets"].spec.familiarity.distances[0]) == 4.0  # type: ignore[union-attr]
+
+
+def test_a_detach_at_the_same_time(server: Running, backbone: Backbone, tmp_path: Path, monkeypatch: Any) -> None:
+    """An attach answers with what it attached, even if that is gone when the answer is written."""
+    own = TaskStore.attach
+
+    def attach(store: TaskStore, *given: Any) -> Any:
+        found = own(store, *given)
+        store.detach("new")
+        return found
+
+    monkeypatch.setattr(TaskStore, "attach", attach)
+    task = random_task(backbone, "new", seed=8)
+    status, _, found = server.request("PUT", "/v1/tasks/new", file_of(tmp_path, task))
+    assert (status, found) == (201, {"tasks": {"new": {"version": task.content_hash()[:12], "changed": True}}})
+
+
+def test_a_change_that_waits_does_not_stop_decoding(backbone: Backbone, tmp_path: Path, monkeypatch: Any) -> None:
+    fill(tmp_path / "tasks", backbone)
+    begun, own = threading.Event(), TaskStore.detach
+
+    def detach(store: TaskStore, name: str) -> None:
+        begun.set()
+        own(store, name)
+
+    monkeypatch.setattr(TaskStore, "detach", detach)
+    with serving(backbone, tmp_path / "tasks", decoders=1) as server:
+        thread = threading.Thread(target=server.request, args=("DELETE", "/v1/tasks/tags"))
+        with server.store._lock:
+            thread.start()
+            assert begun.wait(30)
+            assert "tags" in server.predict(IMAGE, x_request_timeout_ms="9000")["images"][0]["answers"]
+        thread.join()
+        assert "tags" not in server.predict(IMAGE)["images"][0]["answers"]
+
+
 def test_parents_are_protected(server: Running, backbone: Backbone, tmp_path: Path) -> None:
     before = contents(server.store)
     status, _, found = server.request("DELETE", "/v1/tasks/pets")
-    assert (status, found["error"]) == (409, "cannot detach 'pets' before what extends it: 'breeds'.")
+    assert (status, found["error"]) == (409, "cannot detach 'pets', because 'breeds' extends it: detach that first.")
     other = random_task(backbone, "pets", labels=["cat", "dog"], seed=77)
     status, _, found = server.request("PUT", "/v1/tasks/pets", file_of(tmp_path, other))
-    assert (status, found["error"]) == (409, "cannot replace 'pets' before what extends it: 'breeds'.")
+    assert (status, found["error"]) == (409, "cannot replace 'pets', because 'breeds' extends it: detach that first.")
     orphan = random_task(backbone, "orphan", extends=[random_task(backbone, "missing")])
     status, _, found = server.request("PUT", "/v1/tasks/orphan", file_of(tmp_path, orphan))
     assert (status, "attach 'missing' too" in found["error"]) == (422, True)
@@ -119,6 +195,8 @@ def hostile(backbone: Backbone, tmp_path: Path) -> dict[str, bytes]:
     huge, wrong = random_task(backbone, "huge"), random_task(backbone, "wrong")
     huge.describe(preprocessing=backbone.preprocessing.at(4096))
     wrong.describe(preprocessing=backbone.preprocessing.at(2))  # less than one patch
+    cut = random_task(backbone, "cut")
+    cut.describe(preprocessing=memoro.Preprocessing(resize=8192, crop=(20, 20)))
     loud = random_task(backbone, "loud", from_layer=backbone.depth, cells=0)
     loud.head.weight.data.fill_(3e38)
     other = memoro.load_backbone(CASES[0].model(seed=8))
@@ -135,10 +213,23 @@ def hostile(backbone: Backbone, tmp_path: Path) -> dict[str, bytes]:
         "another backbone": file_of(tmp_path, random_task(other, "stranger")),
         "the name of all tasks": file_of(tmp_path, random_task(backbone, "all")),
         "images of 4096 pixels": file_of(tmp_path, huge),
+        "images of 8192 pixels before the crop": file_of(tmp_path, cut),
         "images of 2 pixels": file_of(tmp_path, wrong),
         "answers that are not finite": file_of(tmp_path, loud),
         "nothing but a header": len(record).to_bytes(8, "little") + record,
     }
+
+
+@pytest.mark.parametrize(
+    ("resize", "crop", "status"),
+    [(20, None, 201), (1025, None, 422), (1024, (20, 20), 201), (1025, (20, 20), 422), (None, (20, 20), 201)],
+)
+def test_input_sizes(
+    server: Running, backbone: Backbone, tmp_path: Path, resize: int | None, crop: tuple[int, int] | None, status: int
+) -> None:
+    task = random_task(backbone, "new", from_layer=backbone.depth, cells=0)
+    task.describe(preprocessing=memoro.Preprocessing(resize=resize, crop=crop))
+    assert server.request("PUT", "/v1/tasks/new", file_of(tmp_path, task))[0] == status
 
 
 def test_hostile_files_change_nothing(server: Running, backbone: Backbone, tmp_path: Path) -> None:
@@ -249,6 +340,11 @@ def test_a_full_disk_changes_nothing(backbone: Backbone, tmp_path: Path, monkeyp
         store.attach(bundle)
     assert caught.value.status == 507
     assert contents(store) == before == in_folder(tmp_path / "tasks")
+    left[0] = 0
+    with pytest.raises(ServeError, match="'breeds' could not be detached; is the disk full") as caught:
+        store.detach("breeds")
+    assert (caught.value.status, str(tmp_path) in str(caught.value)) == (507, False)
+    assert contents(store) == before == in_folder(tmp_path / "tasks")
 
 
 CRASHES = ["write", "fsync", "before rename", "after rename"]
@@ -303,6 +399,30 @@ def _attach_and_die(store: TaskStore, data: bytes, action: str, moment: str) -> 
 
         os.replace = rename
     store.detach("breeds") if action == "detach" else store.attach(data)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["bench", "serve"]])
+@pytest.mark.parametrize("own", [None, "ACTIVE"])
+def test_threads_of_a_pass_sleep_where_they_wait(command: list[str], own: str | None) -> None:
+    """OpenMP reads its setting when torch is imported."""
+    code = (
+        "import builtins, os, sys\n"
+        "from memoro.cli import main\n"
+        "real = builtins.__import__\n"
+        "def watch(name, *rest):\n"
+        "    if name == 'torch':\n"
+        "        print(os.environ.get('OMP_WAIT_POLICY'))\n"
+        "        os._exit(sys.stdout.flush() or 0)\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = watch\n"
+        f"assert 'torch' not in sys.modules and os.environ.get('OMP_WAIT_POLICY') == {own!r}\n"
+        f"sys.argv = ['memoro', *{command}]\n"
+        "main()\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    env |= {} if own is None else {"OMP_WAIT_POLICY": own}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    assert (done.returncode, done.stdout) == (0, f"{own or 'PASSIVE'}\n"), done.stderr
 
 
 def test_a_missing_extra_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

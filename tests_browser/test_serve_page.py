@@ -203,7 +203,7 @@ def test_unfamiliar_images(context: BrowserContext, backbone: Backbone, tmp_path
         expect(rooms.locator(".why")).to_contain_text("unlike those that rooms was trained on: none of its own images")
         expect(pets).to_contain_text("Familiar: 100 % of its own images")
         expect(pets.locator("h3")).to_have_text("pets")
-        expect(page.locator('.answer[data-task="plain"]')).to_contain_text("cannot tell")
+        expect(page.locator('.answer[data-task="plain"]')).to_contain_text("has no familiarity")
         grey, normal = (one.locator(".best").evaluate("one => getComputedStyle(one).color") for one in (rooms, pets))
         soft = shown.run("getComputedStyle(document.querySelector('.soft')).color")
         assert (grey == soft, normal == soft) == (True, False)
@@ -214,7 +214,7 @@ def test_unfamiliar_images(context: BrowserContext, backbone: Backbone, tmp_path
         expect(page.locator("#status")).to_contain_text("Unfamiliar to 1 of 3.")
         page.get_by_role("button", name="None").click()
         page.get_by_role("checkbox", name="rooms", exact=True).check()
-        expect(page.locator("#status")).to_contain_text("None of these tasks knows such images.")
+        expect(page.locator("#status")).to_contain_text("This image is unfamiliar to all of these tasks.")
 
 
 # ------------------------------------------------------------------------------------------------------ overlay
@@ -349,7 +349,7 @@ def test_attach_detach_and_undo(context: BrowserContext, backbone: Backbone, ser
     expect(page.locator("#problem")).to_be_hidden()
     assert shown.problems == []
     page.get_by_role("button", name="Detach pets").click()
-    expect(page.locator("#task-problem")).to_contain_text("Cannot detach 'pets' before what extends it: 'breeds'")
+    expect(page.locator("#task-problem")).to_contain_text("Cannot detach 'pets', because 'breeds' extends it")
     assert contents(folder) == after
     drop(shown, "new.safetensors", new.read_bytes())
     expect(page.locator("#task-status")).to_contain_text("new one was attached already.")
@@ -363,6 +363,35 @@ def test_what_others_attach_appears(context: BrowserContext, backbone: Backbone,
     ask(shown)
     expect(shown.page.locator(".answer")).to_have_count(7)
     expect(shown.page.locator('.task[data-task="later"]')).to_be_visible()
+
+
+def test_what_others_detach_is_not_asked_again(context: BrowserContext, server: Running) -> None:
+    shown = visit(context, server.url)
+    page = shown.page
+    page.get_by_role("checkbox", name="pets", exact=True).uncheck()
+    with memoro.Client(server.url) as client:
+        client.detach("tags")
+    ask(shown)
+    expect(page.locator(".answer")).to_have_count(4)
+    assert answered(shown) == TASKS - {"pets", "tags"}
+    assert listed(shown) == TASKS - {"tags"}
+    expect(page.locator("#problem")).to_be_hidden()
+
+
+def test_what_could_not_be_attached_again_is_not_detached(
+    context: BrowserContext, backbone: Backbone, folder: Path
+) -> None:
+    size = (folder / "tags.safetensors").stat().st_size
+    with serving(backbone, folder, max_body=size - 1) as server:
+        shown = visit(context, server.url)
+        shown.page.get_by_role("button", name="Detach tags").click()
+        expect(shown.page.locator("#task-problem")).to_contain_text("tags was not detached")
+        expect(shown.page.locator("#task-problem")).to_contain_text("--max-body-mb")
+        assert listed(shown) == TASKS
+    with serving(backbone, folder, max_body=size) as server:
+        shown = visit(context, server.url)
+        shown.page.get_by_role("button", name="Detach tags").click()
+        expect(shown.page.locator("#task-status")).to_contain_text("tags detached.")
 
 
 def test_no_tasks_at_all(context: BrowserContext, backbone: Backbone, tmp_path: Path, folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memoro.cli.options import BackboneOption, DeviceOption, Json, load, numbers, print_json
+from memoro.cli.serving import wait_passively
 from memoro.console import plain_console
 
 if TYPE_CHECKING:
@@ -137,11 +138,17 @@ def bench_serve_command(
     batch: Annotated[int, typer.Option(min=1, help="Images in a pass, for the engine and the server.")] = 16,
     clients: Annotated[int, typer.Option(min=1, help="Concurrent clients, one image per request.")] = 32,
     requests: Annotated[int, typer.Option(min=1, help="Requests at most.")] = 600,
-    seconds: Annotated[float, typer.Option(min=1, help="Seconds of requests at most; half of it beside.")] = 60,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            min=1, help="Maximum seconds of requests; timing the engine and separate models adds half of that."
+        ),
+    ] = 60,
     device: DeviceOption = None,
     as_json: Json = False,
 ) -> None:
     """Throughput and latency through HTTP on loopback, against the engine's own at the same batch size."""
+    wait_passively()
     from memoro.extras import need
 
     need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")

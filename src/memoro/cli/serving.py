@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
     from memoro.backbones import Backbone, BackboneRecord
 
 app = typer.Typer()
+
+
+def wait_passively() -> None:
+    """Lets the threads of a pass sleep where they wait for each other, unless the user has set it otherwise.
+
+    By default they spin, on cores that the event loop and the decoders need. OpenMP reads the setting when torch is
+    imported.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @app.command()
@@ -38,11 +48,15 @@ def serve(
         str | None,
         typer.Option(
             envvar="MEMORO_TOKEN",
-            help="Bearer token for attaching and detaching. Without it, that works on loopback only.",
+            help="Bearer token for attaching and detaching. Without it, that works on loopback only, without a proxy.",
         ),
     ] = None,
     read_token: Annotated[
-        str | None, typer.Option(envvar="MEMORO_READ_TOKEN", help="Bearer token for everything else but health.")
+        str | None,
+        typer.Option(
+            envvar="MEMORO_READ_TOKEN",
+            help="Bearer token for everything else but health; without --token, for attaching and detaching, too.",
+        ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
@@ -55,7 +69,7 @@ def serve(
     timeout: Annotated[float, typer.Option(help="Seconds for a request.")] = 30.0,
     browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Answer over HTTP: one backbone in memory, tasks that come and go without a restart.
+    """Answer over HTTP: one backbone in memory; attach and detach tasks without a restart.
 
     memoro serve --tasks tasks/
 
@@ -66,6 +80,7 @@ def serve(
     The page at / answers images that you drop on it, and lists the tasks. The
     API is described at /docs, and by docs/serving.md. In Python: memoro.Client("http://127.0.0.1:8000").predict("photo.jpg").
     """
+    wait_passively()
     from memoro.extras import need
 
     need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")

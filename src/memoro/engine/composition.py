@@ -98,7 +98,9 @@ class Composition(nn.Module):
         self._pick([name])
         children = [task.name for task in self._list if any(parent.name == name for parent in task.extends)]
         if children:
-            raise CompositionError(f"cannot detach {name!r} before what extends it: {', '.join(map(repr, children))}.")
+            why = ", ".join(map(repr, children))
+            why += " extends it: detach that" if len(children) == 1 else " extend it: detach those"
+            raise CompositionError(f"cannot detach {name!r}, because {why} first.")
         return Composition(self.backbone, [task for task in self._list if task.name != name], live=self.live)
 
     def alone(self, name: str) -> Composition:

@@ -1,1 +1,1 @@
-"""The HTTP server: one backbone in memory, tasks that come and go without a restart. It never imports training."""
+"""The HTTP server: one backbone in memory; attach and detach tasks without a restart. It never imports training."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -42,7 +42,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, meaning in {
         400: "The body cannot be read.", 401: "The token is missing or wrong.", 403: "Not allowed here.",
         404: "There is no such task.", 409: "Other tasks extend it.", 413: "Too large.", 422: "Cannot be used.",
-        503: "Busy; see Retry-After.", 504: "The deadline has passed.",
+        503: "Busy; see Retry-After.", 504: "The deadline has passed.", 507: "The disk is full.",
     }.items()
 }  # fmt: skip
 
@@ -54,7 +54,6 @@ def create_app(store: TaskStore, options: ServeOptions) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.service = Service(store, options, metrics)
-        metrics.tasks.set(len(store.current.info))
         yield
         await app.state.service.close()
 
@@ -70,7 +69,7 @@ def create_app(store: TaskStore, options: ServeOptions) -> ASGIApp:
     )
     _add_errors(app)
     _add_predictions(app)
-    _add_tasks(app, metrics)
+    _add_tasks(app)
     add_open_inference(app)
     add_page(app)
 
@@ -80,8 +79,7 @@ def create_app(store: TaskStore, options: ServeOptions) -> ASGIApp:
 
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
     async def show_metrics() -> Response:
-        metrics.tasks.set(len(store.current.info))
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics.render(store.current.info), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
@@ -97,7 +95,7 @@ def _add_predictions(app: FastAPI) -> None:
         service.batcher.check_room()
         routing = Routing(asked.unfamiliar, asked.false_alarms)
         question = service.ask(asked.tasks, top=asked.top_k, base=asked.base, explain=explain, routing=routing)
-        uploads = await read_images(request, service.options)
+        uploads = await read_images(request, service)
         if explain and len(uploads) * len(question.tasks) > service.options.max_images:
             raise ServeError(
                 f"{len(question.tasks)} tasks on {len(uploads)} images are too many maps for one request (at most "
@@ -118,7 +116,7 @@ def _add_predictions(app: FastAPI) -> None:
         return await predict(request, asked, explain=True)
 
 
-def _add_tasks(app: FastAPI, metrics: Metrics) -> None:
+def _add_tasks(app: FastAPI) -> None:
     def find(name: str) -> Attached:
         attached: Attached = app.state.service.store.current
         if name not in attached.info:
@@ -127,9 +125,8 @@ def _add_tasks(app: FastAPI, metrics: Metrics) -> None:
 
     async def attach(request: Request, name: str | None) -> Response:
         service: Service = app.state.service
-        changed = await service.in_pool(service.store.attach, await request.body(), name)
-        tasks = {one: {"version": service.store.current.version(one), "changed": changed[one]} for one in changed}
-        return _json({"tasks": tasks}, 201 if any(changed.values()) else 200)
+        tasks = await service.change(service.store.attach, await request.body(), name)
+        return _json({"tasks": tasks}, 201 if any(one["changed"] for one in tasks.values()) else 200)
 
     @app.get("/v1/tasks", response_model=schemas.TaskList, summary="All tasks")
     async def list_tasks() -> Response:
@@ -146,7 +143,8 @@ def _add_tasks(app: FastAPI, metrics: Metrics) -> None:
                 },
                 "writable": reason is None,
                 "reason": reason,
-                "token_needed": reason is None and options.token is not None,
+                "token_needed": reason is None and options.write_token is not None,
+                "max_body": options.max_body,
                 "tasks": list(attached.info.values()),
             }
         )
@@ -168,9 +166,7 @@ def _add_tasks(app: FastAPI, metrics: Metrics) -> None:
     @app.delete("/v1/tasks/{name}", status_code=204, summary="Detach a task")
     async def detach_task(name: str) -> Response:
         service: Service = app.state.service
-        await service.in_pool(service.store.detach, name)
-        with suppress(KeyError):
-            metrics.task_answers.remove(name)
+        await service.change(service.store.detach, name)
         return Response(status_code=204)
 
     @app.get("/v1/tasks/{name}/file", summary="A task as a file", response_class=Response)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -19,6 +21,7 @@ from memoro.errors import ServeError
 from memoro.images import Preprocessing
 from memoro.serve.metrics import Metrics
 from memoro.serve.options import ServeOptions
+from memoro.tasks.task import Task
 
 T = TypeVar("T")
 Group = Preprocessing | None
@@ -36,19 +39,21 @@ class BusyError(ServeError):
 class PassOutput:
     """What one pass computed for all images in it, on the CPU."""
 
-    model: Composition
+    tasks: Mapping[str, Task]
     logits: dict[str, Tensor]
     """(images, labels) by task, and `base`."""
     judged: dict[str, Judged]
     backbone_seconds: float
     task_seconds: float
     _answers: dict[tuple[str, int | None], list[dict[str, Any]]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, task: str, row: int, top: int | None) -> dict[str, Any]:
         """The answer of a task to one of the images. Those to the others are kept for their requests."""
-        if (task, top) not in self._answers:
-            self._answers[task, top] = read_outputs(self.model.tasks[task], Outputs(self.logits, self.judged), top)
-        return self._answers[task, top][row]
+        with self._lock:  # all requests of a pass are written at the same time
+            if (task, top) not in self._answers:
+                self._answers[task, top] = read_outputs(self.tasks[task], Outputs(self.logits, self.judged), top)
+            return self._answers[task, top][row]
 
 
 @dataclass(eq=False)
@@ -71,7 +76,9 @@ class Item:
         """By task: the pass that answered it, and this image's row in it; `base` is that of the backbone's own size."""
         own = self.model.backbone.preprocessing
         found = {"base": self.places[own] if own in self.places else next(iter(self.places.values()))}
-        return found | {name: self.places[group] for group, names in self.names.items() for name in names}
+        for group, names in self.names.items():
+            found |= dict.fromkeys(names, self.places[group])
+        return found
 
 
 class Batcher:
@@ -175,7 +182,7 @@ def run_batch(batch: Sequence[Item], metrics: Metrics) -> None:
             members.setdefault((group, tuple(pixels.shape)), []).append(item)
     for (group, _), items in members.items():
         model = items[0].model
-        asked = {name for item in items for name in item.names[group]}
+        asked = Counter(name for item in items for name in item.names[group])
         names = [name for name in model.names if name in asked]
         try:
             output = run_pass(model, torch.stack([item.pixels[group] for item in items]), names)
@@ -185,8 +192,8 @@ def run_batch(batch: Sequence[Item], metrics: Metrics) -> None:
             continue
         for row, item in enumerate(items):
             item.places[group] = output, row
-            for name in item.names[group]:
-                metrics.task_answers.labels(name).inc()
+        for name, images in asked.items():
+            metrics.task_answers.labels(name).inc(images)
         metrics.passes.inc()
         metrics.batch_size.observe(len(items))
         metrics.stage_seconds.labels("backbone").observe(output.backbone_seconds)
@@ -200,4 +207,4 @@ def run_pass(model: Composition, pixels: Tensor, names: Sequence[str]) -> PassOu
         out = model.run(pixels.to(model.backbone.dtype), names, seconds=seconds)
         logits = {name: value.float().cpu() for name, value in out.logits.items()}
         judged = {name: Judged(*(part.cpu() for part in found)) for name, found in out.judged.items()}
-    return PassOutput(model, logits, judged, sum(seconds), perf_counter() - start - sum(seconds))
+    return PassOutput(model.tasks, logits, judged, sum(seconds), perf_counter() - start - sum(seconds))

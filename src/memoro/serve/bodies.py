@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 import zlib
 from typing import Any
 
@@ -13,7 +14,7 @@ from starlette.requests import Request
 
 from memoro.errors import ServeError
 from memoro.serve.options import ServeOptions
-from memoro.serve.service import Upload
+from memoro.serve.service import Service, Upload
 
 FORMS: dict[str, Any] = {
     "requestBody": {
@@ -43,27 +44,28 @@ FORMS: dict[str, Any] = {
     }
 }
 """For OpenAPI."""
+MAX_BRACKETS = 1 << 18
+"""As many as 64 images of 1024 rows in three channels need, each row a list."""
 
 
-async def read_images(request: Request, options: ServeOptions) -> list[Upload]:
+async def read_images(request: Request, service: Service) -> list[Upload]:
     """The images, not decoded yet, if they are not too many."""
+    options = service.options
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        async with request.form(max_files=options.max_images, max_fields=16) as form:
-            files = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
-            uploads = [
-                Upload(file.filename or f"image {number}", await file.read())
-                for number, file in enumerate(files, start=1)
-            ]
+        try:
+            async with request.form(max_files=options.max_images, max_fields=16) as form:
+                files = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
+                uploads = [
+                    Upload(file.filename or f"image {number}", await file.read())
+                    for number, file in enumerate(files, start=1)
+                ]
+        except UnicodeError:  # charset=undefined is a codec of Python's that always raises it
+            raise ServeError("the form is not in the charset that its content type names.", 400) from None
         if not uploads:
             raise ServeError("the form contains no file: send images as files, under any name.", 422)
     elif kind == "application/json":
-        document = parse_json(await request.body())
-        images = document.get("images") if isinstance(document, dict) else None
-        if not isinstance(images, list) or not images or not all(isinstance(image, str) for image in images):
-            raise ServeError('send {"images": ["base64 of a file", …]}, with at least one image.', 422)
-        _check_count(len(images), options)
-        uploads = [Upload(f"image {n}", decode_base64(image, f"image {n}")) for n, image in enumerate(images, start=1)]
+        uploads = await service.read(_read_json, await request.body(), options)
     else:
         body = await request.body()
         if not body:
@@ -73,6 +75,15 @@ async def read_images(request: Request, options: ServeOptions) -> list[Upload]:
         uploads = [Upload("image", body)]
     _check_count(len(uploads), options)
     return uploads
+
+
+def _read_json(body: bytes, options: ServeOptions) -> list[Upload]:
+    document = parse_json(body)
+    images = document.get("images") if isinstance(document, dict) else None
+    if not isinstance(images, list) or not images or not all(isinstance(image, str) for image in images):
+        raise ServeError('send {"images": ["base64 of a file", …]}, with at least one image.', 422)
+    _check_count(len(images), options)
+    return [Upload(f"image {n}", decode_base64(image, f"image {n}")) for n, image in enumerate(images, start=1)]
 
 
 def _check_count(count: int, options: ServeOptions) -> None:
@@ -88,6 +99,9 @@ def decode_base64(text: str, name: str) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
+    # The parser holds Python's lock until it is done: for 30 MB of "[]," that would be seconds.
+    if data.count(b"[") + data.count(b"{") > MAX_BRACKETS:
+        raise ServeError(f"the JSON has more than {MAX_BRACKETS:,} lists and objects.", 413)
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -116,7 +130,8 @@ def decompress(data: bytes, encoding: str, most: int) -> bytes:
 
 def compress(data: bytes, accepted: str) -> tuple[bytes, str | None]:
     """The data as the first of gzip and deflate that the client accepts, and which of them."""
-    names = [part.partition(";")[0].strip().lower() for part in accepted.split(",")]
+    parts = [part.replace(" ", "").lower().partition(";") for part in accepted.split(",")]
+    names = [name for name, _, weight in parts if not re.fullmatch(r"q=0(\.0*)?", weight)]
     for name, window in (("gzip", 31), ("deflate", 15)):
         if name in names:
             stream = zlib.compressobj(level=1, wbits=window)

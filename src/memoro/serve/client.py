@@ -29,8 +29,7 @@ class Client:
 
     def __init__(self, url: str = "http://127.0.0.1:8000", *, token: str | None = None, timeout: float = 30.0) -> None:
         """`timeout` is in seconds, and covers the time that a busy server asks the client to wait."""
-        self._local = threading.local()
-        self._connections: list[http.client.HTTPConnection] = []  # of all threads
+        self._connections: dict[threading.Thread, http.client.HTTPConnection] = {}
         parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise ServeError(f"{url!r} is not an address such as http://127.0.0.1:8000.")
@@ -39,7 +38,7 @@ class Client:
 
     def close(self) -> None:
         """Closes all connections; the next request opens a new one."""
-        for connection in self._connections:
+        for connection in list(self._connections.values()):
             connection.close()
 
     def __enter__(self) -> Client:
@@ -60,7 +59,10 @@ class Client:
         unfamiliar: Unfamiliar = "mark",
         false_alarms: float | None = None,
     ) -> list[dict[str, dict[str, Any]]]:
-        """What each task answers for each image (paths, bytes, PIL images), as `Composition.predict` returns it."""
+        """What each task answers for each image (paths, bytes, PIL images), as `Composition.predict` returns it.
+
+        Without `top`, with the probabilities of 5 labels; the library returns those of all.
+        """
         found = self.ask("predict", images, tasks, top=top, unfamiliar=unfamiliar, false_alarms=false_alarms)
         return [image["answers"] for image in found["images"]]
 
@@ -126,7 +128,8 @@ class Client:
             response, data = self._send(method, self._parts.path.rstrip("/") + target, body, sent)
             if response.status < 300:
                 return data
-            pause = float(response.getheader("retry-after") or 1)
+            asked = response.getheader("retry-after", "")
+            pause = float(asked) if asked.isdecimal() else 1.0  # a proxy may send a date
             if response.status != 503 or time.monotonic() + pause > end:
                 raise ServeError(_message(data) or f"{self.url} answered {response.status}.", response.status)
             time.sleep(pause)
@@ -135,21 +138,34 @@ class Client:
         self, method: str, target: str, body: bytes | None, headers: Mapping[str, str]
     ) -> tuple[http.client.HTTPResponse, bytes]:
         """One request. A connection that the server closed while it was idle is opened again."""
-        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        if connection is None:
-            self._local.connection = connection = self._connect()
-            self._connections.append(connection)
-        elif connection.sock is not None:
+        connection = self._own_connection()
+        idle = connection.sock is not None
+        try:
             try:
                 return _exchange(connection, method, target, body, headers)
             except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+                if not idle:
+                    raise
                 connection.close()
-        try:
-            return _exchange(connection, method, target, body, headers)
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            reason = getattr(error, "strerror", None) or error or type(error).__name__
+                return _exchange(connection, method, target, body, headers)
+        except BaseException as error:
+            connection.close()  # the answer may still be on its way
+            if isinstance(error, TimeoutError):
+                raise ServeError(f"{self.url} did not answer within {self._timeout:g} seconds.") from None
+            if not isinstance(error, (OSError, http.client.HTTPException)):
+                raise
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise ServeError(f"cannot reach {self.url} ({reason}): is `memoro serve` running there?") from None
+
+    def _own_connection(self) -> http.client.HTTPConnection:
+        """The connection of this thread. Those of threads that have ended are closed."""
+        own = threading.current_thread()
+        if own not in self._connections:
+            for thread, connection in list(self._connections.items()):
+                if not thread.is_alive():
+                    self._connections.pop(thread, connection).close()
+            self._connections[own] = self._connect()
+        return self._connections[own]
 
     def _connect(self) -> http.client.HTTPConnection:
         host, port = str(self._parts.hostname), self._parts.port

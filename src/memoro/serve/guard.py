@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memoro.errors import ServeError
 from memoro.serve.metrics import Metrics
-from memoro.serve.options import NO_TOKEN, ServeOptions
+from memoro.serve.options import NO_TOKEN, PROXIED, ServeOptions
 
 OPEN = ("/healthz", "/v2/health/live", "/v2/health/ready", "/", "/page/")
 """No token is needed for load balancers and for the page, which asks for it. `/page/` stands for all below it."""
@@ -31,6 +31,8 @@ CONTENT_POLICY = (b"content-security-policy", b"default-src 'none'; frame-ancest
 BODIES = 8
 """How many bodies of the largest size may be in memory at once."""
 MAX_TARGET = 16 << 10
+PROXY_HEADERS = (b"forwarded", b"x-forwarded-", b"via")
+"""How the names of the headers that proxies add begin."""
 
 T = TypeVar("T")
 
@@ -108,7 +110,7 @@ class Guard:
             await answer(secured, error.status or 500, str(error))
         except TimeoutError:
             if status == 0:
-                await answer(secured, 504, "the deadline has passed before the answer was there.")
+                await answer(secured, 504, "the deadline passed before the answer was ready.")
         except (ClientGoneError, ClientDisconnect):
             status = 499
         except Exception:
@@ -140,7 +142,9 @@ class Guard:
         writing = scope["path"].startswith("/v1/tasks") and scope["method"] not in {"GET", "HEAD", "OPTIONS"}
         if writing and not options.may_write:
             raise ServeError(NO_TOKEN, 403)
-        needed = [options.token] if writing else [options.read_token, options.token] if options.read_token else []
+        if writing and options.write_token is None and any(name.startswith(PROXY_HEADERS) for name in headers):
+            raise ServeError(PROXIED, 403)
+        needed = [options.write_token] if writing else [options.read_token, options.token] if options.read_token else []
         given = headers.get(b"authorization", b"")
         # All are compared, whatever the first one gives: the time says nothing about any of them.
         matches = [hmac.compare_digest(given, f"Bearer {token}".encode()) for token in needed if token is not None]
@@ -156,12 +160,20 @@ class Guard:
         if _without_port(host) not in self._hosts:
             raise ServeError("this host name is not allowed here: start the server with --allow-host NAME.", 403)
         origin = headers.get(b"origin")
-        if origin is not None and urlsplit(origin.decode("latin-1").lower()).netloc != host:
+        if origin is not None and _netloc(origin.decode("latin-1").lower()) != host:
             raise ServeError("requests from pages of other sites are not allowed.", 403)
 
     def _check_size(self, size: int) -> None:
         if size > self._options.max_body:
             raise ServeError(f"the body is larger than {self._options.max_body} bytes.", 413)
+
+
+def _netloc(origin: str) -> str | None:
+    """The host and port of an origin, None if it is not an address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _without_port(host: str) -> str:

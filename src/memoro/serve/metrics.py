@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -34,6 +35,11 @@ class Metrics:
         self.task_answers = Counter("memoro_task_answers", "Images that a task answered.", ["task"], **own)
         self.tasks = Gauge("memoro_tasks", "Tasks attached.", **own)
 
-    def render(self) -> bytes:
-        """The text format of Prometheus."""
+    def render(self, attached: Collection[str]) -> bytes:
+        """The text format of Prometheus, with counts of the attached tasks only."""
+        self.tasks.set(len(attached))
+        # A pass that was running during a detach may count for the task afterwards.
+        for name in {row.labels["task"] for found in self.task_answers.collect() for row in found.samples}:
+            if name not in attached:
+                self.task_answers.remove(name)
         return generate_latest(self.registry)

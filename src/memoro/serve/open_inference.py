@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Request, Response
@@ -14,10 +16,18 @@ from memoro.errors import ServeError
 from memoro.heads import probabilities
 from memoro.serve.bodies import compress, decompress
 from memoro.serve.guard import unless_gone
-from memoro.serve.options import MAX_INPUT_SIDE
+from memoro.serve.options import MAX_INPUT_SIDE, ServeOptions
 from memoro.serve.service import Question, Service, Upload, write_json
 from memoro.serve.store import ALL, Attached
-from memoro.serve.tensors import Output, output_options, read_files, read_pixels, read_request, write_outputs
+from memoro.serve.tensors import (
+    InferRequest,
+    Output,
+    output_options,
+    read_files,
+    read_pixels,
+    read_request,
+    write_outputs,
+)
 
 LENGTH = "inference-header-content-length"
 ModelName = Annotated[str, Path(description="A task, or `all` for all tasks.")]
@@ -170,29 +180,14 @@ def configure_model(attached: Attached, model: str, max_images: int) -> dict[str
 
 async def infer_model(service: Service, attached: Attached, request: Request, model: str) -> Response:
     """Reads a request, runs it and writes the outputs as the client wants them."""
-    options = service.options
-    encoding = request.headers.get("content-encoding", "").strip().lower()
-    body = await service.in_pool(decompress, await request.body(), encoding, options.max_body)
-    asked = await service.in_pool(read_request, body, request.headers.get(LENGTH))
-    if len(asked.inputs) != 1 or asked.inputs[0].name not in {"pixel_values", "image"}:
-        raise ServeError("give one input: pixel_values or image.", 400)
     known = list_outputs(attached, model)
-    wanted = [(str(one.get("name")), *output_options(one, asked.binary)) for one in asked.outputs]
-    wanted = wanted or [(name, asked.binary, 0) for name in known]
-    for name, _, _ in wanted:
-        if name not in known and name != "base":
-            raise ServeError(f"model {model!r} has no output {name[:200]!r}.", 400)
+    asked, images = await service.read(
+        _read, await request.body(), request.headers, attached.model.backbone.channels, service.options
+    )
+    wanted = _read_outputs(asked, known, model)
     used = {known[name][0] for name, _, _ in wanted if name in known}
     tasks = [name for name in attached.model.names if name in used]
     question = Question(attached, tasks, base=any(name == "base" for name, _, _ in wanted))
-    given = asked.inputs[0]
-    images: Tensor | list[Upload]
-    if given.name == "pixel_values":
-        channels = attached.model.backbone.channels
-        images = await service.in_pool(read_pixels, given, channels, options.max_images, MAX_INPUT_SIDE)
-    else:
-        files = await service.in_pool(read_files, given, options.max_images)
-        images = [Upload(f"image {number}", data) for number, data in enumerate(files, start=1)]
     logits = await unless_gone(request, service.logits(question, images))
 
     def write() -> tuple[bytes, dict[str, str]]:
@@ -210,6 +205,34 @@ async def infer_model(service: Service, attached: Attached, request: Request, mo
 
     content, headers = await service.in_pool(write)
     return Response(content, headers={"content-type": "application/json", **headers})
+
+
+def _read(
+    body: bytes, headers: Mapping[str, str], channels: int, options: ServeOptions
+) -> tuple[InferRequest, Tensor | list[Upload]]:
+    """What a body asks, and its images; nothing else of it is kept."""
+    encoding = headers.get("content-encoding", "").strip().lower()
+    asked = read_request(decompress(body, encoding, options.max_body), headers.get(LENGTH))
+    if len(asked.inputs) != 1 or asked.inputs[0].name not in {"pixel_values", "image"}:
+        raise ServeError("give one input: pixel_values or image.", 400)
+    (given,), asked = asked.inputs, replace(asked, inputs=[])
+    if given.name == "pixel_values":
+        return asked, read_pixels(given, channels, options.max_images, MAX_INPUT_SIDE)
+    files = read_files(given, options.max_images)
+    return asked, [Upload(f"image {number}", data) for number, data in enumerate(files, start=1)]
+
+
+def _read_outputs(asked: InferRequest, known: Collection[str], model: str) -> list[tuple[str, bool, int]]:
+    """The outputs that are asked for, each once: its name, whether it is to be binary, and how many classes of it."""
+    wanted: dict[str, tuple[bool, int]] = {}
+    for one in asked.outputs:
+        name = str(one.get("name"))
+        if name not in known and name != "base":
+            raise ServeError(f"model {model!r} has no output {name[:200]!r}.", 400)
+        if name in wanted:
+            raise ServeError(f"output {name!r} is asked for twice.", 400)
+        wanted[name] = output_options(one, asked.binary)
+    return [(name, *how) for name, how in wanted.items()] or [(name, asked.binary, 0) for name in known]
 
 
 def _output(attached: Attached, logits: dict[str, Tensor], source: tuple[str, str], classes: int) -> Output:

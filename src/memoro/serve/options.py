@@ -12,6 +12,7 @@ MAX_INPUT_SIDE = 1024
 """Pixels of a model's input: attention grows with the fourth power, and a task file may name any size."""
 MAX_TASKS = 1000
 NO_TOKEN = "attaching is off: start the server with --token, or let it listen on loopback only."
+PROXIED = "attaching through a proxy needs a token: start the server with --token."
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,10 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     token: str | None = None
-    """Needed to attach and detach; without one, that is allowed on loopback only."""
+    """Needed to attach and detach; without one, that is allowed on loopback only, not through a proxy."""
     read_token: str | None = None
-    """Needed for everything else but health; the other token will do, too."""
+    """Needed for everything else but health, and to attach and detach where it is the only token; the other token will
+    do, too."""
     allowed_hosts: tuple[str, ...] = ()
     """Further host names in requests to a server on loopback: that of a proxy in front of it."""
     max_batch: int = 16
@@ -64,6 +66,11 @@ class ServeOptions:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def write_token(self) -> str | None:
+        """The token that attaching and detaching need."""
+        return self.token or self.read_token
 
     @property
     def may_write(self) -> bool:

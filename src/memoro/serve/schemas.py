@@ -60,7 +60,7 @@ class Answer(BaseModel):
     probabilities: dict[str, float] | None = None
     values: dict[str, float] | None = None
     score: float | None = None
-    """Comparable between tasks: the highest is the most likely owner of the image."""
+    """Comparable between tasks: the highest is that of the task that the image most likely belongs to."""
     familiarity: float | None = None
     """The share of the task's own images that look at least as strange."""
     unfamiliar: bool | None = None
@@ -105,6 +105,8 @@ class TaskList(BaseModel):
     reason: str | None
     """Why attaching is off."""
     token_needed: bool
+    max_body: int
+    """Bytes of the largest file that can be attached."""
     tasks: list[TaskInfo]
 
 

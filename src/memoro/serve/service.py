@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ from memoro.serve.options import MAX_INPUT_SIDE, ServeOptions
 from memoro.serve.store import Attached, TaskStore
 
 T = TypeVar("T")
+READERS = 2
+"""Threads that expand and parse bodies. A small body may take a hundred times its size then."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,26 @@ class Service:
         self.store, self.options, self.metrics = store, options, metrics
         self.batcher = Batcher(options, metrics)
         self._pool = ThreadPoolExecutor(options.decoders, thread_name_prefix="memoro-decode")
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="memoro-read")
+        self._changes = ThreadPoolExecutor(1, thread_name_prefix="memoro-store")
 
     async def close(self) -> None:
         """Finishes what was taken in."""
         await self.batcher.close()
-        self._pool.shutdown()
+        for pool in (self._pool, self._readers, self._changes):
+            pool.shutdown()
 
     async def in_pool(self, function: Callable[..., T], *given: Any) -> T:
         """Runs a function off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *given)
+
+    async def read(self, function: Callable[..., T], *given: Any) -> T:
+        """Runs a function that expands or parses a body."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *given)
+
+    async def change(self, function: Callable[..., T], *given: Any) -> T:
+        """Runs a change of the store, after those that came before it: they would wait for each other anyway."""
+        return await asyncio.get_running_loop().run_in_executor(self._changes, function, *given)
 
     def ask(self, tasks: Sequence[str] | None, **options: Any) -> Question:
         """A question to the tasks of this moment. A name may be several, separated by commas."""
@@ -95,7 +108,7 @@ class Service:
                 raise errors[0]
             items = [found for found in decoded if isinstance(found, Item)]
             await self.batcher.run(items)
-            maps = await self.batcher.call(lambda: _explain(question, items)) if question.explain else None
+            maps = [await self._explain(question, item) for item in items] if question.explain else None
         passes = {id(output): output for item in items for output, _ in item.places.values()}
         seconds["queue"] = max(item.started - item.arrived for item in items)
         seconds["backbone"] = sum(output.backbone_seconds for output in passes.values())
@@ -119,6 +132,16 @@ class Service:
             name: torch.stack([found[name][0].logits[name][found[name][1]] for found in places])
             for name in [*question.tasks, *(["base"] if question.base else [])]
         }
+
+    async def _explain(self, question: Question, item: Item) -> dict[str, Explanation]:
+        """Each task's attention on an image. Passes of other requests run in between."""
+        model = question.attached.model
+        maps = {}
+        for steps, names in model.passes(question.tasks).items():
+            pixels = item.pixels[steps].unsqueeze(0).to(model.backbone.dtype)
+            for name in names:
+                maps[name] = await self.batcher.call(partial(model.explain, pixels, name))
+        return maps
 
     async def _decode(self, question: Question, upload: Upload) -> Item | ImageError:
         start = perf_counter()
@@ -159,19 +182,6 @@ def _raw_items(question: Question, pixels: Tensor) -> list[Item]:
 
 def _new_item(question: Question, pixels: Mapping[Any, Tensor], names: Mapping[Any, list[str]]) -> Item:
     return Item(question.attached.model, pixels, names, asyncio.get_running_loop().create_future())
-
-
-def _explain(question: Question, items: Sequence[Item]) -> list[dict[str, Explanation]]:
-    """Each task's attention on each image: a pass for every two of them."""
-    model = question.attached.model
-    return [
-        {
-            name: model.explain(item.pixels[steps].unsqueeze(0).to(model.backbone.dtype), name)
-            for steps, names in model.passes(question.tasks).items()
-            for name in names
-        }
-        for item in items
-    ]
 
 
 def _write_answers(

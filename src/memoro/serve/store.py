@@ -25,6 +25,7 @@ from memoro.evaluation.inspect import describe_task
 from memoro.files import sync_folder
 from memoro.serve.batching import run_pass
 from memoro.serve.options import MAX_INPUT_SIDE, MAX_TASKS
+from memoro.tasks.sections import write_sections
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks, save_task, save_tasks
 
@@ -96,8 +97,8 @@ class TaskStore:
     def writable(self) -> bool:
         return self._folder is not None
 
-    def attach(self, data: bytes, name: str | None = None) -> dict[str, bool]:
-        """Attaches the tasks of an uploaded file: their names, and whether each is new or changed.
+    def attach(self, data: bytes, name: str | None = None) -> dict[str, dict[str, Any]]:
+        """Attaches the tasks of an uploaded file. By name: its `version`, and whether it is new or `changed`.
 
         Raises, and changes nothing, if the file cannot be trusted or its tasks cannot be composed with the others.
         """
@@ -109,17 +110,21 @@ class TaskStore:
             if self._folder is None:
                 raise ServeError(OFF, 403)
             old = self.current
-            hashes = {task.name: task.content_hash() for task in tasks}
-            changed = [task for task in tasks if old.info.get(task.name, {}).get("content") != hashes[task.name]]
-            for task in changed:
-                if children := _children(old.model, task.name):
-                    raise ServeError(f"cannot replace {task.name!r} before what extends it: {_listed(children)}.", 409)
+            changed = []
+            for task in tasks:
+                content = old.info.get(task.name, {}).get("content")
+                if content != task.content_hash():
+                    _check_childless(old.model, task.name, "replace")
+                # A task that is calibrated again keeps its content hash, and so its children.
+                elif _sections(task) == _sections(old.model.tasks[task.name]):
+                    continue
+                changed.append(task)
             new = {task.name: task for task in changed}
             model = Composition(old.model.backbone, list({**old.model.tasks, **new}.values()))
             current = _attach(model, old.info, changed)
             self._write(old.model, _parents_first(changed))
             self.current = current
-        return {task.name: task.name in new for task in tasks}
+        return {task.name: {"version": current.version(task.name), "changed": task.name in new} for task in tasks}
 
     def detach(self, name: str) -> None:
         """Detaches a task. One that others extend cannot be detached before them."""
@@ -129,13 +134,15 @@ class TaskStore:
             old = self.current
             if name not in old.info:
                 raise ServeError(f"there is no task {name!r}.", 404)
-            if children := _children(old.model, name):
-                raise ServeError(f"cannot detach {name!r} before what extends it: {_listed(children)}.", 409)
+            _check_childless(old.model, name, "detach")
             current = _attach(old.model.detach(name), old.info, [])
             file = self._files[name]
             rest = [task for task in current.model.tasks.values() if self._files[task.name] == file]
             if rest:
-                save_tasks(rest, file)
+                try:
+                    save_tasks(rest, file)
+                except TaskFileError as error:
+                    raise ServeError(f"{name!r} could not be detached; is the disk full?", 507) from error
             else:
                 try:
                     file.unlink(missing_ok=True)
@@ -147,29 +154,30 @@ class TaskStore:
 
     def _write(self, model: Composition, tasks: Sequence[Task]) -> None:
         """Writes each task to its file. If one cannot be written, those before it are taken back."""
-        written: list[tuple[Task, Path]] = []
+        stored, written = dict(model.tasks), list[tuple[str, Path]]()
         try:
             for task in tasks:
                 file = self._files.get(task.name) or self._new_file(task.name)
-                self._save(model, file, task)
+                self._save(stored, file, task)
                 self._files[task.name] = file
-                written.append((task, file))
+                written.append((task.name, file))
         except MemoroError as error:
-            for task, file in written:
+            for name, file in reversed(written):
                 with suppress(MemoroError, OSError):
-                    if task.name in model.tasks:
-                        self._save(model, file, model.tasks[task.name])
+                    if name in model.tasks:
+                        self._save(stored, file, model.tasks[name])
                     else:
                         file.unlink()
-                        del self._files[task.name]
+                        del self._files[name]
             if isinstance(error, ServeError):
                 raise
             raise ServeError("the task could not be stored, so it was not attached; is the disk full?", 507) from error
 
-    def _save(self, model: Composition, file: Path, task: Task) -> None:
-        """Writes a task to a file that may contain others, which stay in it."""
-        inside = [model.tasks[name] for name, place in self._files.items() if place == file and name in model.tasks]
-        save_tasks([*(one for one in inside if one.name != task.name), task], file)
+    def _save(self, stored: dict[str, Task], file: Path, task: Task) -> None:
+        """Writes a task to a file that may contain others, which stay in it as they were `stored` last."""
+        inside = [stored[name] for name, place in self._files.items() if place == file and name != task.name]
+        save_tasks([*inside, task], file)
+        stored[task.name] = task
 
     def _new_file(self, name: str) -> Path:
         assert self._folder is not None
@@ -221,7 +229,8 @@ def _check(model: Composition, names: Sequence[str]) -> None:
     if ALL in names:
         raise ServeError(f"the name {ALL!r} stands for all tasks here: train the task again with --task OTHER.", 422)
     for steps, members in model.passes(names).items():
-        if max(steps.size or (steps.resize if isinstance(steps.resize, int) else 0,)) > MAX_INPUT_SIDE:
+        resize = steps.resize if isinstance(steps.resize, tuple) else (steps.resize or 0,)
+        if max((*resize, *(steps.crop or ()))) > MAX_INPUT_SIDE:
             raise ServeError(f"{_listed(members)} take images of more than {MAX_INPUT_SIDE} pixels a side.", 422)
         pixels = steps.to_tensor(Image.new("RGB", (64, 64), (128, 96, 64)))
         logits = run_pass(model, pixels.unsqueeze(0), members).logits
@@ -229,8 +238,17 @@ def _check(model: Composition, names: Sequence[str]) -> None:
             raise ServeError(f"{_listed(broken)}: the answer to a plain image is not a finite number.", 422)
 
 
-def _children(model: Composition, name: str) -> list[str]:
-    return [task.name for task in model.tasks.values() if any(parent.name == name for parent in task.extends)]
+def _check_childless(model: Composition, name: str, action: str) -> None:
+    """Raises if other tasks extend this one."""
+    children = [task.name for task in model.tasks.values() if any(parent.name == name for parent in task.extends)]
+    if children:
+        why = f"{_listed(children)} " + ("extends it: detach that" if len(children) == 1 else "extend it: detach those")
+        raise ServeError(f"cannot {action} {name!r}, because {why} first.", 409)
+
+
+def _sections(task: Task) -> dict[str, Any]:
+    """The records of a task's calibration and familiarity, with checksums that cover their tensors."""
+    return write_sections(task.spec, "")[0]
 
 
 def _parents_first(tasks: Sequence[Task]) -> list[Task]:

@@ -43,7 +43,7 @@ def read_request(body: bytes, header_length: str | None) -> InferRequest:
     """The request of a body: JSON, then the bytes of binary inputs one after the other."""
     length = len(body)
     if header_length is not None:
-        if not header_length.isdigit() or not 0 < int(header_length[:12]) <= len(body):
+        if not header_length.isdecimal() or len(header_length) > 12 or not 0 < int(header_length) <= len(body):
             raise ServeError("Inference-Header-Content-Length is not the length of the JSON.", 400)
         length = int(header_length)
     document, at = parse_json(body[:length]), length
@@ -60,11 +60,11 @@ def read_request(body: bytes, header_length: str | None) -> InferRequest:
             raise ServeError("the shape of an input must be a list of positive whole numbers.", 400)
         inputs.append(InferInput(str(item.get("name")), shape, str(item.get("datatype")), item.get("data"), binary))
     if at != len(body):
-        raise ServeError("there are bytes behind the last input.", 400)
+        raise ServeError("there are bytes after the last input.", 400)
     outputs = _objects(document, "outputs") if "outputs" in document else []
     given = document.get("id")
     if given is not None and not isinstance(given, str):
-        raise ServeError("id must be a text.", 400)
+        raise ServeError("id must be a string.", 400)
     return InferRequest(given, inputs, outputs, _parameters(document).get("binary_data_output") is True)
 
 
@@ -110,7 +110,7 @@ def read_files(given: InferInput, most: int) -> list[bytes]:
         rows = given.data if isinstance(given.data, list) else [None]
         flat: list[Any] = [one for row in rows for one in (row if isinstance(row, list) else [row])]
         if not all(isinstance(one, str) for one in flat):
-            raise ServeError("the data of image must be base64 texts.", 400)
+            raise ServeError("the data of image must be base64 strings.", 400)
         found = [decode_base64(one, f"image {number}") for number, one in enumerate(flat, start=1)]
     if len(found) != given.shape[0]:
         raise ServeError(f"image has {len(found)} files; its shape says {given.shape[0]}.", 400)

@@ -17,7 +17,7 @@ export function answerCards(answers, shown) {
 export function summary(answers) {
   const all = Object.entries(answers);
   const strange = all.filter(([, answer]) => answer.unfamiliar).map(([name]) => name);
-  if (all.length && strange.length === all.length) return "None of these tasks knows such images.";
+  if (all.length && strange.length === all.length) return "This image is unfamiliar to all of these tasks.";
   return strange.length ? `Unfamiliar to ${strange.length} of ${all.length}.` : "";
 }
 
@@ -69,7 +69,7 @@ function bar(name, share, text, look) {
 
 /** How familiar the image is to a task, in words. */
 function familiarity(name, answer) {
-  if (answer.familiarity === undefined) return el("p", { class: "soft" }, "This task cannot tell whether it knows such images.");
+  if (answer.familiarity === undefined) return el("p", { class: "soft" }, "This task's file has no familiarity.");
   const share = answer.familiarity === 0 ? "none" : percent(answer.familiarity);
   const strange = `${share} of its own images look at least as strange`;
   if (answer.unfamiliar) return el("p", { class: "why" }, `The image looks unlike those that ${name} was trained on: ${strange}. Its answer is a guess.`);

@@ -62,7 +62,7 @@ async function send(method, path, body, signal) {
       response = await fetch(new URL(path, ROOT), { method, headers, body, signal });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      if (token && !/^[\x21-\x7e]+$/.test(token)) throw new Problem("The token has characters that no token has.", 401);
+      if (token && !/^[\x21-\x7e]+$/.test(token)) throw new Problem("The token contains characters that are not allowed.", 401);
       if (body instanceof Blob && !(await readable(body))) throw new Problem("The file can no longer be read: choose it again.", 400);
       throw new Problem("The server does not answer. Is memoro serve still running?", 0);
     }

@@ -53,6 +53,11 @@ async function ask() {
     if (stale(found.tasks, names)) refresh();
   } catch (problem) {
     if (request.signal.aborted) return;
+    if (problem.status === 404 && names) {
+      await refresh(); // others may have detached a task that was asked
+      if (request.signal.aborted) return;
+      if (names.some((name) => !state.list.tasks.some((task) => task.name === name))) return ask();
+    }
     clear("");
     fail(byId("problem"), problem, ask);
   } finally {

@@ -53,7 +53,7 @@ export function tell(place, text, again) {
 /** Says why a request failed. Where a token is missing, asks for it. `before` says what was attempted. */
 export function fail(place, problem, again, before = "") {
   if (!(problem instanceof Problem)) {
-    tell(place, `This page has a defect: ${problem.message} Load it again.`);
+    tell(place, `Something went wrong on this page: ${problem.message} Reload it.`);
     throw problem;
   }
   if (problem.status === 401) {

@@ -38,17 +38,20 @@ export async function attachFiles(files, changed) {
   }
 }
 
-async function detachTask(task, changed) {
+async function detachTask(task, list, changed) {
   tell(byId("task-problem"), null);
   try {
     const file = await download(task.name);
+    if (file.size > list.max_body) {
+      return tell(byId("task-problem"), `${task.name} was not detached, because that could not be undone: its file has ${size(file.size)}, and this server accepts ${size(list.max_body)}. Start it with a larger --max-body-mb.`);
+    }
     await detach(task.name);
     detached.set(task.name, file);
     say(`${task.name} detached.`, changed);
     await changed();
     byId("task-status").querySelector("button").focus();
   } catch (error) {
-    fail(byId("task-problem"), error, () => detachTask(task, changed));
+    fail(byId("task-problem"), error, () => detachTask(task, list, changed));
   }
 }
 
@@ -81,7 +84,7 @@ function card(task, list, changed) {
     el("div", { class: "buttons" },
       el("button", { type: "button", "aria-label": `Download ${task.name}`, click: () => save(task) }, "Download"),
       el("button", { type: "button", "aria-label": `Detach ${task.name}`, disabled: !list.writable, "aria-describedby": list.writable ? null : "attaching",
-        click: () => detachTask(task, changed) }, "Detach")));
+        click: () => detachTask(task, list, changed) }, "Detach")));
 }
 
 /** The main figure of a task, and what it was measured on. */
@@ -99,7 +102,7 @@ function facts(task) {
   const text = (value) => (typeof value === "number" ? number(value) : shorten(String(value), 200));
   const rows = [
     ["backbone", `${task.backbone.name}, fingerprint ${task.backbone.fingerprint.slice(0, 12)}`],
-    ["content", task.content.slice(0, 12)],
+    ["content hash", task.content.slice(0, 12)],
     ["cells per layer", String(task.cells)],
     ["from layer", String(task.from_layer)],
     ...(task.rank ? [["rank of its own weights", String(task.rank)]] : []),
@@ -157,5 +160,5 @@ function graph(all, backbone, room) {
   return el("figure", null,
     svg("svg", { class: "graph", width, height, viewBox: `-1 -1 ${width} ${height}`, role: "img", "aria-label": `Which task extends which: ${words.join("; ")}` },
       ...edges, node(backbone, base, "node base"), ...tasks.map(({ name }) => node(name, place.get(name), "node"))),
-    el("figcaption", null, all.length > tasks.length ? `${count(all.length - tasks.length, "task")} more, not drawn.` : "A task sees the backbone, itself, and the tasks to its left that it is connected with."));
+    el("figcaption", null, all.length > tasks.length ? `${count(all.length - tasks.length, "task")} more, not drawn.` : "A task sees the backbone, itself, and the tasks to its left that it is connected to."));
 }
