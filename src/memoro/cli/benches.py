@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memoro.cli.options import BackboneOption, DeviceOption, Json, load, numbers, print_json
-from memoro.cli.serving import wait_passively
+from memoro.cli.options import BackboneOption, DeviceOption, Json, load, numbers, print_json, share_cores
 from memoro.console import plain_console
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ def bench_serve_command(
     as_json: Json = False,
 ) -> None:
     """Throughput and latency through HTTP on loopback, against the engine's own at the same batch size."""
-    wait_passively()
+    share_cores()
     from memoro.extras import need
 
     need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")

@@ -48,8 +48,8 @@ TaskFiles = Annotated[
 def share_cores() -> None:
     """Lets torch's threads sleep where they wait for each other, unless the user chose otherwise.
 
-    By default they spin, which takes the cores from the processes that decode images. OpenMP reads this once, when
-    torch is imported: call it before.
+    By default they spin, which takes the cores from decoders and from the server's event loop. OpenMP reads this once,
+    when torch is imported: call it before.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memoro.cli.options import DeviceOption, TaskBackboneOption, load
+from memoro.cli.options import DeviceOption, TaskBackboneOption, load, share_cores
 from memoro.console import format_count, plain_console, quiet_libraries
 
 if TYPE_CHECKING:
     from memoro.backbones import Backbone, BackboneRecord
 
 app = typer.Typer()
-
-
-def wait_passively() -> None:
-    """Lets the threads of a pass sleep where they wait for each other, unless the user has set it otherwise.
-
-    By default they spin, on cores that the event loop and the decoders need. OpenMP reads the setting when torch is
-    imported.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @app.command()
@@ -80,7 +70,7 @@ def serve(
     The page at / answers images that you drop on it, and lists the tasks. The
     API is described at /docs, and by docs/serving.md. In Python: memoro.Client("http://127.0.0.1:8000").predict("photo.jpg").
     """
-    wait_passively()
+    share_cores()
     from memoro.extras import need
 
     need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")
