@@ -58,7 +58,7 @@ def test_every_training_has_a_report(shell: Shell, tmp_path: Path) -> None:  # n
     shell("train", "set", "-b", "vit", "--task", "colour", *how)
     text = check_page(tmp_path / "runs" / "colour" / "report.html")
     for part in (
-        "measured on the test split of 8 images", "What was taken for what", "Each class", "recall",
+        "measured on the test split of 8 images", "Confusion matrix", "Each class", "recall",
         "where the task looked", "Familiar images", "Images left out", "broken<b>.png",
         "1 pair of images in different splits look the same", "larger.png", "set/train/red/000.png",
         "trained parameters", "Time", "memoro predict photo.jpg -t colour.safetensors", HOSTILE,
@@ -140,7 +140,7 @@ def test_the_most_confident_mistakes() -> None:
 def test_figures_of_each_class() -> None:
     logits = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 1, 0]])
     columns, rows = class_figures("softmax", ["cat", "dog", "cow"], logits, torch.tensor([0, 0, 1]))
-    assert columns == ["class", "most often taken for", "images", "recall", "precision"]
+    assert columns == ["class", "most often confused with", "images", "recall", "precision"]
     assert rows == [
         ["cat", "dog (1)", "2", "0.500", "1.000"],
         ["dog", "", "1", "1.000", "0.500"],

@@ -11,6 +11,7 @@ from rich.table import Table
 from memoro.backbones import Backbone
 from memoro.console import Cell, format_bytes, make_table
 from memoro.evaluation.metrics import format_worst
+from memoro.evaluation.trust import SKETCH
 from memoro.regimes.baseline import BaselineSpec
 from memoro.regimes.baselinefile import is_baseline, read_baseline
 from memoro.tasks.familiarity import Familiarity
@@ -114,7 +115,7 @@ def inspect_tables(record: dict[str, Any]) -> list[Table]:
 
 def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
     """The cells of one column, by the names of their rows."""
-    backbone, labels = entry["backbone"], entry["labels"]
+    backbone, labels, training = entry["backbone"], entry["labels"], entry["training"]
     more = ", …" if len(labels) > MAX_LABELS else ""
     rows: dict[str, Cell] = {"labels": f"{len(labels)}: {', '.join(labels[:MAX_LABELS])}{more}", "head": entry["kind"]}
     if "regime" in entry:
@@ -138,8 +139,8 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
         "this backbone": backbone.get("match", ""),
         "images": _image_size(entry["preprocessing"]),
         "metrics": _lines(entry["metrics"]),
-        "training": _lines({name: value for name, value in entry["training"].items() if name != "history"}),
-        "history": _history(entry["training"].get("history")),
+        "training": _lines({name: value for name, value in training.items() if name not in {"history", SKETCH}}),
+        "history": _history(training.get("history")),
         "content": entry["content"][:12],
     }
 
