@@ -169,9 +169,7 @@ def _gallery(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     task, images = report.task, report.images
     numbers = task.kind == "regression"
     yield tag("h2", "The largest errors" if numbers else "The most confident mistakes")
-    count, mistakes = find_mistakes(
-        task.kind, task.labels, report.logits, report.targets, MISTAKES, report.calibration
-    )
+    count, mistakes = find_mistakes(task.kind, task.labels, report.logits, report.targets, MISTAKES, report.calibration)
     if not mistakes:
         yield tag("p", f"There is no mistake among {format_count(len(report.targets), 'image')}.")
         return
