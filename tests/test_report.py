@@ -21,6 +21,7 @@ from memoro.evaluation.breakdown import class_figures, find_mistakes
 from memoro.images import open_image
 from memoro.pages.charts import histogram_chart, line_chart, matrix_chart, scatter_chart, text_width
 from memoro.pages.page import Html, render_page, tag
+from memoro.tasks.calibration import Calibration
 
 HOSTILE = '<script>alert("x")<|script>'
 HOW: dict[str, Any] = {"epochs": 1, "image_size": 20, "workers": 0, "quiet": True, "cache": False}
@@ -135,6 +136,21 @@ def test_the_most_confident_mistakes() -> None:
     assert (found[0].index, found[0].predicted, found[0].true) == (1, "cat 95%, not cow 12%", "dog, cow")
     count, found = find_mistakes("regression", ["m"], torch.tensor([[1.0], [5.0]]), torch.tensor([[1.0], [2.0]]), 1)
     assert [(one.index, one.predicted, one.true) for one in found] == [(1, "5", "2")]
+
+
+def test_mistakes_and_figures_are_calibrated() -> None:
+    softmax = Calibration((4.0,), (), (), 30, "validation")
+    logits = torch.tensor([[0.0, 4.0], [8.0, 0.0]])
+    count, found = find_mistakes("softmax", ["cat", "dog"], logits, torch.tensor([0, 0]), 5, softmax)
+    assert (count, found[0].predicted, found[0].true) == (1, "dog 73%", "cat 27%")
+    labels = Calibration((2.0, 1.0), (0.3, 0.8), (), 30, "validation")
+    logits, truth = torch.tensor([[-1.0, 1.0], [-4.0, 2.0]]), torch.tensor([[1.0, 1.0], [0, 1.0]])
+    count, found = find_mistakes("multilabel", ["cat", "dog"], logits, truth, 5, labels)
+    assert (count, found[0].index, found[0].predicted) == (1, 0, "not dog 73%")  # 38 % are enough for a cat
+    _, rows = class_figures("multilabel", ["cat", "dog"], logits, truth, labels)
+    assert rows == [["dog", "2", "1", "1", "0", "0.667"], ["cat", "1", "1", "0", "0", "1.000"]]
+    _, raw = class_figures("multilabel", ["cat", "dog"], logits, truth)
+    assert raw == [["cat", "1", "0", "1", "0", "0.000"], ["dog", "2", "2", "0", "0", "1.000"]]
 
 
 def test_figures_of_each_class() -> None:

@@ -85,11 +85,11 @@ def sweep(
     pass for all; the others train baselines, each in passes of its own.
     """
     regime = settings["regime"] or ("memory" if settings["recipe"] == "paper" else "side")
-    varied = any(settings[name] for name in ("rank", "cells", "from_layer"))
-    varied = varied or "," in (settings["lr"] or "") or settings["seeds"] > 1
+    sizes = any(settings[name] for name in ("rank", "cells", "from_layer"))
+    varied = sizes or "," in (settings["lr"] or "") or settings["seeds"] > 1
     if settings["start_from"] is not None:
-        pass  # the task keeps its sizes
-    elif regime == "memory" and settings["cells"] is None:
+        regime = None  # the task keeps its sizes
+    if regime == "memory" and settings["cells"] is None:
         settings["cells"] = "0,5"
     elif regime == "side" and not varied:
         settings["rank"] = "4,16"

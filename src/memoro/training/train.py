@@ -139,14 +139,11 @@ def train(
 
     start = None if start_from is None else read_start(start_from, task)
     regime = regime if start is None else regime_of(start, regime).name
-    named = not isinstance(recipe, Recipe)
+    own_recipe = isinstance(recipe, Recipe)
     if lr is None and isinstance(recipe, Recipe):
         lr = recipe.lr
     trained, recipe = find_recipe(recipe, regime)
     recipe, options = merge_options(recipe, options, changes)
-    if named and recipe.views == 1 and "views" not in changes and _asks_for_views(recipe.augment):
-        recipe = replace(recipe, views=RECIPES["paper"][1].views)
-        options.note(f"random crops and mirror images need several views of an image: using {recipe.views} (--views).")
     chosen, target = find_regime(trained), None if out is None else Path(out)
     columns = [label_column] if isinstance(label_column, str) else label_column
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
@@ -162,6 +159,9 @@ def train(
     if not main:
         options = replace(options, quiet=True, log=None)
 
+    if not own_recipe and recipe.views == 1 and "views" not in changes and _asks_for_views(recipe.augment):
+        recipe = replace(recipe, views=RECIPES["paper"][1].views)
+        options.note(f"random crops and mirror images need several views of an image: using {recipe.views} (--views).")
     rates = chosen.rates[recipe.optimizer][1:2] if streaming else chosen.rates[recipe.optimizer]
     grid = Grid(
         _several(cells), _several(from_layer), rates if lr is None else _several(lr), seeds, recipe.seed, _several(rank)
