@@ -27,7 +27,7 @@ PARTS = {"class_token": "class token", "memory": "memory", "lora": "own weights"
 
 
 def inspect_file(path: Path, backbone: Backbone | None = None) -> dict[str, Any]:
-    """Everything that a file records, JSON-ready; with a backbone also whether it was made for that one."""
+    """What a file records, JSON-ready; with a backbone also whether it was made for that one."""
     if not is_baseline(path):
         return inspect_tasks(path, load_tasks(path), backbone)
     spec, content, parameters = read_baseline(path)
@@ -42,7 +42,7 @@ def inspect_tasks(path: Path, tasks: Sequence[Task], backbone: Backbone | None =
 
 
 def describe_task(task: Task, backbone: Backbone | None = None) -> dict[str, Any]:
-    """Everything that is known of a task but its weights, JSON-ready."""
+    """Everything that is known of a task but its weights and the hashes of its images, JSON-ready."""
     spec = task.spec
     own = {
         "cells": spec.cells,
@@ -93,7 +93,7 @@ def _describe(spec: TaskSpec | BaselineSpec, own: dict[str, Any], backbone: Back
         **own,
         "backbone": record,
         "preprocessing": None if spec.preprocessing is None else spec.preprocessing.to_json(),
-        "training": dict(spec.training),
+        "training": {name: value for name, value in spec.training.items() if name != SKETCH},
         "metrics": dict(spec.metrics),
     }
 
@@ -139,7 +139,7 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
         "this backbone": backbone.get("match", ""),
         "images": _image_size(entry["preprocessing"]),
         "metrics": _lines(entry["metrics"]),
-        "training": _lines({name: value for name, value in training.items() if name not in {"history", SKETCH}}),
+        "training": _lines({name: value for name, value in training.items() if name != "history"}),
         "history": _history(training.get("history")),
         "content": entry["content"][:12],
     }

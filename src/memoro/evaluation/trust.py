@@ -356,7 +356,7 @@ def calibrate(
     changes: dict[str, Any] = {}
     facts = dict(task.spec.training)
     if familiarity is None:
-        log("too few images for a familiarity: it stays as it is.")
+        log("the familiarity stays as it is: too few images, or tokens out of range.")
     else:
         changes["familiarity"] = familiarity
         facts["familiarity"] = f"{familiarity.images} images of {splits.name}, out of fold"

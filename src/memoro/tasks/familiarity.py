@@ -227,7 +227,8 @@ def fit_familiarity(tokens: Tensor, classes: Tensor | None, background: Tensor, 
     found = found.sort().values
     if count > MAX_SCORES:
         found = found[torch.linspace(0, count - 1, MAX_SCORES).round().long()]
-    return Familiarity(**whole, distances=found, images=count)
+    known = Familiarity(**whole, distances=found, images=count)
+    return known if known.valid else None
 
 
 def _describe(tokens: Tensor, groups: Tensor) -> dict[str, Any]:

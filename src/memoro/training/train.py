@@ -20,6 +20,7 @@ from memoro.data import Augment, ImageSet
 from memoro.engine.composition import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, format_worst, name_split
+from memoro.evaluation.trust import SKETCH
 from memoro.files import keep_copy
 from memoro.regimes import METHODS, Baseline, TaskPlan, find_regime
 from memoro.regimes.baselinefile import save_baseline
@@ -63,7 +64,7 @@ class TrainResult(FitResult):
             "previous": None if self.previous is None else str(self.previous),
             "folder": None if self.folder is None else str(self.folder),
             "metrics": self.metrics,
-            "training": dict(task.spec.training),
+            "training": {name: value for name, value in task.spec.training.items() if name != SKETCH},
             "notes": list(self.notes),
             "skipped": [list(entry) for entry in self.skipped],
         }

@@ -68,7 +68,11 @@ class Describer:
                 tokens, background = self._tokens[key]
                 self._done[(*key, id(spec.splits))] = fit_familiarity(tokens, classes, background)
             found = self._done[(*key, id(spec.splits))]
-            text = "none: too few images" if found is None else f"{found.images} training images, out of fold"
+            text = (
+                "none: too few images, or tokens out of range"
+                if found is None
+                else f"{found.images} training images, out of fold"
+            )
         spec.task.describe(familiarity=found, training={**spec.task.spec.training, "familiarity": text})
 
     def _read(self, spec: RunSpec, run: Run, images: ImageSet, samples: Tensor) -> Tensor:
