@@ -153,6 +153,20 @@ def test_mistakes_and_figures_are_calibrated() -> None:
     assert raw == [["cat", "1", "0", "1", "0", "0.000"], ["dog", "2", "2", "0", "0", "1.000"]]
 
 
+def test_the_page_names_the_thresholds(tiny: memoro.Backbone, tmp_path: Path) -> None:
+    save_squares(tmp_path, {"red": 4})
+    (tmp_path / "tags.csv").write_text("path,labels\n" + "".join(f"red/{n:03}.png,{'ab'[n % 2]}\n" for n in range(4)))
+    task = memoro.new_task(tiny, "tags", ["a", "b"], head="multilabel", seed=0)
+    for calibration, words in (
+        (None, "A label is found where its probability is at least 0.50."),
+        (Calibration((1.0, 1.0), (0.3, 0.8), (), 30, "validation"), "at least its threshold, from 0.30 to 0.80."),
+    ):
+        task.describe(calibration=calibration)
+        page = tmp_path / "page.html"
+        memoro.evaluate(tiny, [task], tmp_path / "tags.csv", workers=0, report=page)
+        assert words in check_page(page)
+
+
 def test_figures_of_each_class() -> None:
     logits = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 1, 0]])
     columns, rows = class_figures("softmax", ["cat", "dog", "cow"], logits, torch.tensor([0, 0, 1]))

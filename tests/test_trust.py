@@ -136,6 +136,27 @@ def test_what_cannot_be_loaded_is_not_saved(known: Task, tmp_path: Path) -> None
     assert path.read_bytes() == before
 
 
+def test_values_are_checked_without_copies() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes = [one.numel() for one in (out if isinstance(out, tuple) else (out,)) if isinstance(one, Tensor)]
+            self.largest = max(self.largest, *sizes, 0)
+            return out
+
+    small = fit(*draw(60, 29, 2, seed=0))
+    assert small is not None
+    means = torch.zeros(5000, len(small.directions)).half()
+    large = Familiarity(**{**small.tensors, "means": means}, residual=small.residual, images=60)
+    with Watch() as watch:
+        assert large.valid
+    assert watch.largest < means.numel() / 10
+
+
 @pytest.mark.parametrize("count", [3, 100, 512])
 def test_the_limit_is_where_answers_are_marked(count: int) -> None:
     found = fit(*draw(60, 5, 2, seed=0))
