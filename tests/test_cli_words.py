@@ -267,7 +267,7 @@ def test_help_has_whole_phrases_and_an_end(name: str, shell: Shell, monkeypatch:
 
 def test_help_shows_groups_and_examples(shell: Shell) -> None:
     text = shell("train", "--help").out
-    for panel in ("Data", "Task", "Recipe", "Augmentation", "Choosing", "Cache", "Output", "Baselines"):
+    for panel in ("Data", "Task", "Recipe", "Augmentation", "Model selection", "Cache", "Output", "Baselines"):
         assert f"─ {panel} ─" in text
     assert all(name in text for name in METHODS)
     for name in ("train", "sweep", "eval", "predict", "inspect", "compose", "verify", "import"):
@@ -318,7 +318,7 @@ def test_bad_options_are_refused_before_anything_is_read(shell: Shell, tmp_path:
         assert "choose 2 or more, or 0" in shell("train", "nothing", "-b", "none", "--folds", folds, code=2).err
     save_images(tmp_path / "set", "a/1.png", "b/1.png")
     told = shell("train", "set", "-b", "none", "--streaming", code=1).err
-    assert "set is a local file or folder: --streaming is for hub sets" in told
+    assert "set is a local file or folder: --streaming is for hub datasets" in told
     assert "--steps 1000" in told
     assert (
         shell("train", "set", "-b", "none", "--flip", 3, code=1).err

@@ -21,6 +21,7 @@ from memoro.evaluation.breakdown import class_figures, find_mistakes
 from memoro.images import open_image
 from memoro.pages.charts import histogram_chart, line_chart, matrix_chart, scatter_chart, text_width
 from memoro.pages.page import Html, render_page, tag
+from memoro.tasks.calibration import Calibration
 
 HOSTILE = '<script>alert("x")<|script>'
 HOW: dict[str, Any] = {"epochs": 1, "image_size": 20, "workers": 0, "quiet": True, "cache": False}
@@ -58,7 +59,7 @@ def test_every_training_has_a_report(shell: Shell, tmp_path: Path) -> None:  # n
     shell("train", "set", "-b", "vit", "--task", "colour", *how)
     text = check_page(tmp_path / "runs" / "colour" / "report.html")
     for part in (
-        "measured on the test split of 8 images", "What was taken for what", "Each class", "recall",
+        "measured on the test split of 8 images", "Confusion matrix", "Each class", "recall",
         "where the task looked", "Familiar images", "Images left out", "broken<b>.png",
         "1 pair of images in different splits look the same", "larger.png", "set/train/red/000.png",
         "trained parameters", "Time", "memoro predict photo.jpg -t colour.safetensors", HOSTILE,
@@ -137,10 +138,39 @@ def test_the_most_confident_mistakes() -> None:
     assert [(one.index, one.predicted, one.true) for one in found] == [(1, "5", "2")]
 
 
+def test_mistakes_and_figures_are_calibrated() -> None:
+    softmax = Calibration((4.0,), (), (), 30, "validation")
+    logits = torch.tensor([[0.0, 4.0], [8.0, 0.0]])
+    count, found = find_mistakes("softmax", ["cat", "dog"], logits, torch.tensor([0, 0]), 5, softmax)
+    assert (count, found[0].predicted, found[0].true) == (1, "dog 73%", "cat 27%")
+    labels = Calibration((2.0, 1.0), (0.3, 0.8), (), 30, "validation")
+    logits, truth = torch.tensor([[-1.0, 1.0], [-4.0, 2.0]]), torch.tensor([[1.0, 1.0], [0, 1.0]])
+    count, found = find_mistakes("multilabel", ["cat", "dog"], logits, truth, 5, labels)
+    assert (count, found[0].index, found[0].predicted) == (1, 0, "not dog 73%")  # 38 % are enough for a cat
+    _, rows = class_figures("multilabel", ["cat", "dog"], logits, truth, labels)
+    assert rows == [["dog", "2", "1", "1", "0", "0.667"], ["cat", "1", "1", "0", "0", "1.000"]]
+    _, raw = class_figures("multilabel", ["cat", "dog"], logits, truth)
+    assert raw == [["cat", "1", "0", "1", "0", "0.000"], ["dog", "2", "2", "0", "0", "1.000"]]
+
+
+def test_the_page_names_the_thresholds(tiny: memoro.Backbone, tmp_path: Path) -> None:
+    save_squares(tmp_path, {"red": 4})
+    (tmp_path / "tags.csv").write_text("path,labels\n" + "".join(f"red/{n:03}.png,{'ab'[n % 2]}\n" for n in range(4)))
+    task = memoro.new_task(tiny, "tags", ["a", "b"], head="multilabel", seed=0)
+    for calibration, words in (
+        (None, "A label is found where its probability is at least 0.50."),
+        (Calibration((1.0, 1.0), (0.3, 0.8), (), 30, "validation"), "at least its threshold, from 0.30 to 0.80."),
+    ):
+        task.describe(calibration=calibration)
+        page = tmp_path / "page.html"
+        memoro.evaluate(tiny, [task], tmp_path / "tags.csv", workers=0, report=page)
+        assert words in check_page(page)
+
+
 def test_figures_of_each_class() -> None:
     logits = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 1, 0]])
     columns, rows = class_figures("softmax", ["cat", "dog", "cow"], logits, torch.tensor([0, 0, 1]))
-    assert columns == ["class", "most often taken for", "images", "recall", "precision"]
+    assert columns == ["class", "most often confused with", "images", "recall", "precision"]
     assert rows == [
         ["cat", "dog (1)", "2", "0.500", "1.000"],
         ["dog", "", "1", "1.000", "0.500"],

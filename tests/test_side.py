@@ -132,6 +132,25 @@ def rewrite(path: Path, change: Any) -> None:
     save_file(tensors, path, metadata={"memoro": json.dumps(record)})
 
 
+@pytest.mark.parametrize(
+    ("dtype", "change", "words"),
+    [
+        (torch.float16, lambda tensor: tensor.float().fill_(1e30), "values beyond torch.float16"),
+        (torch.float64, lambda tensor: tensor.half(), r"torch.float16 in a task of torch.float64"),
+    ],
+)
+def test_low_rank_weights_of_a_hostile_dtype_are_refused(
+    backbone: Backbone, tmp_path: Path, dtype: torch.dtype, change: Any, words: str
+) -> None:
+    task = random_task(backbone, "side", rank=2).to(dtype)
+    path = memoro.save_task(task, tmp_path / "side.safetensors")
+    assert memoro.load_task(path).content_hash() == task.content_hash()
+    name = "0.lora.project_B"
+    rewrite(path, lambda record, tensors: tensors.update({name: change(tensors[name])}))
+    with pytest.raises(TaskFileError, match=words):
+        memoro.load_task(path)
+
+
 def test_training_rounds_low_rank_weights_and_files_hold_them_as_float16(backbone: Backbone, tmp_path: Path) -> None:
     squares = save_squares(tmp_path / "squares")
     task = memoro.train(squares, backbone=backbone, lr=0.003, epochs=1, image_size=20, workers=0, quiet=True).task

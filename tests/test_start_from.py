@@ -126,3 +126,55 @@ def test_eval_of_several_labels_ignores_unknown_ones(shell: Callable[..., Any], 
     found = memoro.evaluate(backbone, [memoro.load_task("tags.safetensors")], data, workers=0, log=said.append)["tags"]
     assert (found["images"], found["unknown_classes"]) == (4, {"c": 3, "d": 1})
     assert "2 labels that tags cannot predict: c (3), d (1)" in " ".join(said)
+
+
+def test_images_that_may_have_been_seen_do_not_calibrate(shell: Callable[..., Any], tmp_path: Path) -> None:
+    save_squares(tmp_path / "more", {"red": 40, "green": 40}, first=200)
+    shell("train", "more", *TRAIN, "--task", "colours", "--epochs", 1)
+    first = memoro.load_task("colours.safetensors")
+    assert first.spec.calibration is None, "12 validation images are too few"
+    backbone, how = memoro.load_backbone("vit"), {"epochs": 1, "image_size": 20, "workers": 0, "quiet": True}
+    common: dict[str, Any] = {"backbone": backbone, "val_fraction": 0.4, **how}
+    fresh = memoro.train("more", lr=0.05, **common).task
+    assert fresh.spec.calibration is not None
+    for rates in (0.05, [0.05, 0.1]):  # a validation split, then folds
+        said: list[str] = []
+        done = memoro.train("more", lr=rates, start_from=fresh, log=said.append, **common)
+        assert done.task.spec.calibration is None
+        assert "earlier training may have seen these images" in done.task.spec.training["calibration"]
+        assert any("scores may be optimistic" in text for text in said)
+        assert any("scores may be optimistic" in text for text in done.notes)
+    again = memoro.fit(backbone, fresh, "more", val_fraction=0.4, **how).task
+    assert again.spec.calibration is None, "it was trained before, on other splits perhaps"
+
+
+def test_the_images_of_all_trainings_are_recognised(shell: Callable[..., Any]) -> None:
+    shell("train", "two", *TRAIN, "--task", "colours", "--epochs", 1)
+    old = memoro.load_task("colours.safetensors").spec.training["image_sketch"]
+    shell("train", "three", *TRAIN, "--start-from", "colours.safetensors", "--epochs", 1)
+    new = memoro.load_task("colours.safetensors").spec.training["image_sketch"]
+    assert len(old) == 14
+    assert len(new) == 34
+    assert set(old) < set(new)
+    assert "image sketch" not in shell("inspect", "colours.safetensors").stdout
+    task = memoro.load_task("colours.safetensors")
+    task.describe(training={"data": "two"})  # as of an older version, which did not record the images
+    memoro.save_task(task, "colours.safetensors")
+    shell("train", "three", *TRAIN, "--start-from", "colours.safetensors", "--epochs", 1)
+    assert "image_sketch" not in memoro.load_task("colours.safetensors").spec.training
+
+
+def test_the_start_decides_recipe_and_rates(shell: Callable[..., Any]) -> None:
+    quick = [word for word in TRAIN if word not in ("--lr", 0.05)]
+    shell("train", "two", *TRAIN, "--task", "colours", "--regime", "head", "--epochs", 1)
+    done = shell("train", "two", *quick, "--start-from", "colours.safetensors", "--epochs", 1, "--json")
+    record = json.loads(done.stdout)
+    assert (record["training"]["regime"], record["training"]["optimizer"]) == ("head", "sgd")
+    assert [row["lr"] for row in record["runs"]] == [0.03, 0.1, 0.3]
+
+
+def test_a_sweep_may_start_from_a_task(shell: Callable[..., Any]) -> None:
+    shell("train", "two", *TRAIN, "--task", "colours", "--epochs", 1, "--rank", 2)
+    words = ("--start-from", "colours.safetensors", "--lr", "0.001,0.01", "--epochs", 1, "--json")
+    record = json.loads(shell("sweep", "two", *TRAIN, *words).stdout)
+    assert [(row["rank"], row["lr"]) for row in record["runs"]] == [(2, 0.001), (2, 0.01)]

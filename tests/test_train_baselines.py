@@ -216,8 +216,9 @@ def test_rates_of_a_baseline_are_tried_in_passes_of_their_own(shell: Any) -> Non
     record = json.loads(done.stdout)
     assert [row["lr"] for row in record["runs"]] == [0.03, 0.1, 0.3]
     assert record["chosen"]["lr"] == record["training"]["lr"]
-    swept = shell("sweep", "set", "-t", "m", "--regime", "adapter", *COMMON, "--cells", "0,5", "--lr", "0.01,0.1")
+    swept = shell("sweep", "set", "-t", "m", "--regime", "adapter", *COMMON, "--cells", "0,5", "--rank", "4,8",
+                  "--lr", "0.01,0.1")  # fmt: skip
     record = json.loads(swept.stdout)
-    assert [row["lr"] for row in record["runs"]] == [0.01, 0.1]  # cells are nothing to adapters
+    assert [row["lr"] for row in record["runs"]] == [0.01, 0.1]  # cells and ranks are nothing to adapters
     text = " ".join(CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "400"}).output.split())
     assert all(name in text for name in REGIMES)

@@ -189,7 +189,9 @@ def test_a_full_disk(
             patch.setattr(os, "fsync", full)
         else:
             patch.setattr(Path, "open", opened)
-        with pytest.raises(CacheError, match=r"No space left on device.*--no-cache. What was kept so far stays"):
+        with pytest.raises(
+            CacheError, match=r"No space left on device.*--no-cache. Features cached so far are still valid"
+        ):
             fill(keeper(backbone, images, cache))
         assert files(cache) == before
         assert not [path for path in cache.folder.rglob("*") if path.suffix not in {".features", ""}]

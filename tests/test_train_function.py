@@ -150,3 +150,42 @@ def test_large_sets_also_try_an_earlier_fork(backbone: Backbone, root: Path, mon
     assert [(row.from_layer, row.lr) for row in found.rows] == [(f, r) for f in forks for r in (0.0003, 0.001, 0.003)]
     assert {row.from_layer for row in memoro.train(root / "many", from_layer=2, **options).rows} == {2}
     assert memoro.train(root / "many", lr=0.001, **options).task.from_layer == forks[1]
+
+
+def test_a_recipe_decides_the_rate_and_not_the_regime(backbone: Backbone, root: Path) -> None:
+    recipe = Recipe(lr=0.5, optimizer="adamw")
+    done = memoro.train(root / "many", backbone=backbone, recipe=recipe, **QUICK)
+    facts = done.task.spec.training
+    assert (facts["regime"], facts["lr"], facts["optimizer"], done.rows) == ("side", 0.5, "adamw", ())
+    done = memoro.train(root / "many", backbone=backbone, recipe=recipe, regime="head", lr=0.1, **QUICK)
+    assert (done.task.spec.training["regime"], done.task.spec.training["lr"]) == ("head", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("augment", "changes", "views"),
+    [
+        (Augment(), {}, 1),
+        (Augment(crop="pad"), {}, 4),
+        (Augment(flip=0.5), {}, 4),
+        (Augment(scale=(0.5, 1.0)), {}, 4),
+        (Augment(crop="none", flip=0), {}, 1),
+        (Augment(crop="pad"), {"views": 1}, 1),
+        (Augment(crop="pad"), {"recipe": Recipe(views=1)}, 1),
+    ],
+)
+def test_random_views_are_drawn_where_they_are_asked_for(
+    backbone: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch, augment: Augment, changes: Any, views: int
+) -> None:
+    class StoppedError(Exception):
+        pass
+
+    def stop(backbone: Backbone, sweeps: Any, options: Any) -> None:
+        assert sweeps[0].recipe.views == views
+        raise StoppedError
+
+    monkeypatch.setattr(sys.modules["memoro.training.train"], "run_sweeps", stop)
+    notes: list[str] = []
+    how = {"backbone": backbone, "augment": augment, "log": notes.append, **QUICK}
+    with pytest.raises(StoppedError):
+        memoro.train(root / "many", **how, **changes)
+    assert any("several views of an image: using 4" in note for note in notes) == (views == 4)

@@ -384,7 +384,7 @@ def test_a_loss_without_bounds_stops_and_keeps_the_last_good_checkpoint(
     rate = Recipe.rate
     with monkeypatch.context() as patch:
         patch.setattr(Recipe, "rate", lambda self, step, total: 1e30 if step == 12 else rate(self, step, total))
-        with pytest.raises(TrainingError, match=r"'squares': loss .* at step 14 \(diverged\): choose a learning rate"):
+        with pytest.raises(TrainingError, match=r"'squares': diverged at step 14 \(.*\): choose a learning rate"):
             trainer.train("hot")
     assert progress_of(tmp_path / "hot")["step"] == 2 * EPOCH
     trainer.finish("hot")

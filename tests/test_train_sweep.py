@@ -99,3 +99,23 @@ def test_sweep_from_the_shell(vit: Any, photos: Path, tmp_path: Path, monkeypatc
     with torch.no_grad():
         answers = memoro.compose(memoro.load_backbone(tmp_path / "vit"), [task]).predict(photos / "red" / "0.png")
     assert set(answers[0]["photos"]["probabilities"]) == {"red", "green"}
+
+
+def test_the_command_varies_rank_only_if_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from memoro.cli import app
+
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("memoro.cli.training._train", lambda *arguments: given.append(arguments[-1]))
+
+    def sizes(*words: str) -> tuple[Any, Any]:
+        done = CliRunner().invoke(app, ["sweep", "photos", *words])
+        assert done.exit_code == 0, done.output
+        return given[-1]["rank"], given[-1]["cells"]
+
+    assert sizes() == sizes("--lr", "0.01") == ([4, 16], None)
+    assert sizes("--lr", "0.01,0.1") == sizes("--seeds", "2") == sizes("--from-layer", "4,8") == (None, None)
+    assert sizes("--regime", "memory") == (None, [0, 5])
+    assert sizes("--start-from", "pets.safetensors") == (None, None)
+    assert sizes("--start-from", "pets.safetensors", "--recipe", "paper") == (None, None)

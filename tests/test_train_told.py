@@ -136,7 +136,7 @@ def test_what_was_left_out_kept_and_replaced_is_told(
         rows = list(csv.DictReader(file))
     assert sorted(Path(row["image"]).name for row in rows) == ["broken, old.png", "empty.png"]
     assert all(row["reason"] for row in rows)
-    assert f"of features are kept in {own_cache} for later trainings" in done.stderr
+    assert f"of features are cached in {own_cache} for later trainings" in done.stderr
     assert done.stderr.rstrip().endswith("memoro cache --clear")
 
     for name in ("broken, old.png", "empty.png"):

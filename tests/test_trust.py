@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from typer.testing import CliRunner
 import memoro
 from memoro.backbones import Backbone
 from memoro.cli import app
+from memoro.engine.answers import Routing
 from memoro.errors import CompositionError, TaskFileError
 from memoro.evaluation.metrics import measure
-from memoro.evaluation.trust import auroc, false_positives
+from memoro.evaluation.trust import auroc, calibrate, false_positives
 from memoro.tasks.calibration import Calibration, fit_calibration
 from memoro.tasks.familiarity import SHRINKAGE, Familiarity, FamiliarityBank, fit_familiarity
 from memoro.tasks.task import Task
+from memoro.training.trust import add_calibration
 
 
 def draw(count: int, dim: int, classes: int, seed: int, shift: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -91,6 +94,80 @@ def test_several_tasks_are_judged_as_each_alone() -> None:
         # A distance that differs in its last bits may change places with one of a held-out image.
         assert torch.allclose(shares[:, at], alone.judge(new)[1][:, 0], atol=0.05)
     assert not torch.allclose(scores[:, 0], scores[:, 1], atol=0.01)
+
+
+def test_a_large_task_takes_memory_for_itself_only() -> None:
+    small = fit(*draw(60, 29, 2, seed=0))
+    assert small is not None
+    means = torch.randn(5000, len(small.directions), generator=torch.Generator().manual_seed(1)).half()
+    large = Familiarity(**{**small.tensors, "means": means}, residual=small.residual, images=60)
+    bank = FamiliarityBank([*[small] * 50, large])
+    held = sum(tensor.numel() for tensor in vars(bank).values())
+    values = sum(tensor.numel() for one in (*[small] * 50, large) for tensor in one.tensors.values())
+    assert held < 4 * values
+    new = draw(11, 29, 4, seed=5)[0]
+    for at, one in ((0, small), (50, large)):
+        assert torch.allclose(bank.measure(new)[:, at], FamiliarityBank([one]).measure(new)[:, 0], rtol=1e-4), (
+            "summed in another order"
+        )
+
+
+def test_near_identical_images_can_be_saved(backbone: Backbone, tmp_path: Path) -> None:
+    tokens = torch.zeros(40, backbone.dim)
+    tokens[0] = 100.0
+    found = fit_familiarity(tokens, None, torch.zeros(backbone.dim))
+    assert found is not None
+    assert float(found.distances[-1]) == 1e6, "as far as a distance goes"
+    task = random_task(backbone, "pets")
+    task.describe(familiarity=found)
+    path = memoro.save_task(task, tmp_path / "pets.safetensors")
+    assert memoro.load_task(path).spec.familiarity is not None
+    assert fit_familiarity(tokens * 1e5, None, torch.zeros(backbone.dim)) is None, "beyond what a file may hold"
+
+
+def test_what_cannot_be_loaded_is_not_saved(known: Task, tmp_path: Path) -> None:
+    path = memoro.save_task(known, tmp_path / "pets.safetensors")
+    before = path.read_bytes()
+    assert known.spec.familiarity is not None
+    tensors = {**known.spec.familiarity.tensors, "distances": torch.full((5,), 1e9)}
+    known.describe(familiarity=Familiarity(**tensors, residual=1.0, images=5))
+    with pytest.raises(TaskFileError, match="invalid values: compute it again"):
+        memoro.save_task(known, path)
+    assert path.read_bytes() == before
+
+
+def test_values_are_checked_without_copies() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes = [one.numel() for one in (out if isinstance(out, tuple) else (out,)) if isinstance(one, Tensor)]
+            self.largest = max(self.largest, *sizes, 0)
+            return out
+
+    small = fit(*draw(60, 29, 2, seed=0))
+    assert small is not None
+    means = torch.zeros(5000, len(small.directions)).half()
+    large = Familiarity(**{**small.tensors, "means": means}, residual=small.residual, images=60)
+    with Watch() as watch:
+        assert large.valid
+    assert watch.largest < means.numel() / 10
+
+
+@pytest.mark.parametrize("count", [3, 100, 512])
+def test_the_limit_is_where_answers_are_marked(count: int) -> None:
+    found = fit(*draw(60, 5, 2, seed=0))
+    assert found is not None
+    own = torch.arange(1.0, count + 1)
+    found = Familiarity(**{**found.tensors, "distances": own}, residual=found.residual, images=count)
+    shares = {distance: float((own >= distance).sum() / count) for distance in (*own.tolist(), count + 0.5)}
+    for false_alarms in (0.0, 1e-9, 0.01, 0.07, 0.5, 1 / count, 1.0):
+        routing, limit = Routing(false_alarms=false_alarms), found.limit(false_alarms)
+        for distance, share in shares.items():
+            assert routing.mark({"familiarity": share})["unfamiliar"] == (distance > limit), (false_alarms, distance)
 
 
 def test_scores_tell_whose_image_it_is() -> None:
@@ -181,6 +258,19 @@ def test_each_label_has_a_temperature_and_a_threshold() -> None:
     assert float((chosen == by_hand).double().mean()) > 0.999
 
 
+def test_the_record_says_why_there_is_no_calibration(backbone: Backbone) -> None:
+    task = random_task(backbone, "pets")
+    targets = torch.arange(30) % 3
+    for held_out, words in (
+        (None, "none: fewer than 20 images were held out"),
+        ((torch.zeros(19, 3), targets[:19]), "none: fewer than 20 images were held out"),
+        ((torch.full((30, 3), torch.inf), targets), "none: not all logits are finite"),
+        ((torch.zeros(30, 3), targets), "30 held-out images (validation)"),
+    ):
+        add_calibration(task, held_out, "validation")
+        assert task.spec.training["calibration"] == words
+
+
 def test_an_interval_covers_new_images() -> None:
     generator = torch.Generator().manual_seed(0)
     targets = 10 * torch.randn(4000, 2, generator=generator)
@@ -248,6 +338,10 @@ def scale(part: str, factor: float) -> Callable[[dict[str, Any], dict[str, Tenso
     return change
 
 
+def no_variance_in_half_precision(record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors["0.familiarity.variances"] = torch.zeros_like(tensors["0.familiarity.variances"]).half()
+
+
 def another_width(record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     tensors["0.familiarity.directions"] = tensors["0.familiarity.directions"][:, 1:].contiguous()
 
@@ -273,12 +367,13 @@ ATTACKS: dict[str, tuple[Any, str]] = {
     "another width": (another_width, "shape"),
     "NaN": (scale("center", float("nan")), "NaN"),
     "infinity": (scale("means", float("inf")), "NaN or infinity"),
-    "overflow": (scale("center", 1e30), "no training gives"),
-    "background": (scale("background", 1e30), "no training gives"),
+    "overflow": (scale("center", 1e30), "invalid values"),
+    "background": (scale("background", 1e30), "invalid values"),
     "background NaN": (scale("background", float("nan")), "NaN"),
-    "no variance": (scale("variances", 0.0), "no training gives"),
-    "negative distances": (scale("distances", -1.0), "no training gives"),
-    "long directions": (scale("directions", 1e4), "no training gives"),
+    "no variance": (scale("variances", 0.0), "invalid values"),
+    "no variance, in half precision": (no_variance_in_half_precision, "invalid values"),
+    "negative distances": (scale("distances", -1.0), "invalid values"),
+    "long directions": (scale("directions", 1e4), "invalid values"),
     "tensors without a section": (without_section, "belong to none"),
     "no object": (lambda record, tensors: record.update(familiarity=[]), "JSON object"),
     "no number": (lambda record, tensors: record.update(calibration=1), "JSON object"),
@@ -404,6 +499,7 @@ def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:
         assert task.spec.familiarity is not None
         assert (task.spec.familiarity.images, len(task.spec.familiarity.means)) == (40, 2)
         assert task.spec.training["familiarity"] == "40 training images, out of fold"
+        assert "calibration_error_before" in task.spec.metrics
     back = ("-b", colours / "vit", "--json")
     found = json.loads(
         run("eval", colours / "own", "-t", files["own"], "--others", colours / "other", "--workers", 0,
@@ -441,4 +537,102 @@ def test_calibrate_adds_what_an_old_file_lacks(colours: Path, tmp_path: Path) ->
     assert (found.spec.calibration.images, found.spec.calibration.source) == (24, "own")
     assert found.spec.familiarity is not None
     assert found.spec.familiarity.images == 64
+    assert found.spec.training["calibration"] == "24 held-out images (own)"
+    assert found.spec.training["familiarity"] == "64 images of own, out of fold"
     assert "memoro calibrate" not in run("inspect", path)
+
+
+def test_calibrate_recognises_the_images_of_the_training(colours: Path, tmp_path: Path) -> None:
+    """By their content: names say nothing."""
+    quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
+    backbone = memoro.load_backbone(str(colours / "vit"))
+    shutil.copytree(colours / "own" / "train", tmp_path / "2024" / "pets")
+    task = memoro.train(tmp_path / "2024" / "pets", backbone=backbone, val_fraction=0, **quick).task
+    assert task.spec.calibration is None
+    assert (task.spec.training["data"], len(task.spec.training["image_sketch"])) == ("pets", 40)
+
+    def told(data: Path) -> str:
+        task.describe(calibration=None)
+        said: list[str] = []
+        calibrate(backbone, task, data, workers=0, log=said.append)
+        assert (task.spec.calibration is None) == any("the calibration stays as it is" in text for text in said)
+        return " ".join(said)
+
+    assert "learned from some of these images" in told(shutil.copytree(tmp_path / "2024" / "pets", tmp_path / "copy"))
+    new = shutil.copytree(colours / "own" / "val", tmp_path / "2025" / "pets")
+    assert "calibration: from 24 images" in told(new)
+    assert task.spec.training["calibration"] == "24 held-out images (pets)"
+    shutil.copy(tmp_path / "2024" / "pets" / "red" / "0.png", new / "red" / "seen.png")
+    assert "learned from some of these images" in told(new)
+    task.describe(training={"data": "pets"})  # as of an older version
+    assert "rename the folder or file" in told(new)
+    assert "calibration: from 25 images" in told(new.rename(tmp_path / "2025" / "newer"))
+
+
+@pytest.fixture
+def table(colours: Path, tmp_path: Path) -> Path:
+    """The colours as a table whose column of labels has another name."""
+    rows = [
+        f"own/{split}/{label}/{number}.png,{label},{split}"
+        for split, count in (("train", 20), ("test", 10))
+        for label in ("red", "blue")
+        for number in range(count)
+    ]
+    path = tmp_path / "own.csv"
+    path.write_text("\n".join(["path,tint,split", *rows]))
+    (tmp_path / "own").symlink_to(colours / "own")
+    return path
+
+
+def test_tables_have_label_columns_everywhere(colours: Path, table: Path, tmp_path: Path) -> None:
+    backbone = memoro.load_backbone(str(colours / "vit"))
+    task = random_task(backbone, "own", labels=["blue", "red"])
+    task.describe(preprocessing=backbone.preprocessing)
+    path = memoro.save_task(task, tmp_path / "own.safetensors")
+    column = ("--label-column", "tint", "-b", colours / "vit")
+    run("calibrate", path, table, *column)
+    assert memoro.load_task(path).spec.calibration is not None
+    report = json.loads(run("verify", "-t", path, "--data", f"own={table}", *column, "--json"))
+    assert report["accuracy"]["own"]["images"] == 20
+    words = ("eval", table, "-t", path, "--workers", 0, "--json", *column)
+    others = [colours / "other", shutil.copytree(colours / "other" / "val", tmp_path / "2025" / "other")]
+    others.append(shutil.copytree(colours / "other" / "test", tmp_path / "2025" / "own"))
+    found = json.loads(run(*words, *(word for other in others for word in ("--others", other))))["own"]["trust"]
+    assert {name: one["images"] for name, one in found["others"].items()} == {
+        str(others[0]): 20,
+        str(others[1]): 24,
+        "own": 20,
+    }
+    assert sum(found["histogram"]) == 20
+    assert found["histogram"] != found["others"]["own"]["histogram"]
+
+
+def test_baselines_are_left_out_of_what_others_compares(colours: Path, tmp_path: Path) -> None:
+    quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
+    files = []
+    for name, regime in (("own", "head"), ("plain", "class-full")):
+        files.append(tmp_path / f"{name}.safetensors")
+        memoro.train(colours / "own", backbone=str(colours / "vit"), task=name, regime=regime, out=files[-1], **quick)
+    words = ["eval", *(f"{file.stem}={colours / 'own'}" for file in files), "--others", colours / "other"]
+    words += [word for file in files for word in ("-t", file)]
+    done = CliRunner().invoke(app, [str(word) for word in (*words, "-b", colours / "vit", "--workers", 0, "--json")])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "plain is a baseline: --others compares tasks only" in done.stderr
+    found = json.loads(done.stdout)
+    assert ("trust" in found["own"], "trust" in found["plain"]) == (True, False)
+
+
+def test_figures_are_those_that_eval_gives(colours: Path, tmp_path: Path) -> None:
+    """After a training, in its record and in its report: all calibrated."""
+    quick: dict[str, Any] = {"epochs": 2, "workers": 0, "quiet": True, "image_size": 20, "folder": tmp_path / "run"}
+    backbone = memoro.load_backbone(str(colours / "vit"))
+    shutil.copytree(colours / "own" / "train", tmp_path / "set" / "train")
+    shutil.copytree(colours / "own" / "test", tmp_path / "set" / "test")
+    for data, rates in ((colours / "own", 0.1), (tmp_path / "set", [0.05, 0.1])):  # a validation split, then folds
+        done = memoro.train(data, backbone=backbone, task="own", lr=rates, **quick)
+        assert done.task.spec.calibration is not None
+        found = memoro.evaluate(backbone, [done.task], data, workers=0)["own"]
+        assert found["calibration_error"] != found["calibration_error_before"]
+        for key in ("accuracy", "calibration_error", "calibration_error_before", "loss"):
+            assert done.metrics[key] == pytest.approx(found[key], abs=1e-5), "float32, in company"
+            assert done.task.spec.metrics[key] == done.metrics[key]

@@ -21,16 +21,16 @@ and the backbone's own output stays bitwise the same.
   memoro demo                                            see it work, without a download
   memoro train photos/ --task pets                       a folder of class folders becomes pets.safetensors
   memoro train pets=photos/ rooms=rooms.zip --out tasks/ several tasks in one pass
-  memoro sweep photos/ --cells 0,5,10 --from-layer 0,8   many settings in one pass, the best by validation kept
+  memoro sweep photos/ --rank 4,8,16 --from-layer 4,8    many settings in one pass, the best by validation kept
   memoro eval photos/ --tasks pets.safetensors           how good a task is on a set's test split
   memoro predict new/*.jpg --tasks pets.safetensors --tasks flowers.safetensors
                                                          predict with all tasks in one pass
   memoro explain photo.jpg -t pets.safetensors           where a task looked, as a picture
-  memoro serve --tasks tasks/                            answer over HTTP; tasks come and go without a restart
+  memoro serve --tasks tasks/                            answer over HTTP; attach and detach tasks without a restart
   memoro inspect pets.safetensors                        what a task file contains
   memoro compose pets.safetensors flowers.safetensors -o both.safetensors
                                                          put tasks into one file
-  memoro verify --tasks both.safetensors photo.jpg       prove that the backbone is untouched
+  memoro verify --tasks both.safetensors photo.jpg       check that the backbone's output is unchanged
   memoro calibrate pets.safetensors photos/new           fit probabilities and familiarity on your own images
   memoro export --tasks both.safetensors -o model.onnx   backbone and tasks as one ONNX file
   memoro card pets.safetensors                           a folder for the Hugging Face hub, with a model card
@@ -86,7 +86,8 @@ def demo(
         "memoro-demo"
     ),
 ) -> None:
-    """Train five tasks on drawn letters and handwritten digits, compose them, prove the backbone unchanged.
+    """Train five tasks on drawn letters and handwritten digits, compose them, and check that the backbone's output is
+    unchanged.
 
     A few minutes on two cores, no download. Leaves task files and a page with pictures.
     """

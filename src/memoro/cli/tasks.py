@@ -22,6 +22,8 @@ from memoro.console import plain_console
 
 app = typer.Typer()
 
+LabelColumn = Annotated[str | None, typer.Option(help="Label column of a table.")]
+
 
 @app.command()
 def inspect(
@@ -77,6 +79,7 @@ def verify(
         list[str] | None,
         typer.Option("--data", help="NAME=DATA: also compare the task's accuracy on this set; repeat for more."),
     ] = None,
+    label_column: LabelColumn = None,
     as_json: Json = False,
 ) -> None:
     """Compare the composition with the original model, and each task alone with the same task composed.
@@ -89,8 +92,8 @@ def verify(
 
     memoro verify -t pets.safetensors -t rooms.safetensors photo.jpg
 
-    With --data, each task's accuracy is measured alone, composed, and when the
-    task is not told: then the image goes to the task to which it is most familiar.
+    With --data, each task's accuracy is measured alone, composed, and with
+    routing: each image goes to the task with the highest score.
 
     memoro verify -t pets.safetensors -t rooms.safetensors --data pets=photos/pets --data rooms=rooms.zip
     """
@@ -104,7 +107,8 @@ def verify(
     receipt = model.verify(sample_pixels(loaded, images or []))
     if data and not all("=" in one for one in data):
         raise typer.BadParameter("--data needs NAME=DATA, such as --data pets=photos/pets")
-    found = verify_tasks(model, dict(one.split("=", 1) for one in data)) if data else {}
+    sets = dict(one.split("=", 1) for one in data or [])
+    found = verify_tasks(model, sets, label_column=label_column) if sets else {}
     if as_json:
         print_json({**receipt.to_json(), **({"accuracy": found} if found else {})})
     else:
@@ -121,6 +125,7 @@ def calibrate_task(
     data: Annotated[str, typer.Argument(help="Labelled images that the task did not learn from.", show_default=False)],
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
+    label_column: LabelColumn = None,
     extends: Annotated[
         list[Path] | None, typer.Option("--extends", help="Files of the tasks that it extends.", show_default=False)
     ] = None,
@@ -131,8 +136,8 @@ def calibrate_task(
 ) -> None:
     """Fit a task's probabilities, and what is familiar to it, on your own images.
 
-    The weights and the content hash stay the same. Older task files have
-    neither; this adds both.
+    The weights and the content hash stay the same. Files from older versions
+    have no calibration and no familiarity; this adds both.
 
     memoro calibrate pets.safetensors photos/new-pets
     """
@@ -142,8 +147,8 @@ def calibrate_task(
     task = load_task(file)
     parents = [parent for path in extends or [] for parent in load_tasks(path)]
     console = plain_console(soft_wrap=True)
-    how: dict[str, Any] = {"parents": parents, "batch_size": batch_size, "log": console.print}
-    calibrate(load(backbone, device, task.spec.backbone), task, data, **how)
+    how: dict[str, Any] = {"parents": parents, "label_column": label_column, "batch_size": batch_size}
+    calibrate(load(backbone, device, task.spec.backbone), task, data, log=console.print, **how)
     save_task(task, out or file)
     console.print(f"written to {out or file}")
 

@@ -29,7 +29,7 @@ app = typer.Typer()
 Data = Annotated[
     list[str],
     typer.Argument(
-        help="Folder of class folders, zip, CSV/Parquet, hub id or known set; NAME=DATA for each of several tasks.",
+        help="Folder of class folders, zip, CSV/Parquet, hub id or known dataset; NAME=DATA for each of several tasks.",
         show_default=False,
     ),
 ]
@@ -85,9 +85,13 @@ def sweep(
     pass for all; the others train baselines, each in passes of its own.
     """
     regime = settings["regime"] or ("memory" if settings["recipe"] == "paper" else "side")
+    sizes = any(settings[name] for name in ("rank", "cells", "from_layer"))
+    varied = sizes or "," in (settings["lr"] or "") or settings["seeds"] > 1
+    if settings["start_from"] is not None:
+        regime = None  # the task keeps its sizes
     if regime == "memory" and settings["cells"] is None:
         settings["cells"] = "0,5"
-    elif regime == "side" and not any(settings[name] for name in ("rank", "cells", "from_layer")):
+    elif regime == "side" and not varied:
         settings["rank"] = "4,16"
     for name, kind in (("cells", int), ("rank", int), ("from_layer", int), ("lr", float)):
         if settings[name] is not None:
@@ -191,12 +195,18 @@ def evaluate_tasks(
         errors.print(f"report: {out}")
     tables, shown = metrics_tables(results), dict[str, Any](results)
     if others:
-        members = [model for model in loaded if isinstance(model, Task)]
-        sets = {Path(other).stem: other for other in others}
-        relied = evaluate_trust(frozen, members, read_data(data), sets, batch_size=batch_size, workers=workers)
-        tables += trust_tables(relied)
+        members = {model.name: model for model in loaded if isinstance(model, Task)}
+        for name in results.keys() - members.keys():
+            errors.print(f"note: {name} is a baseline: --others compares tasks only.")
+        stems = [Path(other).stem for other in others]
+        sets = {stem if stems.count(stem) == 1 else other: other for stem, other in zip(stems, others, strict=True)}
+        given = read_data(data)
+        own = {name: given[name] if isinstance(given, dict) else given for name in results if name in members}
+        how = {"label_column": label_column, "batch_size": batch_size, "workers": workers}
+        relied = evaluate_trust(frozen, list(members.values()), own, sets, **how)
+        tables += trust_tables(relied) if relied else []
         shown = {name: {**found, "trust": relied[name]} if name in relied else found for name, found in results.items()}
-        if picture is not None:
+        if picture is not None and relied:
             draw_trust(picture, relied)
             errors.print(f"picture: {picture}")
     if as_json:

@@ -37,10 +37,10 @@ def _read_target(text: str) -> Path:
 
 
 _DATA, _TASK, _RECIPE, _AUGMENTATION = "Data", "Task", "Recipe", "Augmentation"
-_CHOOSING, _CACHE, _OUTPUT, _BASELINES = "Choosing", "Cache", "Output", "Baselines"
+_CHOOSING, _CACHE, _OUTPUT, _BASELINES = "Model selection", "Cache", "Output", "Baselines"
 
 TRAIN: dict[str, tuple[Any, Any]] = {
-    "task": _option(str | None, None, _TASK, "Name of the task.", "--task", "-t", show_default="the set's name"),
+    "task": _option(str | None, None, _TASK, "Name of the task.", "--task", "-t", show_default="the dataset's name"),
     "regime": _option(
         str | None, None, _TASK, "What is trained; see above.", show_default="side; memory with --recipe paper"
     ),
@@ -52,7 +52,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     ),
     "from_layer": _option(
         int | None, None, _TASK, "Layer at which the task forks off the backbone; later is cheaper.",
-        show_default="two thirds of the depth; 0 with memory",
+        show_default="two thirds of the depth, also a third from 500 images on; 0 with memory",
     ),
     "extends": _option(list[str] | None, None, _TASK, "Task file or hub id to build on; repeat for more."),
     "start_from": _option(
@@ -72,7 +72,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     ),
     "workers": _option(int | None, None, _DATA, "Processes that decode images.", show_default="one per core"),
     "streaming": _option(
-        bool, False, _DATA, "Read a hub set as a stream, storing nothing; needs --steps.", "--streaming"
+        bool, False, _DATA, "Read a hub dataset as a stream, storing nothing; needs --steps.", "--streaming"
     ),
     "out": _option(
         Path | None, None, _OUTPUT, "Task file to write, or a folder/ for several.", "--out", "-o",
@@ -132,7 +132,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "val_fraction": _option(float, 0.15, _CHOOSING, "Fraction of train to hold out if there is no validation split."),
     "folds": _option(
         int | None, None, _CHOOSING, "Cross-validation folds for comparing runs; 0: a validation split.",
-        show_default="4 for small sets", callback=_check_folds,
+        show_default="4 for small datasets", callback=_check_folds,
     ),
     "patience": _option(int, 0, _CHOOSING, "Stop a run after this many epochs without a better score; 0: never."),
     "cache": _option(

@@ -104,7 +104,8 @@ class Routing:
         """The answer with `unfamiliar`, where it has a familiarity."""
         if "familiarity" not in answer:
             return answer
-        return {**answer, "unfamiliar": answer["familiarity"] < self.false_alarms}
+        # In float32, as the familiarity: 1 of 100 images is not less than 0.01.
+        return {**answer, "unfamiliar": answer["familiarity"] < float(np.float32(self.false_alarms))}
 
 
 def read_answers(

@@ -298,8 +298,8 @@ class Writer:
 def cannot_keep(folder: Path, error: OSError | RuntimeError) -> CacheError:
     reason = error.strerror if isinstance(error, OSError) else error
     return CacheError(
-        f"cannot keep features in {folder} ({reason}): free some space, choose another --cache-folder, or train with "
-        "--no-cache. What was kept so far stays."
+        f"cannot cache features in {folder} ({reason}): free some space, choose another --cache-folder, or train with "
+        "--no-cache. Features cached so far are still valid."
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from memoro.evaluation.metrics import confusion
 from memoro.heads import HeadKind, probabilities
+from memoro.tasks.calibration import Calibration
 
 Rows = list[list[str]]
 
@@ -23,12 +24,15 @@ class Mistake:
     true: str
 
 
-def class_figures(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tensor) -> tuple[list[str], Rows]:
+def class_figures(
+    kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tensor, calibration: Calibration | None = None
+) -> tuple[list[str], Rows]:
     """Columns and rows of a table with a row for each class, label or number, the worst first."""
-    answers = probabilities(kind, logits)
     if kind == "softmax":
         return _of_classes(labels, logits, targets)
-    return _of_labels(labels, answers, targets) if kind == "multilabel" else _of_numbers(labels, answers, targets)
+    if kind == "multilabel":
+        return _of_labels(labels, _given(logits, calibration), targets)
+    return _of_numbers(labels, probabilities(kind, logits), targets)
 
 
 def _of_classes(labels: Sequence[str], logits: Tensor, targets: Tensor) -> tuple[list[str], Rows]:
@@ -42,11 +46,11 @@ def _of_classes(labels: Sequence[str], logits: Tensor, targets: Tensor) -> tuple
         other = f"{labels[int(wrong.argmax())]} ({int(wrong.max())})" if wrong.any() else ""
         recall = right / images if images else 2.0  # classes without an image come last
         found.append((recall, [label, other, str(images), _ratio(right, images), _ratio(right, said)]))
-    return ["class", "most often taken for", "images", "recall", "precision"], _sorted(found)
+    return ["class", "most often confused with", "images", "recall", "precision"], _sorted(found)
 
 
-def _of_labels(labels: Sequence[str], answers: Tensor, targets: Tensor) -> tuple[list[str], Rows]:
-    said, true = answers >= 0.5, targets >= 0.5
+def _of_labels(labels: Sequence[str], said: Tensor, targets: Tensor) -> tuple[list[str], Rows]:
+    true = targets >= 0.5
     found = []
     for at, label in enumerate(labels):
         hits, images, all_said = (int(x.sum()) for x in (said[:, at] & true[:, at], true[:, at], said[:, at]))
@@ -68,13 +72,18 @@ def _of_numbers(labels: Sequence[str], answers: Tensor, targets: Tensor) -> tupl
 
 
 def find_mistakes(
-    kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tensor, most: int
+    kind: HeadKind,
+    labels: Sequence[str],
+    logits: Tensor,
+    targets: Tensor,
+    most: int,
+    calibration: Calibration | None = None,
 ) -> tuple[int, list[Mistake]]:
     """How many images were answered wrongly, and the most confident of these mistakes; of numbers, the largest errors.
 
     Several labels count as wrong where one of them is.
     """
-    answers, targets = probabilities(kind, logits), targets.cpu()
+    answers, targets = probabilities(kind, logits if calibration is None else calibration.apply(logits)), targets.cpu()
     if kind == "softmax":
         best, said = answers.max(dim=-1)
         wrong = said != targets
@@ -90,7 +99,8 @@ def find_mistakes(
         ]
     if kind == "multilabel":
         true = targets >= 0.5
-        off = torch.where((answers >= 0.5) == true, -1.0, (answers - targets).abs())
+        given = _given(logits, calibration)
+        off = torch.where(given == true, -1.0, (answers - targets).abs())
         worst = off.max(dim=-1).values
         found = []
         for at in _largest(worst, most):
@@ -106,6 +116,11 @@ def find_mistakes(
 
     order = _largest(errors, most)
     return len(targets), [Mistake(at, numbers(answers[at]), numbers(targets[at])) for at in order]
+
+
+def _given(logits: Tensor, calibration: Calibration | None) -> Tensor:
+    """Which labels a multilabel task gives."""
+    return (logits if calibration is None else calibration.decide(logits)).cpu() >= 0
 
 
 def _largest(values: Tensor, most: int) -> list[int]:

@@ -14,7 +14,7 @@ from memoro.data import ImageSet, Loader, Splits, Streams, load_data
 from memoro.engine.composition import compose
 from memoro.errors import DataError, TrainingError
 from memoro.evaluation.logits import collect_logits
-from memoro.evaluation.metrics import measure, warn_of
+from memoro.evaluation.metrics import measure_task, warn_of
 from memoro.evaluation.report import TaskReport, write_report
 from memoro.extras import need
 from memoro.heads import HeadKind
@@ -83,7 +83,7 @@ def evaluate(
             with bar(f"evaluating on {images.name}", len(images), quiet=quiet) as tick:
                 logits, targets = collect_logits(forward(together), backbone, loader, tick=tick)
             for name, out in zip(together, logits, strict=True):
-                found = {"split": split, **_measure(models[name], out, targets)}
+                found = {"split": split, **measure_task(models[name], out, targets)}
                 results[name] = {**found, **({"unknown_classes": unknown} if unknown else {})}
                 if (warning := warn_of(found)) is not None:
                     log(f"warning: {name}: {warning}")
@@ -93,20 +93,6 @@ def evaluate(
     if report is not None:
         write_report(Path(report), ", ".join(sources), backbone, [reports[name] for name in sources])
     return {name: results[name] for name in sources}
-
-
-def _measure(task: Task | Baseline, logits: Tensor, targets: Tensor) -> dict[str, Any]:
-    """The metrics of what `predict` answers: calibrated, where the task has a calibration."""
-    found = measure(task.kind, task.labels, logits, targets)
-    calibration = None if isinstance(task, Baseline) else task.spec.calibration
-    if calibration is None or task.kind == "regression":
-        return found
-    if task.kind == "multilabel":
-        decided = measure(task.kind, task.labels, calibration.decide(logits), targets)
-        return {**found, **{key: decided[key] for key in ("f1", "exact_match", "label_accuracy") if key in decided}}
-    after = measure(task.kind, task.labels, calibration.apply(logits), targets)
-    before = {"calibration_error_before": found["calibration_error"]} if "calibration_error" in found else {}
-    return {**found, **{key: after[key] for key in ("calibration_error",) if key in after}, **before}
 
 
 def _no_test_split(images: ImageSet, split: str, names: list[str]) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 from memoro.backbones import Backbone
 from memoro.console import Cell, format_bytes, make_table
 from memoro.evaluation.metrics import format_worst
+from memoro.evaluation.trust import SKETCH
 from memoro.regimes.baseline import BaselineSpec
 from memoro.regimes.baselinefile import is_baseline, read_baseline
 from memoro.tasks.familiarity import Familiarity
@@ -26,7 +27,7 @@ PARTS = {"class_token": "class token", "memory": "memory", "lora": "own weights"
 
 
 def inspect_file(path: Path, backbone: Backbone | None = None) -> dict[str, Any]:
-    """Everything that a file records, JSON-ready; with a backbone also whether it was made for that one."""
+    """What a file records, JSON-ready; with a backbone also whether it was made for that one."""
     if not is_baseline(path):
         return inspect_tasks(path, load_tasks(path), backbone)
     spec, content, parameters = read_baseline(path)
@@ -41,7 +42,7 @@ def inspect_tasks(path: Path, tasks: Sequence[Task], backbone: Backbone | None =
 
 
 def describe_task(task: Task, backbone: Backbone | None = None) -> dict[str, Any]:
-    """Everything that is known of a task but its weights, JSON-ready."""
+    """Everything that is known of a task but its weights and the hashes of its images, JSON-ready."""
     spec = task.spec
     own = {
         "cells": spec.cells,
@@ -92,7 +93,7 @@ def _describe(spec: TaskSpec | BaselineSpec, own: dict[str, Any], backbone: Back
         **own,
         "backbone": record,
         "preprocessing": None if spec.preprocessing is None else spec.preprocessing.to_json(),
-        "training": dict(spec.training),
+        "training": {name: value for name, value in spec.training.items() if name != SKETCH},
         "metrics": dict(spec.metrics),
     }
 
@@ -114,7 +115,7 @@ def inspect_tables(record: dict[str, Any]) -> list[Table]:
 
 def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
     """The cells of one column, by the names of their rows."""
-    backbone, labels = entry["backbone"], entry["labels"]
+    backbone, labels, training = entry["backbone"], entry["labels"], entry["training"]
     more = ", …" if len(labels) > MAX_LABELS else ""
     rows: dict[str, Cell] = {"labels": f"{len(labels)}: {', '.join(labels[:MAX_LABELS])}{more}", "head": entry["kind"]}
     if "regime" in entry:
@@ -138,8 +139,8 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
         "this backbone": backbone.get("match", ""),
         "images": _image_size(entry["preprocessing"]),
         "metrics": _lines(entry["metrics"]),
-        "training": _lines({name: value for name, value in entry["training"].items() if name != "history"}),
-        "history": _history(entry["training"].get("history")),
+        "training": _lines({name: value for name, value in training.items() if name != "history"}),
+        "history": _history(training.get("history")),
         "content": entry["content"][:12],
     }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from memoro.console import make_table, printable
 from memoro.heads import HeadKind, loss_sum, probabilities
 from memoro.plots import MAX_CONFUSION
+from memoro.tasks.spec import TaskModule
 
 MAIN_FIGURE: dict[HeadKind, str] = {
     "softmax": "accuracy",
@@ -61,6 +62,21 @@ def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tens
     else:
         found |= _regression(answers, targets.float())
     return found
+
+
+def measure_task(task: TaskModule[Any], logits: Tensor, targets: Tensor) -> dict[str, Any]:
+    """The metrics of what `predict` answers: calibrated, where the task has a calibration. The loss is that of the
+    logits."""
+    found = measure(task.kind, task.labels, logits, targets)
+    calibration = getattr(task.spec, "calibration", None)  # a baseline has none
+    if calibration is None or task.kind == "regression":
+        return found
+    if task.kind == "multilabel":
+        decided = measure(task.kind, task.labels, calibration.decide(logits), targets)
+        return {**found, **{key: decided[key] for key in ("f1", "exact_match", "label_accuracy") if key in decided}}
+    after = measure(task.kind, task.labels, calibration.apply(logits), targets)
+    before = {"calibration_error_before": found["calibration_error"]} if "calibration_error" in found else {}
+    return {**found, **{key: after[key] for key in ("calibration_error",) if key in after}, **before}
 
 
 def score(kind: HeadKind, metrics: dict[str, Any]) -> tuple[float, float]:

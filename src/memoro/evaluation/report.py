@@ -24,6 +24,7 @@ from memoro.files import write_whole
 from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
 from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
 from memoro.regimes.baseline import Baseline
+from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.task import Task
 
@@ -56,6 +57,10 @@ class TaskReport:
     settings: Table | None = None
     """The settings that were compared."""
     file: Path | None = None
+
+    @property
+    def calibration(self) -> Calibration | None:
+        return self.task.spec.calibration if isinstance(self.task, Task) else None
 
 
 def write_report(path: Path, title: str, backbone: Backbone, reports: Sequence[TaskReport]) -> Path:
@@ -141,18 +146,22 @@ def _confusions(report: TaskReport) -> Iterator[Html]:
         chosen = (wrong.sum(0) + wrong.sum(1)).argsort(descending=True, stable=True)[: CLASSES - 1].sort().values
         note = f" The {len(chosen)} classes with the most mistakes, of {len(labels)}."
         counts, labels = matrix[chosen][:, chosen].tolist(), [labels[at] for at in chosen.tolist()]
-    yield tag("h2", "What was taken for what")
+    yield tag("h2", "Confusion matrix")
     yield tag("div", matrix_chart(counts, labels), class_="scroll", tabindex=0)
     text = f"Rows: the true class. Columns: the predicted one. Green is right, red is wrong.{note}"
     yield tag("p", text, class_="soft")
 
 
 def _classes(report: TaskReport) -> Iterator[Html]:
-    columns, rows = class_figures(report.task.kind, report.task.labels, report.logits, report.targets)
+    answers = (report.task.kind, report.task.labels, report.logits, report.targets)
+    columns, rows = class_figures(*answers, report.calibration)
     noun = {"softmax": "class", "multilabel": "label", "regression": "number"}[report.task.kind]
     yield tag("h2", f"Each {noun}")
     if report.task.kind == "multilabel":
-        yield tag("p", "A label is found where its probability is one half or more.", class_="soft")
+        limits = report.calibration.thresholds if report.calibration is not None else (0.5,)
+        low, high = f"{min(limits):.2f}", f"{max(limits):.2f}"
+        least = f"at least {low}" if low == high else f"at least its threshold, from {low} to {high}"
+        yield tag("p", f"A label is found where its probability is {least}.", class_="soft")
     yield fold_rows(columns, rows, 20, "row", left=2 if report.task.kind == "softmax" else 1)
 
 
@@ -160,7 +169,7 @@ def _gallery(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     task, images = report.task, report.images
     numbers = task.kind == "regression"
     yield tag("h2", "The largest errors" if numbers else "The most confident mistakes")
-    count, mistakes = find_mistakes(task.kind, task.labels, report.logits, report.targets, MISTAKES)
+    count, mistakes = find_mistakes(task.kind, task.labels, report.logits, report.targets, MISTAKES, report.calibration)
     if not mistakes:
         yield tag("p", f"There is no mistake among {format_count(len(report.targets), 'image')}.")
         return
@@ -302,7 +311,7 @@ def _facts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     rows += [
         (names.get(name, name.replace("_", " ")), f"{v:,}" if isinstance(v, int) else v) for name, v in own.items()
     ]
-    yield tag("h2", "What was trained on what" if report.history else "What was evaluated on what")
+    yield tag("h2", "Training settings" if report.history else "Evaluation settings")
     yield table([], [row for row in rows if row[1] != ""], left=2)
     spent = {str(name): float(value) for name, value in phases.items() if value >= 0.05}
     if report.history and spent:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import format_count, make_table
-from memoro.data import ImageSet, Loader, Splits, load_data
+from memoro.data import ImageSet, ImageStream, Loader, Splits, load_data
 from memoro.engine.answers import Judged, Outputs
 from memoro.engine.background import background_token
 from memoro.engine.composition import Composition, compose
@@ -20,15 +20,18 @@ from memoro.engine.streams import entering_token
 from memoro.errors import DataError
 from memoro.evaluation.evaluate import load_test_images
 from memoro.evaluation.logits import collect_logits
-from memoro.evaluation.metrics import measure
+from memoro.evaluation.metrics import measure_task
 from memoro.heads import probabilities
-from memoro.tasks.calibration import fit_calibration
+from memoro.tasks.calibration import describe_calibration, fit_calibration
 from memoro.tasks.familiarity import FALSE_ALARMS, fit_familiarity
 from memoro.tasks.task import Task
 
 COVERAGES = (1.0, 0.9, 0.8, 0.7, 0.5)
 """Shares of the images, the surest answers first, over which accuracy is reported."""
 RECALL = 0.95
+SKETCH = "image_sketch"
+"""The training fact by which the images that a task learned from are recognised: see `sketch_images`."""
+SKETCH_SIZE = 256
 
 
 def collect_outputs(
@@ -71,30 +74,35 @@ def evaluate_trust(
     data: Any,
     others: Mapping[str, Any],
     *,
+    label_column: str | None = None,
     batch_size: int = 32,
     workers: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """For each task: calibration on the test images of its own `data`, and how well it tells `others` from them."""
+    """For each task: calibration on the test images of its own `data`, and how well it tells `others` from them.
+
+    `label_column` is for tables with a task's own images.
+    """
     model = compose(backbone, tasks)
     sources = dict(data) if type(data) is dict else dict.fromkeys(model.names, data)
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
     results = {}
     for name, source in sources.items():
-        _, images, *_ = load_test_images(source, model.tasks[name], None, workers, True)
+        _, images, *_ = load_test_images(source, model.tasks[name], label_column, workers, True)
         own, targets = collect_outputs(model, images, [name], **how)
         results[name] = _calibration_of(model.tasks[name], own.logits[name], targets)
         if name in own.judged:
             shares = own.judged[name].familiarity
             results[name] |= {
                 "false_alarms": float((shares < FALSE_ALARMS).double().mean()),
-                "histogram": {"own": _histogram(shares)},
+                "histogram": _histogram(shares),
             }
         results[name]["others"] = {}
         for other, place in others.items():
             found, _ = collect_outputs(model, _any_images(place, workers), [name], **how)
             results[name]["others"][other] = _compare(model.tasks[name], own, found)
             if name in found.judged:
-                results[name]["histogram"][other] = _histogram(found.judged[name].familiarity)
+                shares = found.judged[name].familiarity
+                results[name]["others"][other]["histogram"] = _histogram(shares)
     return results
 
 
@@ -103,11 +111,13 @@ def _calibration_of(task: Task, logits: Tensor, targets: Tensor) -> dict[str, An
     found: dict[str, Any] = {"images": len(targets)}
     if task.kind != "softmax":
         return found
-    raw = measure(task.kind, task.labels, logits, targets)
-    found |= {"accuracy": raw["accuracy"], "calibration_error_before": raw["calibration_error"]}
+    measured = measure_task(task, logits, targets)
+    found["accuracy"] = measured["accuracy"]
+    if task.spec.calibration is None:
+        found["calibration_error_before"] = measured["calibration_error"]
+    else:
+        found |= {key: measured[key] for key in ("calibration_error_before", "calibration_error")}
     calibrated = logits if task.spec.calibration is None else task.spec.calibration.apply(logits)
-    if task.spec.calibration is not None:
-        found["calibration_error"] = measure(task.kind, task.labels, calibrated, targets)["calibration_error"]
     sure, answer = probabilities(task.kind, calibrated).max(dim=-1)
     right = (answer == targets).double()
     order = sure.argsort(descending=True)
@@ -207,11 +217,10 @@ def draw_trust(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
             left.set(title=f"{name}: reliability", xlabel="probability", ylabel="accuracy", xlim=limits, ylim=limits)
         else:
             left.axis("off")
-        for other, counts in found.get("histogram", {}).items():
-            shares = [count / max(1, sum(counts)) for count in counts]
-            own = {"fill": True, "color": "#ccc"} if other == "own" else {"linewidth": 1.5}
-            right.stairs(shares, edges, label="own images" if other == "own" else other, **own)
-        if found.get("histogram"):
+        if "histogram" in found:
+            right.stairs(_shares(found["histogram"]), edges, label="own images", fill=True, color="#ccc")
+            for other, record in found["others"].items():
+                right.stairs(_shares(record["histogram"]), edges, label=other, linewidth=1.5)
             right.set(title=f"{name}: familiarity", xlabel="familiarity", ylabel="share of images", xlim=(-0.01, 1.01))
             right.legend()
         else:
@@ -219,12 +228,22 @@ def draw_trust(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
     figure.savefig(path, dpi=110)
 
 
-def verify_tasks(
-    model: Composition, data: Mapping[str, Any], *, batch_size: int = 32, workers: int | None = None
-) -> dict[str, dict[str, Any]]:
-    """For each softmax task with data: its accuracy alone, composed, and when the task is not told.
+def _shares(counts: Sequence[int]) -> list[float]:
+    return [count / max(1, sum(counts)) for count in counts]
 
-    Then the image belongs to the task with the highest score; the answer counts if task and label are right.
+
+def verify_tasks(
+    model: Composition,
+    data: Mapping[str, Any],
+    *,
+    label_column: str | None = None,
+    batch_size: int = 32,
+    workers: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """For each softmax task with data: its accuracy alone, composed, and with routing.
+
+    Then the image goes to the task with the highest score; the answer counts if task and label are right.
+    `label_column` is for tables.
     """
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
     candidates = [name for name, task in model.tasks.items() if task.spec.familiarity is not None]
@@ -233,8 +252,8 @@ def verify_tasks(
         if name not in model.names:
             raise DataError(f"no task {name!r} among {', '.join(model.names)}: write NAME=DATA with one of these.")
         if model.tasks[name].kind != "softmax":
-            raise DataError(f"{name!r} is no softmax task: accuracy is compared only for these.")
-        _, images, split, _ = load_test_images(source, model.tasks[name], None, workers, True)
+            raise DataError(f"{name!r} is not a softmax task: leave it out of --data.")
+        _, images, split, _ = load_test_images(source, model.tasks[name], label_column, workers, True)
         alone, targets = collect_outputs(model.alone(name), images, [name], **how)
         together, _ = collect_outputs(model, images, model.names, **how)
         right = [one.logits[name].argmax(dim=-1) == targets for one in (alone, together)]
@@ -255,12 +274,49 @@ def verify_tasks(
 
 
 def verify_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    columns = {"alone": "alone", "composed": "composed", "not_told": "task not told", "routed": "right task found"}
+    columns = {"alone": "alone", "composed": "composed", "not_told": "routed", "routed": "right task"}
     rows = [
         [name, str(found["images"]), *(f"{found[key]:.4f}" if key in found else "-" for key in columns)]
         for name, found in results.items()
     ]
     return make_table(["task", "images", *columns.values()], rows, "Accuracy", left=1)
+
+
+def sketch_images(images: ImageSet | ImageStream, earlier: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The training fact that tells which images a task learned from: the smallest of their hashes, a few kilobytes.
+
+    Any set that shares many images with them contains some of these. `earlier` are the facts of the task's earlier
+    training, if it had one. Empty where the images are not known: those of a stream, or of a training before there
+    was such a fact.
+    """
+    old = earlier.get(SKETCH, [] if not earlier.keys() - {"seed"} else None)
+    if not isinstance(images, ImageSet) or images.digests is None or not isinstance(old, list):
+        return {}
+    hashes = {*map(str, old), *(_short_hash(images, at) for at in range(len(images)))}
+    return {SKETCH: sorted(hashes)[:SKETCH_SIZE]}
+
+
+def _short_hash(images: ImageSet, index: int) -> str:
+    return images.key(index)[:16]
+
+
+def _learned_from(task: Task, images: ImageSet, splits: Splits) -> str | None:
+    """Why some images of a set cannot be used to calibrate the task; None where they can."""
+    training = task.spec.training
+    sketch = training.get(SKETCH)
+    if isinstance(sketch, list):
+        known = set(map(str, sketch))
+        if any(_short_hash(images, index) in known for index in range(len(images))):
+            return f"{task.name} learned from some of these images"
+        return None
+    history = training.get("history")
+    earlier = [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
+    if splits.val is None and splits.name in [entry.get("data") for entry in (training, *earlier)]:
+        return (
+            f"{task.name} was trained on data named {splits.name}, and its file does not say on which images (if these "
+            "are new, rename the folder or file)"
+        )
+    return None
 
 
 def calibrate(
@@ -269,6 +325,7 @@ def calibrate(
     data: Any,
     *,
     parents: Sequence[Task] = (),
+    label_column: str | None = None,
     batch_size: int = 32,
     workers: int | None = None,
     log: Callable[[str], None] = lambda text: None,
@@ -276,10 +333,11 @@ def calibrate(
     """Gives a task a new calibration and familiarity, from images that look like those it is for.
 
     The calibration is fitted on the validation split, or on all images of `data` where there is none, never on a test
-    split. Where those are the images that the task was trained on, it is left as it is.
+    split. Where the task was trained on some of those images, it is left as it is. `label_column` is for tables.
     """
     model = compose(backbone, [task, *parents])
     labels: dict[str, Any] = {"kind": task.kind, "labels": task.labels, "drop_unknown": True}
+    labels["label_column"] = label_column
     splits = data
     if not isinstance(data, Splits):
         splits = load_data(data, **labels, val_fraction=0, workers=workers, quiet=True)
@@ -296,22 +354,24 @@ def calibrate(
     classes = torch.cat(targets) if task.kind == "softmax" else None
     familiarity = fit_familiarity(torch.cat(tokens), classes, background_token(backbone, preprocessing))
     changes: dict[str, Any] = {}
+    facts = dict(task.spec.training)
     if familiarity is None:
-        log("too few images for a familiarity: it stays as it is.")
+        log("the familiarity stays as it is: too few images, or tokens out of range.")
     else:
         changes["familiarity"] = familiarity
+        facts["familiarity"] = f"{familiarity.images} images of {splits.name}, out of fold"
         log(f"familiarity: from {format_count(familiarity.images, 'image')}")
-    if splits.val is None and task.spec.training.get("data") == splits.name:
-        log(
-            f"{splits.name} is what {task.name} was trained on, and has no validation split: the calibration stays as "
-            "it is. To calibrate, pass images that the task did not learn from."
-        )
+    reason = _learned_from(task, parts[-1], splits)
+    if reason is not None:
+        log(f"{reason}: the calibration stays as it is. To calibrate, pass images that the task did not learn from.")
     else:
         answers, held = collect_outputs(model, parts[-1], [task.name], batch_size=batch_size, workers=workers)
         calibration = fit_calibration(task.kind, answers.logits[task.name], held, splits.name)
         if calibration is None:
-            log("too few images for a calibration: it stays as it is.")
+            reason = describe_calibration(None, len(held)).removeprefix("none: ")
+            log(f"the calibration stays as it is: {reason}.")
         else:
             changes["calibration"] = calibration
+            facts["calibration"] = describe_calibration(calibration, len(held))
             log(f"calibration: from {format_count(calibration.images, 'image')}; they must be new to the task")
-    task.describe(**changes)
+    task.describe(**changes, training=facts)

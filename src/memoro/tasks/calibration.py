@@ -78,6 +78,15 @@ def fit_calibration(kind: HeadKind, logits: Tensor, targets: Tensor, source: str
     return Calibration(tuple(temperatures), tuple(thresholds), (), count, source)
 
 
+def describe_calibration(found: Calibration | None, images: int) -> str:
+    """What the record of a training says about its calibration, from this many images."""
+    if found is not None:
+        return f"{found.images} held-out images ({found.source})"
+    if images < MIN_IMAGES:
+        return f"none: fewer than {MIN_IMAGES} images were held out"
+    return "none: not all logits are finite"
+
+
 def _temperature(logits: Tensor, targets: Tensor) -> float:
     """The temperature with the lowest loss, pulled towards 1 as by one more image: answers without a mistake would
     have none."""

@@ -19,8 +19,8 @@ MIN_IMAGES = 20
 FOLDS = 5
 SHRINKAGE = 0.1
 """Share of the mean variance in each variance: that of few images is too small in most directions."""
-SMALLEST = 1e-12
-"""Variances are at least this."""
+LARGEST, SMALLEST = 1e6, 1e-12
+"""No value is larger, no variance smaller."""
 NEAREST = 1e-3
 """Distances to the background are at least this, so that they can be divided by."""
 FALSE_ALARMS = 0.01
@@ -57,8 +57,26 @@ class Familiarity:
     """How many held-out images `distances` stands for."""
 
     def limit(self, false_alarms: float = FALSE_ALARMS) -> float:
-        """The distance beyond which an image is unfamiliar."""
-        return float(self.distances[-max(1, math.ceil(false_alarms * len(self.distances)))])
+        """The distance beyond which an image is unfamiliar, as `Routing.mark` decides; infinite where none is."""
+        shares = torch.arange(len(self.distances)) / len(self.distances)
+        below = int((shares < false_alarms).sum())
+        return float(self.distances[-below]) if below else math.inf
+
+    @property
+    def valid(self) -> bool:
+        """Whether its values are within bounds, so that no product overflows: none that `fit_familiarity` gives is
+        beyond them."""
+        # As Python floats: in half precision the bounds are infinity and zero. Comparisons with NaN are false.
+        bounds = [[float(bound) for bound in tensor.aminmax()] for tensor in self.tensors.values()]
+        lengths = self.directions.float().square().sum(dim=-1)
+        return (
+            all(low >= -LARGEST and high <= LARGEST for low, high in bounds)
+            and SMALLEST <= self.residual <= LARGEST
+            and bool(((lengths - 1).abs() <= 0.05).all())
+            and float(self.variances.min()) >= SMALLEST
+            and float(self.distances[0]) >= 0
+            and bool((self.distances[1:] >= self.distances[:-1]).all())
+        )
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -87,34 +105,46 @@ def tensor_shapes(record: Mapping[str, int], dim: int) -> dict[str, tuple[int, .
 
 
 class FamiliarityBank:
-    """The descriptions of several tasks, stacked: a few products judge an image for all of them."""
+    """The descriptions of several tasks: a few products judge an image for all of them.
+
+    Directions and class means of all tasks are concatenated, however many each has: tasks of very different sizes take
+    no more memory and time than those of the same size.
+    """
 
     def __init__(self, items: Sequence[Familiarity], device: torch.device | str = "cpu") -> None:
-        k, classes = (max(one.means.shape[axis] for one in items) for axis in (1, 0))
-        dim, count = len(items[0].center), len(items)
-        self.center, self.background = (
-            torch.stack([getattr(one, name).float() for one in items]).to(device) for name in ("center", "background")
-        )
-        directions, weights = torch.zeros(count, k, dim), torch.zeros(count, k)
-        means = torch.full((count, classes, k), torch.inf)
-        for at, one in enumerate(items):
-            own = len(one.directions)
-            directions[at, :own] = one.directions.float()
-            weights[at, :own] = one.variances.float().rsqrt()
-            means[at, : len(one.means)] = 0.0
-            means[at, : len(one.means), :own] = one.means.float() * weights[at, :own]
-        self.directions, self.weights = directions.flatten(0, 1).to(device), weights.to(device)
-        self.offsets = (directions @ self.center.cpu().unsqueeze(-1)).squeeze(-1).to(device)
-        self.means, self.squares = means.nan_to_num(posinf=0.0).to(device), means.square().sum(-1).to(device)
-        self.residual = torch.tensor([one.residual for one in items], device=device)
+        origin = torch.stack([one.center.double() for one in items]).mean(dim=0)
         lengths = [len(one.distances) for one in items]
-        held_out = torch.full((count, max(lengths)), -1.0)  # no distance is smaller, so these are never counted
+        held_out = torch.full((len(items), max(lengths)), -1.0)  # no distance is smaller, so these are never counted
+        offsets, readers, shifts, squares = [], [], [], []
         for at, one in enumerate(items):
             held_out[at, : lengths[at]] = one.distances.float()
+            directions, scale = one.directions.double(), one.variances.double().rsqrt()
+            means = one.means.double() * scale
+            reader = (means * scale) @ directions  # the product of a class mean and an image, both scaled: linear in it
+            away = one.center - origin
+            offsets.append((directions @ away).float())
+            readers.append(reader.float())
+            shifts.append((reader @ away).float())
+            squares.append(means.square().sum(dim=-1).float())
+        self.origin = origin.float().to(device)
+        self.center, self.background = (
+            torch.stack([getattr(one, name) - origin for one in items]).float().to(device)
+            for name in ("center", "background")
+        )
+        self.directions = torch.cat([one.directions.float() for one in items]).to(device)
+        self.weights = torch.cat([one.variances.float().reciprocal() for one in items]).to(device)
+        self.offsets, self.readers = torch.cat(offsets).to(device), torch.cat(readers).to(device)
+        self.shifts, self.squares = torch.cat(shifts).to(device), torch.cat(squares).to(device)
+        self.residual = torch.tensor([one.residual for one in items], device=device)
         self.held_out, self.lengths = held_out.to(device), torch.tensor(lengths, device=device)
-        self._compare(items, device)
+        self.classes = torch.tensor([len(one.means) for one in items], device=device)
+        numbers = torch.arange(len(items), device=device)
+        self.class_task = numbers.repeat_interleave(self.classes)
+        """The number of the task that each class mean belongs to."""
+        self.direction_task = numbers.repeat_interleave(torch.tensor([len(x.directions) for x in items], device=device))
+        self._compare(items, origin, device)
 
-    def _compare(self, items: Sequence[Familiarity], device: torch.device | str) -> None:
+    def _compare(self, items: Sequence[Familiarity], origin: Tensor, device: torch.device | str) -> None:
         """Prepares what `judge` compares tasks with: all class means, in a space where the mean of all covariances is
         the identity."""
         directions = torch.cat([one.directions.double() for one in items])
@@ -124,30 +154,20 @@ class FamiliarityBank:
         covariance += residuals.mean() * torch.eye(len(covariance), dtype=torch.double)
         values, vectors = torch.linalg.eigh(covariance)
         whiten = vectors * values.clamp(min=SMALLEST).rsqrt()
-        origin = torch.stack([one.center.double() for one in items]).mean(dim=0)
         found = [(one.means.double() @ one.directions.double() + one.center - origin) @ whiten for one in items]
-        at = torch.zeros(len(items), max(map(len, found)), dtype=torch.long)
-        missing = torch.ones_like(at, dtype=torch.bool)
-        start = 0
-        for row, own in enumerate(found):
-            at[row, : len(own)] = torch.arange(start, start + len(own))
-            missing[row, : len(own)] = False
-            start += len(own)
-        self.origin, self.whiten = origin.float().to(device), whiten.float().to(device)
-        self.prototypes = torch.cat(found).float().to(device)
-        self.at, self.missing = at.to(device), missing.to(device)
+        self.whiten, self.prototypes = whiten.float().to(device), torch.cat(found).float().to(device)
 
     def measure(self, tokens: Tensor) -> Tensor:
         """The distance of each image to each task's training images (b, tasks), from its token (b, dim)."""
-        tokens = tokens.float()
-        along = (tokens @ self.directions.T).reshape(-1, *self.offsets.shape) - self.offsets
-        rest = (tokens.unsqueeze(1) - self.center).square().sum(-1) - along.square().sum(-1)
-        scaled = along * self.weights
-        products = torch.einsum("btk,tck->btc", scaled, self.means)
-        nearest = (self.squares - 2 * products).amin(-1) + scaled.square().sum(-1)
+        tokens = tokens.float() - self.origin
+        squares = (tokens @ self.directions.T - self.offsets).square()
+        along, scaled = (_sum(part, self.direction_task, self.center) for part in (squares, squares * self.weights))
+        rest = (tokens.unsqueeze(1) - self.center).square().sum(-1) - along
+        gaps = self.squares - 2 * (tokens @ self.readers.T - self.shifts)
+        nearest = _reduce(gaps, self.class_task, self.center, "amin") + scaled
         distances = nearest.clamp(min=0) + rest.clamp(min=0) / self.residual
         away: Tensor = (tokens.unsqueeze(1) - self.background).norm(dim=-1)
-        return distances / away.clamp(min=NEAREST)
+        return (distances / away.clamp(min=NEAREST)).clamp(max=LARGEST)
 
     def judge(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Of each image and task (b, tasks): the score, and the familiarity.
@@ -162,9 +182,21 @@ class FamiliarityBank:
         shares = (self.held_out >= distances.unsqueeze(-1)).sum(dim=-1) / self.lengths
         whitened = (tokens.float() - self.origin) @ self.whiten
         away = whitened.square().sum(dim=-1, keepdim=True) + self.prototypes.square().sum(dim=-1)
-        exponents = (whitened @ self.prototypes.T - away / 2)[:, self.at].masked_fill(self.missing, -torch.inf)
-        densities = exponents.logsumexp(dim=-1) - (~self.missing).sum(dim=-1).log()
+        exponents = whitened @ self.prototypes.T - away / 2
+        # logsumexp over the classes of each task.
+        largest = _reduce(exponents, self.class_task, self.center, "amax")
+        total = _sum((exponents - largest[:, self.class_task]).exp(), self.class_task, self.center)
+        densities = largest + total.log() - self.classes.log()
         return densities / tokens.shape[1], shares
+
+
+def _sum(values: Tensor, owner: Tensor, tasks: Tensor) -> Tensor:
+    return values.new_zeros(values.shape[0], len(tasks)).scatter_add(1, owner.expand_as(values), values)
+
+
+def _reduce(values: Tensor, owner: Tensor, tasks: Tensor, how: str) -> Tensor:
+    start = values.new_full((values.shape[0], len(tasks)), torch.inf if how == "amin" else -torch.inf)
+    return start.scatter_reduce(1, owner.expand_as(values), values, how)
 
 
 def fit_familiarity(tokens: Tensor, classes: Tensor | None, background: Tensor, *, seed: int = 0) -> Familiarity | None:
@@ -172,7 +204,7 @@ def fit_familiarity(tokens: Tensor, classes: Tensor | None, background: Tensor, 
     token (dim) of synthetic images.
 
     The distances of held-out images are those of each fold to a description of the others. None for fewer than
-    `MIN_IMAGES` images.
+    `MIN_IMAGES` images, and for tokens that are not finite or too large.
     """
     tokens = tokens.double().cpu()
     count = len(tokens)
@@ -183,8 +215,8 @@ def fit_familiarity(tokens: Tensor, classes: Tensor | None, background: Tensor, 
         groups = torch.zeros_like(groups)
     background = background.float().cpu()
     whole = {**_describe(tokens, groups), "background": background}
-    if not all(bool(torch.isfinite(torch.as_tensor(value)).all()) for value in whole.values()):
-        return None  # beyond half precision
+    if not Familiarity(**whole, distances=torch.ones(1), images=0).valid:
+        return None
     fold = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) % FOLDS
     found = torch.empty(count)
     for number in range(FOLDS):
@@ -195,7 +227,8 @@ def fit_familiarity(tokens: Tensor, classes: Tensor | None, background: Tensor, 
     found = found.sort().values
     if count > MAX_SCORES:
         found = found[torch.linspace(0, count - 1, MAX_SCORES).round().long()]
-    return Familiarity(**whole, distances=found, images=count)
+    known = Familiarity(**whole, distances=found, images=count)
+    return known if known.valid else None
 
 
 def _describe(tokens: Tensor, groups: Tensor) -> dict[str, Any]:

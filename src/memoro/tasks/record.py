@@ -194,7 +194,7 @@ def check_content(item: Mapping[str, Any], name: str, content: str) -> None:
 
 
 def read_text(record: Mapping[str, Any], name: str) -> str:
-    value: str = _field(record, name, lambda v: isinstance(v, str) and len(v) <= 4096, "a short text")
+    value: str = _field(record, name, lambda v: isinstance(v, str) and len(v) <= 4096, "a short string")
     return value
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memoro.errors import TaskFileError
 from memoro.tasks.calibration import Calibration
-from memoro.tasks.familiarity import Familiarity, tensor_shapes
+from memoro.tasks.familiarity import LARGEST, SMALLEST, Familiarity, tensor_shapes
 from memoro.tasks.record import read_list, read_number, read_object, read_tensors, read_text, read_whole, write_tensors
 from memoro.tasks.spec import hash_record
 from memoro.tasks.task import TaskSpec
@@ -19,8 +19,6 @@ PREFIX = "familiarity."
 MAX_DIRECTIONS = 1024
 MAX_SCORES = 4096
 MAX_IMAGES = 10**12
-LARGEST, SMALLEST = 1e6, 1e-12
-"""Bounds of the numbers in a description: none of its products overflows."""
 
 
 def write_sections(spec: TaskSpec, prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -31,7 +29,7 @@ def write_sections(spec: TaskSpec, prefix: str) -> tuple[dict[str, Any], dict[st
         section = spec.calibration.to_json()
         record["calibration"] = {**section, "checksum": hash_record(section, {})}
     if spec.familiarity is not None:
-        own = spec.familiarity
+        own = _check_values(spec.familiarity, spec.name)
         section = {
             "directions": len(own.directions),
             "classes": len(own.means),
@@ -88,23 +86,16 @@ def _read_familiarity(section: Mapping[str, Any], tensors: Mapping[str, Tensor],
     residual = read_number(section, "residual", SMALLEST, LARGEST)
     images = read_whole(section, "images", 1, MAX_IMAGES)
     _check_sum(section, tensors, name, "familiarity")
-    large = any(bool((tensor.double().abs() > LARGEST).any()) for tensor in tensors.values())
-    lengths = tensors["directions"].double().square().sum(dim=-1)
-    distances = tensors["distances"].double()
-    if (
-        large
-        or bool(((lengths - 1).abs() > 0.05).any())
-        or bool((tensors["variances"].double() < SMALLEST).any())
-        or bool((distances < 0).any())
-        or bool((distances.diff() < 0).any())
-    ):
-        raise TaskFileError(
-            f"{name!r}: its familiarity has values that no training gives: make it again with `memoro calibrate`."
-        )
-    return Familiarity(**tensors, residual=residual, images=images)
+    return _check_values(Familiarity(**tensors, residual=residual, images=images), name)
+
+
+def _check_values(familiarity: Familiarity, name: str) -> Familiarity:
+    if not familiarity.valid:
+        raise TaskFileError(f"{name!r}: its familiarity has invalid values: compute it again with `memoro calibrate`.")
+    return familiarity
 
 
 def _check_sum(section: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str, what: str) -> None:
     own = {key: value for key, value in section.items() if key != "checksum"}
     if read_text(section, "checksum") != hash_record(own, tensors):
-        raise TaskFileError(f"{name!r}: its {what} was changed after saving: make it again with `memoro calibrate`.")
+        raise TaskFileError(f"{name!r}: its {what} was changed after saving: compute it again with `memoro calibrate`.")

@@ -153,10 +153,10 @@ class Task(TaskModule[TaskSpec]):
         return content_hashes([self])[id(self)]
 
     def stored_tensors(self) -> dict[str, Tensor]:
-        """Its weights as a file holds them: low-rank weights as float16 where that changes no value."""
+        """Its weights as a file holds them: low-rank weights as float16 where that changes no value of float32."""
         found: dict[str, Tensor] = self.state_dict()
         for name, tensor in found.items():
-            half = tensor.half() if name.startswith(LOW_RANK) else tensor
+            half = tensor.half() if name.startswith(LOW_RANK) and tensor.dtype == torch.float32 else tensor
             found[name] = half if torch.equal(half.to(tensor.dtype), tensor) else tensor
         return found
 

@@ -93,9 +93,15 @@ def load_tasks(
         tasks = []
         for number, (item, spec) in enumerate(zip(items, specs, strict=True)):
             tensors = read_tensors(file, spec.name, spec.shapes, f"{number}.")
-            for part in tensors:
-                if part.startswith(LOW_RANK):
-                    tensors[part] = tensors[part].to(tensors["class_token"].dtype)
+            dtype = tensors["class_token"].dtype
+            for part, tensor in tensors.items():
+                if not part.startswith(LOW_RANK):
+                    continue
+                if dtype.itemsize > 2 * tensor.element_size():  # would take more memory than the file's size allows
+                    raise TaskFileError(f"{spec.name!r}: {part} is {tensor.dtype} in a task of {dtype}.")
+                tensors[part] = tensor.to(dtype)
+                if not torch.isfinite(tensors[part]).all():
+                    raise TaskFileError(f"{spec.name!r}: {part} has values beyond {dtype}, which the task is in.")
             tasks.append(Task.from_tensors(spec, tensors, _read_parents(item)))
             check_content(item, spec.name, tasks[-1].content_hash())
             tasks[-1].describe(**read_sections(item, spec, file, f"{number}."))

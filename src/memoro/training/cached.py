@@ -46,7 +46,7 @@ class Cache:
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(StoreDtype):
-            raise CacheError(f"features cannot be kept as {self.dtype!r}: choose {', '.join(get_args(StoreDtype))}.")
+            raise CacheError(f"features cannot be cached as {self.dtype!r}: choose {', '.join(get_args(StoreDtype))}.")
 
     @property
     def limit(self) -> float:

@@ -20,7 +20,8 @@ from memoro.engine.featurestore import default_folder, total_bytes
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
-from memoro.evaluation.metrics import measure, recorded, warn_of
+from memoro.evaluation.metrics import measure_task, recorded, warn_of
+from memoro.evaluation.trust import sketch_images
 from memoro.extras import need
 from memoro.images import Preprocessing
 from memoro.phases import Phases
@@ -108,7 +109,7 @@ def fit_tasks(
         with options.phases.during("reading"):
             splits = data if isinstance(data, (Splits, Streams)) else _load(data, task, recipe, options)
         preprocessing = preprocessing_of(backbone, options, task.spec.preprocessing)
-        specs.append(RunSpec(task, recipe, regime_of(task, regime, backbone), splits, preprocessing))
+        specs.append(RunSpec(task, recipe, regime_of(task, regime), splits, preprocessing))
     stages = _stages(specs)
     done: dict[int, FitResult] = {}
     for number, stage in enumerate(stages, start=1):
@@ -137,11 +138,11 @@ def preprocessing_of(backbone: Backbone, options: TrainOptions, own: Preprocessi
     return own or backbone.preprocessing
 
 
-def regime_of(task: Task | Baseline, name: str | None, backbone: Backbone) -> Regime:
+def regime_of(task: Task | Baseline, name: str | None) -> Regime:
     """The regime of this name; without one, that of the task."""
     own = task.regime if isinstance(task, Baseline) else None
     if own is None and name is None:
-        name = "head" if task.from_layer == backbone.depth else "side" if task.rank else "memory"
+        name = "head" if task.from_layer == task.spec.backbone.depth else "side" if task.rank else "memory"
     regime = find_regime(name or own or "")
     if regime.composes != (own is None) or (own is not None and regime.name != own):
         made = "a task" if own is None else f"a baseline of regime {own!r}"
@@ -272,7 +273,7 @@ def _choose_cache(options: TrainOptions, backbone: Backbone, specs: Sequence[Run
             if not spec.regime.composes:
                 raise TrainingError(
                     f"regime {spec.regime.name!r} changes the backbone's tokens, so its features cannot be cached: "
-                    "leave out the cache."
+                    "leave out --cache (in Python, cache)."
                 )
         return cache
     kept = [spec for spec in specs if spec.regime.composes and isinstance(spec.train, ImageSet)]
@@ -288,7 +289,7 @@ def what_is_kept(cache: Cache) -> str:
     """How many features are on disk, where, and how to remove them."""
     command = ["memoro", "cache", "--clear", *([] if cache.folder == default_folder() else ["--folder", cache.folder])]
     size, limit = format_bytes(total_bytes(cache.folder)), format_bytes(cache.limit)
-    where = f"{size} of features are kept in {cache.folder} for later trainings (at most {limit})"
+    where = f"{size} of features are cached in {cache.folder} for later trainings (at most {limit})"
     return f"{where}. To remove them: {quoted(*command)}"
 
 
@@ -328,18 +329,20 @@ def evaluate_runs(trainer: Trainer) -> list[FitResult]:
             results.append(FitResult(run.task, run.history, {}, folder, notes))
             continue
         out, targets = answers[id(run), spec.final[0]]
-        metrics = {"split": spec.final[0], **measure(run.task.kind, run.task.labels, out, targets)}
-        _describe(spec, run, recorded(run.task.kind, metrics, out, targets))
-        add_calibration(run.task, answers.get((id(run), "val")), "validation")
+        seen = bool(run.task.spec.training.keys() - {"seed"})  # it was trained before, on images that may be these
+        _describe(spec, run)
+        add_calibration(run.task, answers.get((id(run), "val")), "validation", seen=seen)
         describer.add_familiarity(spec, run)
+        metrics = {"split": spec.final[0], **measure_task(run.task, out, targets)}
+        run.task.describe(metrics=recorded(run.task.kind, metrics, out, targets))
         results.append(FitResult(run.task, run.history, metrics, folder, notes, out, targets, spec.final[1]))
     return results
 
 
-def _describe(spec: RunSpec, run: Run, metrics: dict[str, Any]) -> None:
+def _describe(spec: RunSpec, run: Run) -> None:
     """Records in the task how it was trained."""
     images = spec.train
-    known = run.task.spec.training  # where a sweep made the task
+    known = run.task.spec.training  # of an earlier training, or where a sweep made the task
     run.task.describe(
         preprocessing=spec.preprocessing,
         training={
@@ -354,6 +357,6 @@ def _describe(spec: RunSpec, run: Run, metrics: dict[str, Any]) -> None:
             "best_epoch": run.best_epoch,
             "trained_parameters": sum(parameter.numel() for parameter in run.trained.values()),
             **{name: known[name] for name in ("seed", "history") if name in known},
+            **sketch_images(images, known),
         },
-        metrics=metrics,
     )

@@ -129,7 +129,7 @@ ADAMW_REGIMES = ("side", "lora", "lora-all")
 def find_recipe(recipe: Recipe | str | None, regime: str | None) -> tuple[str, Recipe]:
     """The regime and the recipe. Without a name, the regime decides; without both, they are those of `default`."""
     if isinstance(recipe, Recipe):
-        return regime or RECIPES["paper"][0], recipe
+        return regime or RECIPES["default"][0], recipe
     name = recipe or ("default" if regime is None or regime in ADAMW_REGIMES else "paper")
     if name not in RECIPES:
         raise TrainingError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}.")

@@ -64,7 +64,7 @@ class Run:
 
     def diverge(self, what: str, step: int) -> None:
         self.diverged = True
-        self.stopped = f"{what} at step {step} (diverged): choose a learning rate below {self.recipe.lr:g}"
+        self.stopped = f"diverged at step {step} ({what}): choose a learning rate below {self.recipe.lr:g}"
         self.optimizer.zero_grad()
 
     def keep_best(self, score: tuple[float, float], epoch: int) -> None:

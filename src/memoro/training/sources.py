@@ -37,7 +37,7 @@ def name_sources(data: Any, task: str | None, columns: list[str] | None, streami
             check_name(name)
         if streaming and isinstance(source, (str, Path)) and Path(source).exists():
             raise DataError(
-                f"{source} is a local file or folder: --streaming is for hub sets such as owner/name, with --steps "
+                f"{source} is a local file or folder: --streaming is for hub datasets such as owner/name, with --steps "
                 "1000 or so. Leave it out."
             )
     return sources

@@ -16,7 +16,7 @@ from memoro.console import make_table
 from memoro.data import ImageSet, Splits, Streams
 from memoro.data.splits import Index, fold_numbers
 from memoro.errors import TrainingError
-from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, measure, recorded, score
+from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, measure, measure_task, recorded, score
 from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
 from memoro.regimes.regime import RATES
@@ -183,7 +183,7 @@ def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving:
     figure = MAIN_FIGURE[sweep.splits.kind]
     scored: dict[Setting, list[tuple[Score, FitResult] | None]] = {}
     for setting, results in gathered.items():
-        found = _score_folds(results, sweep.splits, figure) if sweep.folds else _score(results[0], figure)
+        found = _score_folds(results, sweep) if sweep.folds else _score(results[0], figure)
         scored.setdefault(setting._replace(seed=sweep.grid.first_seed), []).append(found)
     rows = []
     for setting, seeds in scored.items():
@@ -225,21 +225,24 @@ def _score(result: FitResult, figure: str) -> tuple[Score, FitResult] | None:
     return max(scores), result
 
 
-def _score_folds(results: Sequence[FitResult], splits: Splits | Streams, figure: str) -> tuple[Score, FitResult] | None:
+def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score, FitResult] | None:
     """By the answers to all images, each from the run that did not see it; the last run gives the task."""
-    *folds, whole = results
+    (*folds, whole), splits = results, sweep.splits
     if not all(result.metrics for result in results):
         return None
     logits = torch.cat([fold.logits for fold in folds if fold.logits is not None])
     targets = torch.cat([fold.targets for fold in folds if fold.targets is not None])
     found = measure(splits.kind, splits.labels, logits, targets)
-    add_calibration(whole.task, (logits, targets), f"{len(folds)} folds")
+    add_calibration(whole.task, (logits, targets), f"{len(folds)} folds", seen=sweep.start is not None)
     if splits.test is None:
         parts = [fold.images for fold in folds if isinstance(fold.images, ImageSet)]
         images = replace(parts[0], rows=np.concatenate([part.rows for part in parts]), targets=targets)
-        measured = {"split": f"{len(folds)} folds", **found}
-        whole = replace(whole, metrics=measured, logits=logits, targets=targets, images=images)
-        whole.task.describe(metrics=recorded(splits.kind, whole.metrics, logits, targets))
+        whole = replace(whole, logits=logits, targets=targets, images=images)
+    assert whole.logits is not None
+    assert whole.targets is not None
+    split = f"{len(folds)} folds" if splits.test is None else whole.metrics["split"]
+    whole = replace(whole, metrics={"split": split, **measure_task(whole.task, whole.logits, whole.targets)})
+    whole.task.describe(metrics=recorded(splits.kind, whole.metrics, whole.logits, whole.targets))
     return score(splits.kind, found), whole
 
 

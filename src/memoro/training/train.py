@@ -16,10 +16,11 @@ from rich.table import Table
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.console import format_bytes, format_count, make_table, quoted
-from memoro.data import ImageSet
+from memoro.data import Augment, ImageSet
 from memoro.engine.composition import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, format_worst, name_split
+from memoro.evaluation.trust import SKETCH
 from memoro.files import keep_copy
 from memoro.regimes import METHODS, Baseline, TaskPlan, find_regime
 from memoro.regimes.baselinefile import save_baseline
@@ -27,10 +28,10 @@ from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks, save_task
 from memoro.training.distributed import find_processes
 from memoro.training.fit import FitResult, judge, preprocessing_of, record_time, regime_of
-from memoro.training.recipe import SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
+from memoro.training.recipe import RECIPES, SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
 from memoro.training.sources import SMALL, choose_folds, cut_validation, load_sources, name_sources
 from memoro.training.sweep import Grid, SweepRow, SweepSpec, run_sweeps, sweep_table
-from memoro.training.warmstart import compare_labels, read_start
+from memoro.training.warmstart import OPTIMISTIC, compare_labels, read_start
 
 SUFFIX = ".safetensors"
 
@@ -63,7 +64,7 @@ class TrainResult(FitResult):
             "previous": None if self.previous is None else str(self.previous),
             "folder": None if self.folder is None else str(self.folder),
             "metrics": self.metrics,
-            "training": dict(task.spec.training),
+            "training": {name: value for name, value in task.spec.training.items() if name != SKETCH},
             "notes": list(self.notes),
             "skipped": [list(entry) for entry in self.skipped],
         }
@@ -123,9 +124,10 @@ def train(
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
 
-    `recipe` is a Recipe, or the name of one: `default` (regime `side`, AdamW) or `paper` (regime `memory`, SGD). Where
-    one of recipe and regime is not given, the other decides. `regime` says what is trained, and `cells`, `rank` and
-    `from_layer` where they are not given: see `REGIMES`.
+    `recipe` is the name of one: `default` (regime `side`, AdamW) or `paper` (regime `memory`, SGD). Where one of recipe
+    and regime is not given, the other decides. Or it is a Recipe, whose learning rate is then the only one that is
+    tried unless `lr` is given, for regime `side` unless another is given. `regime` says what is trained, and `cells`,
+    `rank` and `from_layer` where they are not given: see `REGIMES`.
 
     Several values of `cells`, `rank`, `from_layer` or `lr`, or several `seeds`, are tried in one pass, and the best by
     validation is kept; without `lr`, a few learning rates are tried. Small sets are compared by cross-validation
@@ -136,11 +138,15 @@ def train(
     """
     from memoro.training.report import report_training
 
+    start = None if start_from is None else read_start(start_from, task)
+    regime = regime if start is None else regime_of(start, regime).name
+    own_recipe = isinstance(recipe, Recipe)
+    if lr is None and isinstance(recipe, Recipe):
+        lr = recipe.lr
     trained, recipe = find_recipe(recipe, regime)
     recipe, options = merge_options(recipe, options, changes)
     chosen, target = find_regime(trained), None if out is None else Path(out)
     columns = [label_column] if isinstance(label_column, str) else label_column
-    start = None if start_from is None else read_start(start_from, task)
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
         task, kind = task or start.name, kind or start.kind
     sources = name_sources(data, task, columns, streaming)
@@ -154,13 +160,15 @@ def train(
     if not main:
         options = replace(options, quiet=True, log=None)
 
+    if not own_recipe and recipe.views == 1 and "views" not in changes and _asks_for_views(recipe.augment):
+        recipe = replace(recipe, views=RECIPES["paper"][1].views)
+        options.note(f"random crops and mirror images need several views of an image: using {recipe.views} (--views).")
     rates = chosen.rates[recipe.optimizer][1:2] if streaming else chosen.rates[recipe.optimizer]
     grid = Grid(
         _several(cells), _several(from_layer), rates if lr is None else _several(lr), seeds, recipe.seed, _several(rank)
     )
     if start is not None:
         start.spec.check_backbone(backbone)
-        chosen = regime_of(start, regime, backbone)
         own = replace(grid, cells=(start.cells,), from_layers=(start.from_layer,), ranks=(start.rank,))
         for asked, kept in ((cells, own.cells), (from_layer, own.from_layers), (rank, own.ranks)):
             if asked is not None and _several(asked) != kept:
@@ -169,8 +177,13 @@ def train(
     elif chosen.name == "head":
         grid = replace(grid, cells=(None,), from_layers=(None,))
     elif not chosen.composes:  # each run has its own passes: no folds unless asked for, and no settings that do nothing
-        uses_cells = "cells" in METHODS[chosen.name].sizes
-        grid, folds = replace(grid, cells=grid.cells if uses_cells else grid.cells[:1]), folds or 0
+        sizes = METHODS[chosen.name].sizes
+        grid = replace(
+            grid,
+            cells=grid.cells if "cells" in sizes else grid.cells[:1],
+            ranks=grid.ranks if "rank" in sizes else grid.ranks[:1],
+        )
+        folds = folds or 0
     plan = TaskPlan("", (), extends=_link_parents(extends), width=width)
     missing = {parent.name for parent in start.extends} - {parent.name for parent in plan.extends} if start else ()
     if missing:
@@ -180,7 +193,9 @@ def train(
     sets = load_sources(sources, columns, streaming, kind, recipe, options)
     options.phases.switch("start-up")
     if start is not None:
-        options.note(compare_labels(start, next(iter(sets.values()))))
+        name, splits = next(iter(sets.items()))
+        options.note(compare_labels(start, splits))
+        sets[name] = replace(splits, notes=(*splits.notes, OPTIMISTIC))
     files = {} if target is None else {name: _file_of(name, target, several=len(sets) > 1) for name in sets}
     leftovers = [part for file in files.values() for part in file.parent.glob(f".{glob.escape(file.name[:40])}.*.part")]
     compared = choose_folds(list(sets.values()), grid, folds, recipe, options)
@@ -239,6 +254,11 @@ def _check_target(out: Path, *, several: bool) -> None:
 
 def _file_of(name: str, out: Path, *, several: bool) -> Path:
     return out / (name + SUFFIX) if several or out.is_dir() else out
+
+
+def _asks_for_views(augment: Augment) -> bool:
+    """Whether random views were asked for: `flip=0` and `crop="none"` ask for plain ones."""
+    return augment.crop not in {None, "none"} or bool(augment.flip) or augment.scale != Augment().scale
 
 
 def _several(values: Any) -> tuple[Any, ...]:

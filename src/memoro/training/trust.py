@@ -12,7 +12,7 @@ from memoro.engine.background import background_token
 from memoro.engine.streams import entering_token
 from memoro.evaluation.logits import collect_logits
 from memoro.regimes import Baseline
-from memoro.tasks.calibration import MIN_IMAGES, fit_calibration
+from memoro.tasks.calibration import describe_calibration, fit_calibration
 from memoro.tasks.familiarity import Familiarity, fit_familiarity
 from memoro.tasks.task import Task
 from memoro.training.cached import CachedLoader
@@ -24,14 +24,20 @@ MOST_IMAGES = 10_000
 """Training images that a description is made from."""
 
 
-def add_calibration(task: Task | Baseline, held_out: tuple[Tensor, Tensor] | None, source: str) -> None:
-    """Calibrates a task on logits and targets of images that it did not learn from; records whether it was possible."""
+SEEN = "none: the earlier training may have seen these images; use memoro calibrate with new ones"
+
+
+def add_calibration(
+    task: Task | Baseline, held_out: tuple[Tensor, Tensor] | None, source: str, *, seen: bool = False
+) -> None:
+    """Calibrates a task on logits and targets of images that it did not learn from; records whether it was possible.
+
+    `seen`: an earlier training may have learned from these images.
+    """
     if isinstance(task, Baseline):
         return
-    found = None if held_out is None else fit_calibration(task.kind, *held_out, source)
-    text = f"none: fewer than {MIN_IMAGES} images were held out"
-    if found is not None:
-        text = f"{found.images} held-out images ({source})"
+    found = None if held_out is None or seen else fit_calibration(task.kind, *held_out, source)
+    text = SEEN if seen else describe_calibration(found, 0 if held_out is None else len(held_out[1]))
     task.describe(calibration=found, training={**task.spec.training, "calibration": text})
 
 
@@ -62,7 +68,11 @@ class Describer:
                 tokens, background = self._tokens[key]
                 self._done[(*key, id(spec.splits))] = fit_familiarity(tokens, classes, background)
             found = self._done[(*key, id(spec.splits))]
-            text = "none: too few images" if found is None else f"{found.images} training images, out of fold"
+            text = (
+                "none: too few images, or tokens out of range"
+                if found is None
+                else f"{found.images} training images, out of fold"
+            )
         spec.task.describe(familiarity=found, training={**spec.task.spec.training, "familiarity": text})
 
     def _read(self, spec: RunSpec, run: Run, images: ImageSet, samples: Tensor) -> Tensor:

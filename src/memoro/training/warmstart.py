@@ -10,6 +10,7 @@ from typing import Any
 from memoro.data import Splits, Streams
 from memoro.data.annotations import first_few
 from memoro.errors import TrainingError
+from memoro.evaluation.trust import SKETCH
 from memoro.regimes.baselinefile import is_baseline
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks
@@ -17,6 +18,10 @@ from memoro.tasks.taskfile import load_tasks
 MAX_HISTORY = 100
 RECORDED = ("data", "images", "regime", "epochs", "lr")
 """What the history of a task tells about each earlier training."""
+OPTIMISTIC = (
+    "the earlier training may have seen the images that runs are scored on, so scores may be optimistic, and the task "
+    "is not calibrated: use memoro calibrate with new images."
+)
 
 
 def read_start(source: Task | str | Path, name: str | None) -> Task:
@@ -65,7 +70,8 @@ def start_from(old: Task, fresh: Task) -> Task:
             tensors[name] = value.detach().to(own["head.weight"], copy=True)
     spec = replace(old.spec, name=fresh.name, labels=fresh.spec.labels, backbone=fresh.spec.backbone, metrics={})
     task = Task.from_tensors(spec, tensors, fresh.extends)
-    task.describe(training={"history": _history(old)})
+    sketch = {SKETCH: old.spec.training[SKETCH]} if SKETCH in old.spec.training else {}
+    task.describe(training={"history": _history(old), **sketch}, calibration=None)
     return task
 
 
