@@ -56,7 +56,8 @@ def test_every_training_has_a_report(shell: Shell, tmp_path: Path) -> None:  # n
     save_square(tmp_path / "set" / "test" / "red" / "odd.png", "green", 503)  # as green/503.png: one answer is wrong
     (tmp_path / "set" / "train" / "red" / "broken<b>.png").write_bytes(b"no image")
     how = ("--image-size", 20, "--epochs", 2, "--lr", 0.1, "--workers", 0)
-    shell("train", "set", "-b", "vit", "--task", "colour", *how)
+    said = shell("train", "set", "-b", "vit", "--task", "colour", *how).out
+    assert "report: runs/colour/report.html" in said.splitlines()
     text = check_page(tmp_path / "runs" / "colour" / "report.html")
     for part in (
         "measured on the test split of 8 images", "Confusion matrix", "Each class", "recall",

@@ -28,7 +28,7 @@ from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks, save_task
 from memoro.training.distributed import find_processes
 from memoro.training.fit import FitResult, judge, preprocessing_of, record_time, regime_of
-from memoro.training.recipe import RECIPES, SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
+from memoro.training.recipe import RECIPES, REPORT, SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
 from memoro.training.sources import SMALL, choose_folds, cut_validation, load_sources, name_sources
 from memoro.training.sweep import Grid, SweepRow, SweepSpec, run_sweeps, sweep_table
 from memoro.training.warmstart import OPTIMISTIC, compare_labels, read_start
@@ -81,7 +81,9 @@ class TrainResult(FitResult):
         if not self.metrics:
             return [f"{self.task.name}: no file was written: {self.notes[-1]}."]
         compared = [sweep_table(self.task.name, self.rows, self.score_name)] if self.rows else []
-        return [*compared, fit_table(self), *([f"plot: {self.plot}"] if self.plot else [])]
+        files = {"plot": self.plot, "report": None if self.folder is None else self.folder / REPORT}
+        named = [f"{name}: {path}" for name, path in files.items() if path is not None and path.is_file()]
+        return [*compared, fit_table(self), *named]
 
 
 @overload
