@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from memoro.console import format_count
 from memoro.files import write_whole
 from memoro.plots import Point, draw_panels
+from memoro.reproduce.measure import Budget
 from memoro.reproduce.methods import Method
 from memoro.reproduce.plan import SCALES, Scale
 from memoro.reproduce.records import Record, Records
@@ -258,3 +259,13 @@ def panels_of(found: Found, lines: Mapping[str, Sequence[tuple[str, float]]]) ->
 
 def figure_of(panels: Mapping[str, Any], xlabel: str, ylabel: str, *, log: bool = False) -> Callable[[Path], Path]:
     return lambda path: draw_panels(path, panels, xlabel, ylabel, log=log)
+
+
+def is_as_long(cells: Mapping[str, Record], budget: Budget) -> bool:
+    """Whether a row's length is given as the budget's is, in steps or in epochs: users may change the number."""
+    return (next(iter(cells.values())).key["budget"]["steps"] is None) == (budget.steps is None)
+
+
+def without_short(found: Found, scale: Scale) -> Found:
+    """Without the shorter runs of methods with the mask, which are for comparisons with those without it."""
+    return {row: cells for row, cells in found.items() if is_as_long(cells, scale.masked)}

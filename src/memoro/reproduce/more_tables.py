@@ -1,0 +1,143 @@
+"""What the tables say that the paper does not have: forks, and tasks that extend others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import mean
+from typing import Any
+
+from memoro.reproduce.claims import INTRO
+from memoro.reproduce.compare import compare_pair
+from memoro.reproduce.methods import FORKED, HEAD, memory, side
+from memoro.reproduce.plan import CHILDREN, Scale
+from memoro.reproduce.records import Record, Records
+from memoro.reproduce.report import (
+    NOT_RUN,
+    Found,
+    Report,
+    Row,
+    accuracies,
+    accuracy_rows,
+    figure_of,
+    format_accuracy,
+    format_values,
+    legend_of,
+    markdown_table,
+    panels_of,
+    select,
+    spread,
+    without_short,
+)
+
+
+def report_forks(records: Records, scale: Scale) -> Report:
+    found = without_short(accuracies(records, FORKED, scale), scale)
+    used = [record for cells in found.values() for record in cells.values()]
+    report = Report("Forks", [INTRO["fork"]], accuracy_rows(found), used=used)
+    if not found:
+        return report
+    counted = [record for record in records.current("counts") if record.key["backbone"]]
+    report.used += counted
+    costs = {
+        (record.key["backbone"], record.key["image_size"], row["name"]): row["flops"] / 1e6
+        for record in counted
+        for row in record.result["rows"]
+    }
+    forks = {method.name: 1.0 if method is HEAD else method.fork or 0.0 for method in FORKED}
+    for line in report.rows:
+        line["fork"] = round(forks[line["method"]], 2)
+        line["mflop"] = costs.get((line["backbone"], line["image_size"], line["method"]), "")
+    report.lines += [
+        "", *_fork_table(found, forks, costs), "", legend_of(found), "",
+        "Parameters without the head. MFLOP: what a task adds to one pass of the backbone for one image.",
+    ]  # fmt: skip
+    lines: dict[str, list[str]] = {}
+    for method in FORKED:
+        if method not in (HEAD, memory(0)):
+            lines.setdefault(method.name.partition(",")[0], []).append(method.name)
+    by_fork: dict[str, Any] = {}
+    by_cost: dict[str, Any] = {}
+    for row, cells in found.items():
+        prices = {name: costs.get((row.backbone, row.pixels, name)) for name in forks}
+        for panels, places in ((by_fork, forks), (by_cost, prices)):
+            drawn = {
+                line: [(name, x) for name in (*names, "head") if (x := places[name]) is not None]
+                for line, names in lines.items()
+            }
+            panels.update(panels_of({row: cells}, drawn))
+    report.figures["accuracy over the fork"] = figure_of(by_fork, "fork, as a fraction of the depth", "test accuracy")
+    if by_cost:
+        report.figures["accuracy over the cost"] = figure_of(by_cost, "MFLOP per image", "test accuracy")
+    return report
+
+
+def _fork_table(found: Found, forks: Mapping[str, float], costs: Mapping[tuple[str, int, str], float]) -> list[str]:
+    """A row for each method: there are more of them than sets."""
+    sets = sorted({row.name for row in found})
+    rows: list[list[Any]] = []
+    for group in dict.fromkeys(row._replace(name="") for row in found):
+        for name, fork in sorted(forks.items(), key=_line_and_fork):
+            cells = [found.get(group._replace(name=one), {}).get(name) for one in sets]
+            first = next((record for record in cells if record is not None), None)
+            if first is None:
+                continue
+            cost = costs.get((group.backbone, group.pixels, name))
+            rows.append([
+                group.where, group.training, name.partition(",")[0], f"{fork:.2f}", f"{first.result['parameters']:,}",
+                NOT_RUN if cost is None else f"{cost:,.1f}", *map(format_accuracy, cells),
+            ])  # fmt: skip
+    return markdown_table(["backbone", "training", "method", "fork", "parameters", "MFLOP", *sets], rows)
+
+
+def _line_and_fork(one: tuple[str, float]) -> tuple[str, int, str, float]:
+    line = one[0].partition(",")[0]
+    return line.partition(" ")[0], len(line), line, one[1]  # memory 5 before memory 20
+
+
+def report_extension(records: Records, scale: Scale) -> Report:
+    intro = [INTRO["extension"]]
+    found: dict[tuple[Row, str, str], Record] = {}
+    for record in select(records, "extension", (memory(5), side()), scale):
+        child = CHILDREN[record.key["number"]]
+        other = (
+            "" if child == "groups" else ", ".join(record.key["sets"][1:])
+        )  # groups have one parent, of their own set
+        found[Row.of(record, scale), child, other] = record
+    report = Report("Extension: does a parent help?", intro, used=[*found.values()])
+    rows: list[list[Any]] = []
+    panels: dict[str, Any] = {}
+    for (row, child, other), record in found.items():
+        test_images = record.result["test_images"]
+        lines: dict[str, list[tuple[float, float, float]]] = {}
+        for size, cases in record.result["sizes"].items():
+            for case, result in cases.items():
+                test = result["test"]
+                method, _, parent = case.partition(", ")
+                alone = cases[f"{method}, alone"]
+                parent = f"{parent} ({other})" if parent == "another set" else parent
+                link = compare_pair(
+                    (case, {**result, "test_images": test_images}), ("alone", {**alone, "test_images": test_images})
+                )
+                gain = "" if link is None or parent == "alone" else str(link)
+                shown = [child, size, method, parent, format_values(test), gain]
+                rows.append([row.where, row.name, row.training, *shown])
+                lines.setdefault(case, []).append((float(size), mean(test), spread(test)))
+                report.rows.append({
+                    "backbone": row.backbone, "image_size": row.pixels, "set": row.name, "training": row.training,
+                    "child": child, "images": int(size), "method": method, "parent": parent,
+                    "accuracy": round(mean(test), 4), "spread": round(spread(test), 4), "seeds": len(test),
+                    "gain": "" if link is None else round(link.difference, 4),
+                    "error": "" if link is None else round(link.error, 4),
+                })  # fmt: skip
+        title = f"{child} of {row.title}"
+        panels[f"{title}, {other}" if title in panels else title] = lines
+    if rows:
+        columns = ["backbone", "set", "training", "child", "images", "method", "parent", "test accuracy", "gain"]
+        report.lines = [
+            *intro, "", *markdown_table(columns, rows), "",
+            "`gain`: over the same method alone, same seeds and images, ± half of the 95 % interval.",
+        ]  # fmt: skip
+        report.figures["accuracy over training images"] = figure_of(
+            panels, "training images of the child", "test accuracy", log=True
+        )
+    return report
