@@ -24,7 +24,7 @@ SAME_IMAGES = (("letter", "style", "case"), ("digit", "parity"))
 SAMPLES = 8
 """Images shown of each set."""
 
-RESULT_COLUMNS = ("task", "classes", "alone", "composed", "head only", "unfamiliar found", "from layer", "lr", "file")
+RESULT_COLUMNS = ("task", "classes", "alone", "composed", "head only", "unfamiliar found", "from layer", "file")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ def result_rows(results: dict[str, DemoResult]) -> list[list[str]]:
             *(f"{accuracy:.3f}" for accuracy in accuracies),
             "-" if found.noticed is None else f"{found.noticed:.0%}",
             str(task.from_layer),
-            f"{task.spec.training['lr']:g}",
             format_bytes(found.file.stat().st_size),
         ])  # fmt: skip
     return rows

@@ -91,12 +91,11 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
     same = "equal to the bit" if receipt.base_equal else f"DIFFERENT by {receipt.base_difference:.2g}"
     cost = _measure_cost(model, pixels)
     console.print()
-    shown = make_table(RESULT_COLUMNS, result_rows(results), "Test accuracy of all tasks")
-    shown.caption = (
+    console.print(make_table(RESULT_COLUMNS, result_rows(results), "Test accuracy of all tasks"))
+    console.print(
         f"The backbone's own output with {len(results)} tasks attached: {same}. One pass for all: "
         f"{cost.composed:.2f} base passes; separate models: {cost.separate:.2f}."
     )
-    console.print(shown)
     page = write_page(folder / "report.html", model, results, cost, same)
     console.print(f"{time.monotonic() - start:.0f} s. Open {page}; task files and plots are in {folder}/.")
     console.print(f"To ask all {len(results)} tasks about images of yours, in a browser:", style="bold")
