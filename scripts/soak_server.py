@@ -1,4 +1,4 @@
-"""Sends many requests to `memoro serve` while tasks come and go, and checks every answer.
+"""Sends many requests to `memoro serve` while tasks are attached and detached, and checks every answer.
 
     python scripts/soak_server.py --requests 10000 --out results/soak.md
 
@@ -33,7 +33,7 @@ from reports import table, write_report
 TOLERANCE = 1e-4
 LABELS = [f"label {i}" for i in range(10)]
 COMING = ("guest", "visitor")
-"""Tasks that come and go; `visitor` extends `guest`."""
+"""Tasks that are attached and detached; `visitor` extends `guest`."""
 
 
 def random_task(backbone: memoro.Backbone, name: str, seed: int, **options: Any) -> memoro.Task:
@@ -175,10 +175,10 @@ def report(soak: Soak, options: argparse.Namespace, seconds: float, code: int) -
         "first_failures": soak.failed[:3], "first_wrong": soak.wrong[:3],
     }  # fmt: skip
     lines = [
-        "# Requests while tasks come and go",
+        "# Requests while tasks are attached and detached",
         "",
         f"Made by `python scripts/soak_server.py --requests {options.requests} --clients {options.clients}`: "
-        "memoro-tiny, six tasks that stay, two that come and go (one extends the other), a change every second.",
+        "memoro-tiny, six tasks that stay, two that are attached and detached (one extends the other), a change every second.",
         "",
         *table(
             ["", ""],
