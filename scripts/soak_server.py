@@ -177,8 +177,9 @@ def report(soak: Soak, options: argparse.Namespace, seconds: float, code: int) -
     lines = [
         "# Requests while tasks are attached and detached",
         "",
-        f"Made by `python scripts/soak_server.py --requests {options.requests} --clients {options.clients}`: "
-        "memoro-tiny, six tasks that stay, two that are attached and detached (one extends the other), a change every second.",
+        f"Made by `python scripts/soak_server.py --requests {options.requests} --clients {options.clients} --out …`: "
+        "memoro-tiny, six tasks that stay, two that are attached and detached (one extends the other), a change every "
+        "second.",
         "",
         *table(
             ["", ""],
