@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from torch import Tensor
@@ -61,7 +62,7 @@ def draw_panels(
             x, y, error = zip(*sorted(points), strict=True)
             color = f"C{names.index(name) % 10}"
             drawn[name] = axes.errorbar(x, y, error, marker="o", markersize=4, capsize=2, linewidth=1.3, color=color)
-        axes.set_title(drawable(title), parse_math=False, fontsize=10)
+        axes.set_title("\n".join(map(drawable, wrap(title, 36))), parse_math=False, fontsize=10)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         if log:
             axes.set_xscale("log")
