@@ -515,8 +515,8 @@ def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:
     assert report["base_equal"]
     for name in files:
         accuracy = report["accuracy"][name]
-        assert (accuracy["routed"], accuracy["images"]) == (1.0, 20)
-        assert accuracy["alone"] == accuracy["composed"] == accuracy["not_told"]
+        assert (accuracy["right_task"], accuracy["images"]) == (1.0, 20)
+        assert accuracy["alone"] == accuracy["composed"] == accuracy["routed"]
     shown = run("inspect", files["own"])
     assert "coarse" in shown
     assert "temperature" in shown

@@ -183,8 +183,7 @@ def evaluate_tasks(
     """
     from memoro.evaluation.evaluate import evaluate
     from memoro.evaluation.metrics import metrics_tables
-    from memoro.evaluation.trust import draw_trust, evaluate_trust, trust_tables
-    from memoro.tasks.task import Task
+    from memoro.evaluation.trust import draw_trust, evaluate_trust, name_sets, trust_tables
 
     frozen, loaded = load_models(tasks, backbone, device)
     errors = plain_console(stderr=True, soft_wrap=True)
@@ -195,15 +194,8 @@ def evaluate_tasks(
         errors.print(f"report: {out}")
     tables, shown = metrics_tables(results), dict[str, Any](results)
     if others:
-        members = {model.name: model for model in loaded if isinstance(model, Task)}
-        for name in results.keys() - members.keys():
-            errors.print(f"note: {name} is a baseline: --others compares tasks only.")
-        stems = [Path(other).stem for other in others]
-        sets = {stem if stems.count(stem) == 1 else other: other for stem, other in zip(stems, others, strict=True)}
-        given = read_data(data)
-        own = {name: given[name] if isinstance(given, dict) else given for name in results if name in members}
-        how = {"label_column": label_column, "batch_size": batch_size, "workers": workers}
-        relied = evaluate_trust(frozen, list(members.values()), own, sets, **how)
+        how = {"label_column": label_column, "batch_size": batch_size, "workers": workers, "log": errors.print}
+        relied = evaluate_trust(frozen, loaded, read_data(data), name_sets(others), **how)
         tables += trust_tables(relied) if relied else []
         shown = {name: {**found, "trust": relied[name]} if name in relied else found for name, found in results.items()}
         if picture is not None and relied:

@@ -95,13 +95,17 @@ class Composition(nn.Module):
 
     def detach(self, name: str) -> Composition:
         """A new composition without a task. One that others extend cannot be detached before them."""
+        self.check_childless(name, "detach")
+        return Composition(self.backbone, [task for task in self._list if task.name != name], live=self.live)
+
+    def check_childless(self, name: str, action: str) -> None:
+        """Raises if other tasks extend this one: nothing can be done to it that would change what they see."""
         self._pick([name])
         children = [task.name for task in self._list if any(parent.name == name for parent in task.extends)]
         if children:
             why = ", ".join(map(repr, children))
             why += " extends it: detach that" if len(children) == 1 else " extend it: detach those"
-            raise CompositionError(f"cannot detach {name!r}, because {why} first.")
-        return Composition(self.backbone, [task for task in self._list if task.name != name], live=self.live)
+            raise CompositionError(f"cannot {action} {name!r}, because {why} first.")
 
     def alone(self, name: str) -> Composition:
         """A composition of one task and what it extends."""

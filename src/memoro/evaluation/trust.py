@@ -22,6 +22,7 @@ from memoro.evaluation.evaluate import load_test_images
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure_task
 from memoro.heads import probabilities
+from memoro.regimes import Baseline
 from memoro.tasks.calibration import describe_calibration, fit_calibration
 from memoro.tasks.familiarity import FALSE_ALARMS, fit_familiarity
 from memoro.tasks.task import Task
@@ -70,20 +71,24 @@ def false_positives(own: Tensor, other: Tensor, recall: float = RECALL) -> float
 
 def evaluate_trust(
     backbone: Backbone,
-    tasks: Sequence[Task],
+    models: Sequence[Task | Baseline],
     data: Any,
     others: Mapping[str, Any],
     *,
     label_column: str | None = None,
     batch_size: int = 32,
     workers: int | None = None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, dict[str, Any]]:
     """For each task: calibration on the test images of its own `data`, and how well it tells `others` from them.
 
-    `label_column` is for tables with a task's own images.
+    Baselines are left out, and `log` is told. `label_column` is for tables with a task's own images.
     """
-    model = compose(backbone, tasks)
-    sources = dict(data) if type(data) is dict else dict.fromkeys(model.names, data)
+    model = compose(backbone, [one for one in models if isinstance(one, Task)])
+    sources = dict(data) if type(data) is dict else dict.fromkeys([one.name for one in models], data)
+    for name in sources.keys() - set(model.names):
+        log(f"note: {name} is a baseline: --others compares tasks only.")
+        del sources[name]
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
     results = {}
     for name, source in sources.items():
@@ -104,6 +109,12 @@ def evaluate_trust(
                 shares = found.judged[name].familiarity
                 results[name]["others"][other]["histogram"] = _histogram(shares)
     return results
+
+
+def name_sets(places: Sequence[str]) -> dict[str, str]:
+    """Sets by name: that of the file or folder, or the whole path where several have the same name."""
+    stems = [Path(place).stem for place in places]
+    return {stem if stems.count(stem) == 1 else place: place for stem, place in zip(stems, places, strict=True)}
 
 
 def _calibration_of(task: Task, logits: Tensor, targets: Tensor) -> dict[str, Any]:
@@ -267,14 +278,14 @@ def verify_tasks(
             scores = torch.stack([together.judged[other].score for other in candidates])
             found = scores.argmax(dim=0) == candidates.index(name)
             results[name] |= {
-                "routed": float(found.double().mean()),
-                "not_told": float((found & right[1]).double().mean()),
+                "right_task": float(found.double().mean()),
+                "routed": float((found & right[1]).double().mean()),
             }
     return results
 
 
 def verify_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    columns = {"alone": "alone", "composed": "composed", "not_told": "routed", "routed": "right task"}
+    columns = {"alone": "alone", "composed": "composed", "routed": "routed", "right_task": "right task"}
     rows = [
         [name, str(found["images"]), *(f"{found[key]:.4f}" if key in found else "-" for key in columns)]
         for name, found in results.items()

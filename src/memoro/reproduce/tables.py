@@ -7,6 +7,7 @@ from collections.abc import Callable
 from statistics import mean
 from typing import Any, get_args
 
+from memoro.reproduce.beyond_paper import report_extension, report_forks
 from memoro.reproduce.claims import INTRO, PAPER_TABLE2, PAPER_TABLE5
 from memoro.reproduce.compare import Verdict, compare_chain, compare_pair
 from memoro.reproduce.methods import (
@@ -26,7 +27,6 @@ from memoro.reproduce.methods import (
     memory_full,
     side,
 )
-from memoro.reproduce.more_tables import report_extension, report_forks
 from memoro.reproduce.plan import Scale
 from memoro.reproduce.records import Records
 from memoro.reproduce.report import (

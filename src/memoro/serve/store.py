@@ -114,7 +114,8 @@ class TaskStore:
             for task in tasks:
                 content = old.info.get(task.name, {}).get("content")
                 if content != task.content_hash():
-                    _check_childless(old.model, task.name, "replace")
+                    if task.name in old.info:
+                        _check_childless(old.model, task.name, "replace")
                 # A task that is calibrated again keeps its content hash, and so its children.
                 elif _sections(task) == _sections(old.model.tasks[task.name]):
                     continue
@@ -239,11 +240,11 @@ def _check(model: Composition, names: Sequence[str]) -> None:
 
 
 def _check_childless(model: Composition, name: str, action: str) -> None:
-    """Raises if other tasks extend this one."""
-    children = [task.name for task in model.tasks.values() if any(parent.name == name for parent in task.extends)]
-    if children:
-        why = f"{_listed(children)} " + ("extends it: detach that" if len(children) == 1 else "extend it: detach those")
-        raise ServeError(f"cannot {action} {name!r}, because {why} first.", 409)
+    """Raises a conflict if other tasks extend this one."""
+    try:
+        model.check_childless(name, action)
+    except CompositionError as error:
+        raise ServeError(str(error), 409) from None
 
 
 def _sections(task: Task) -> dict[str, Any]:
