@@ -65,7 +65,7 @@ def test_the_demo_does_the_whole_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
     said = console.export_text()
     assert "equal to the bit" in said
     assert said.rstrip().endswith(f"memoro serve --open --tasks {tmp_path / 'out'}"), "it ends with what to try next"
-    assert "parity, extends digit" in said
+    assert "parity extends digit" in said
     text = page.read_text()
     assert text.count('class="card"') == 16
     assert text.count("data:image/png") == 16

@@ -24,7 +24,8 @@ SAME_IMAGES = (("letter", "style", "case"), ("digit", "parity"))
 SAMPLES = 8
 """Images shown of each set."""
 
-RESULT_COLUMNS = ("task", "classes", "alone", "composed", "head only", "unfamiliar found", "from layer", "file")
+RESULT_COLUMNS = ("task", "classes", "alone", "composed", "head", "unfamiliar", "layer", "file")
+"""Short, so that the table fits into 80 columns. `unfamiliar`: see `DemoResult.noticed`; `layer`: that of the fork."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,9 @@ def result_rows(results: dict[str, DemoResult]) -> list[list[str]]:
     rows = []
     for name, found in results.items():
         task = found.sweep.task
-        parents = ", ".join(parent.name for parent in task.extends)
         accuracies = (found.sweep.best.metrics["accuracy"], found.composed, found.head)
         rows.append([
-            f"{name}, extends {parents}" if parents else name,
+            name,
             str(len(task.labels)),
             *(f"{accuracy:.3f}" for accuracy in accuracies),
             "-" if found.noticed is None else f"{found.noticed:.0%}",

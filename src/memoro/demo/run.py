@@ -92,6 +92,8 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
     cost = _measure_cost(model, pixels)
     console.print()
     console.print(make_table(RESULT_COLUMNS, result_rows(results), "Test accuracy of all tasks"))
+    console.print("unfamiliar: the share of the other set's images that a task calls unfamiliar.")
+    console.print("parity extends digit.")
     console.print(
         f"The backbone's own output with {len(results)} tasks attached: {same}. One pass for all: "
         f"{cost.composed:.2f} base passes; separate models: {cost.separate:.2f}."
