@@ -25,16 +25,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-import torch
-from PIL import Image
+from memoro.cli.options import share_cores
 
-import memoro
-from memoro.data.loader import worker_count
-from memoro.data.unlabelled import open_unlabelled
-from memoro.engine.answers import AnswerOptions
-from memoro.evaluation.bulk import Job, Predictor, answer_here, begin
-from reports import table, write_report
+share_cores()  # before torch is imported, as `memoro predict` does
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+
+import memoro  # noqa: E402
+from memoro.data.loader import worker_count  # noqa: E402
+from memoro.data.unlabelled import open_unlabelled  # noqa: E402
+from memoro.engine.answers import AnswerOptions  # noqa: E402
+from memoro.evaluation.bulk import Job, Predictor, answer_here, begin  # noqa: E402
+from reports import table, write_report  # noqa: E402
 
 SIDE = 64
 LABELS = [f"label {i}" for i in range(10)]

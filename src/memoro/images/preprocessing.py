@@ -91,11 +91,11 @@ class Preprocessing:
         """Bytes (height, width, 3) as a normalised (3, height, width) float32 tensor."""
         # A byte has 256 values: a table per channel gives the same floats as the arithmetic, several times faster.
         levels = (np.arange(256, dtype=np.float64) * self.scale).astype(np.float32)
-        planes = [
-            ((levels - np.float32(mean)) / np.float32(std))[pixels[..., channel]]
-            for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True))
-        ]
-        return torch.from_numpy(np.stack(planes))
+        planes = np.empty((3, *pixels.shape[:2]), np.float32)
+        for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
+            table = (levels - np.float32(mean)) / np.float32(std)
+            np.take(table, pixels[..., channel], out=planes[channel], mode="clip")  # other modes go through a copy
+        return torch.from_numpy(planes)
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
         if isinstance(self.resize, tuple):
