@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import webbrowser
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,11 +19,12 @@ app = typer.Typer()
 @app.command()
 def serve(
     tasks: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
             "--tasks",
             "-t",
-            help="Folder of task files, which keeps what is attached; or a file (repeatable), then attaching is off.",
+            help="Folder of task files, which keeps what is attached; or files and hub ids (owner/name@revision), each "
+            "with its own --tasks: then attaching is off.",
             show_default=False,
         ),
     ] = None,

@@ -20,8 +20,8 @@ from memoro.serve.store import TaskStore, find_files, load_files
 MAX_CONNECTIONS = 1024
 
 
-def open_store(places: Sequence[Path], load: Callable[[BackboneRecord | None], Backbone]) -> TaskStore:
-    """The tasks of a folder or of files, on the backbone that `load` gives for the first of them, if there is one."""
+def open_store(places: Sequence[str | Path], load: Callable[[BackboneRecord | None], Backbone]) -> TaskStore:
+    """The tasks of a folder, or of files and hub ids, on the backbone that `load` gives for the first of them, if there is one."""
     files, folder = find_files(places)
     found = load_files(files)
     first = next((task.spec.backbone for _, task in found.values()), None)

@@ -27,7 +27,7 @@ from memoro.serve.batching import run_pass
 from memoro.serve.options import MAX_INPUT_SIDE, MAX_TASKS
 from memoro.tasks.sections import write_sections
 from memoro.tasks.task import Task
-from memoro.tasks.taskfile import load_tasks, save_task, save_tasks
+from memoro.tasks.taskfile import find_task_file, load_tasks, save_task, save_tasks
 
 ALL = "all"
 """The model of the Open Inference Protocol that stands for all tasks."""
@@ -50,10 +50,11 @@ class Attached:
         return hashlib.sha256("".join(sorted(info["content"] for info in self.info.values())).encode()).hexdigest()[:12]
 
 
-def find_files(places: Sequence[Path]) -> tuple[list[Path], Path | None]:
-    """The task files of a folder (and the folder, which is created if it is not there), or the given files."""
-    if len(places) == 1 and not places[0].is_file() and places[0].suffix != ".safetensors":
-        folder = places[0]
+def find_files(places: Sequence[str | Path]) -> tuple[list[Path], Path | None]:
+    """The task files of a folder (and the folder, which is created if it is not there), or the given files and those
+    of the given hub ids. A single `owner/name` is a folder; with `@revision` it is a hub id."""
+    if len(places) == 1 and _is_folder(places[0]):
+        folder = Path(places[0])
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for part in folder.glob(".*.part"):  # left by a crash
@@ -64,9 +65,14 @@ def find_files(places: Sequence[Path]) -> tuple[list[Path], Path | None]:
             raise ServeError(f"cannot use the folder {folder} ({error.strerror}).") from None
         return inside, folder
     for place in places:
-        if place.is_dir():
+        if Path(place).is_dir():
             raise ServeError(f"{place} is a folder: give one folder, or files.")
-    return list(places), None
+    return [find_task_file(place) for place in places], None
+
+
+def _is_folder(place: str | Path) -> bool:
+    path = Path(place)
+    return path.is_dir() or not (path.is_file() or path.suffix == ".safetensors" or "@" in path.name)
 
 
 def load_files(files: Iterable[Path]) -> dict[str, tuple[Path, Task]]:
