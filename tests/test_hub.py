@@ -16,7 +16,7 @@ from test_train_cli import run
 import memoro
 from memoro.backbones import Backbone
 from memoro.cli.tasks import card as command
-from memoro.errors import TaskFileError
+from memoro.errors import ServeError, TaskFileError
 from memoro.serve.run import open_store
 from memoro.tasks import taskfile
 from memoro.tasks.hub import FILE
@@ -89,12 +89,16 @@ def test_a_task_of_the_hub(pets: Task, backbone: Backbone, publish: Publish, tmp
 def test_a_server_with_tasks_of_the_hub(pets: Task, backbone: Backbone, publish: Publish, tmp_path: Path) -> None:
     publish(pets, "me/pets")
     memoro.save_task(random_task(backbone, "local"), tmp_path / "local.safetensors")
-    for places in (["me/pets@main"], ["me/pets", "local.safetensors"]):
+    for places in (["me/pets"], ["me/pets@main"], ["me/pets", "local.safetensors"]):
         store = open_store(places, lambda _: backbone)
         assert store.current.info["pets"]["content"] == pets.content_hash()
         assert not store.writable
-    assert open_store(["me/pets"], lambda _: backbone).writable, "a new folder, as in --tasks my/tasks"
-    assert (tmp_path / "me" / "pets").is_dir()
+    with pytest.raises(
+        ServeError, match=r"'my/tasks' is not a file or folder here.* For a new folder, write my/tasks/"
+    ):
+        open_store(["my/tasks"], lambda _: backbone)
+    assert not (tmp_path / "my").exists()
+    assert open_store(["my/tasks/"], lambda _: backbone).writable
 
 
 def test_what_the_hub_does_not_have(pets: Task, publish: Publish) -> None:

@@ -23,8 +23,8 @@ def serve(
         typer.Option(
             "--tasks",
             "-t",
-            help="Folder of task files, which keeps what is attached; or files and hub ids (owner/name@revision), each "
-            "with its own --tasks: then attaching is off.",
+            help="Folder of task files, which keeps what is attached; or files and hub ids (owner/name), each "
+            "with its own --tasks: then attaching is off. A new folder ends with /.",
             show_default=False,
         ),
     ] = None,

@@ -21,7 +21,7 @@ MAX_CONNECTIONS = 1024
 
 
 def open_store(places: Sequence[str | Path], load: Callable[[BackboneRecord | None], Backbone]) -> TaskStore:
-    """The tasks of a folder, or of files and hub ids, on the backbone that `load` gives for the first of them, if there is one."""
+    """The tasks of a folder, or of files and hub ids, on the backbone that `load` gives for the first one, if any."""
     files, folder = find_files(places)
     found = load_files(files)
     first = next((task.spec.backbone for _, task in found.values()), None)

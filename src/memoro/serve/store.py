@@ -25,6 +25,7 @@ from memoro.evaluation.inspect import describe_task
 from memoro.files import sync_folder
 from memoro.serve.batching import run_pass
 from memoro.serve.options import MAX_INPUT_SIDE, MAX_TASKS
+from memoro.tasks.hub import is_hub_id
 from memoro.tasks.sections import write_sections
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import find_task_file, load_tasks, save_task, save_tasks
@@ -52,7 +53,7 @@ class Attached:
 
 def find_files(places: Sequence[str | Path]) -> tuple[list[Path], Path | None]:
     """The task files of a folder (and the folder, which is created if it is not there), or the given files and those
-    of the given hub ids. A single `owner/name` is a folder; with `@revision` it is a hub id."""
+    of the given hub ids."""
     if len(places) == 1 and _is_folder(places[0]):
         folder = Path(places[0])
         try:
@@ -67,12 +68,24 @@ def find_files(places: Sequence[str | Path]) -> tuple[list[Path], Path | None]:
     for place in places:
         if Path(place).is_dir():
             raise ServeError(f"{place} is a folder: give one folder, or files.")
-    return [find_task_file(place) for place in places], None
+    return [_find_file(place) for place in places], None
 
 
 def _is_folder(place: str | Path) -> bool:
+    """Whether a place is a folder that is there, or one to create: new folders are not spelled like hub ids."""
     path = Path(place)
-    return path.is_dir() or not (path.is_file() or path.suffix == ".safetensors" or "@" in path.name)
+    return path.is_dir() or not (path.is_file() or path.suffix == ".safetensors" or _is_hub_id(place))
+
+
+def _is_hub_id(place: str | Path) -> bool:
+    return isinstance(place, str) and is_hub_id(place)
+
+
+def _find_file(place: str | Path) -> Path:
+    try:
+        return find_task_file(place)
+    except TaskFileError as error:
+        raise ServeError(f"{error} For a new folder, write {place}/." if _is_hub_id(place) else str(error)) from None
 
 
 def load_files(files: Iterable[Path]) -> dict[str, tuple[Path, Task]]:
