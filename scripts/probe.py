@@ -142,7 +142,9 @@ def group_rows(backbones: dict[str, Any], sets: list[str]) -> list[list[Any]]:
     common = [name for name in sets if all(name in found for found in backbones.values())]
     if common:
         means = [statistics.mean(found[name]["accuracy"] for name in common) for found in backbones.values()]
-        rows.append([f"**mean of {len(common)}**", "", "", "", *(f"**{mean:.3f}**" for mean in means)])
+        left_out = [name for name in sets if name not in common]
+        title = f"**mean of {len(common)}**" + (f" (without {', '.join(left_out)})" if left_out else "")
+        rows.append([title, "", "", "", *(f"**{mean:.3f}**" for mean in means)])
         shares = [f"{mean / means[-1]:.0%}" if means[-1] else "" for mean in means]
         rows.append([f"share of {list(backbones)[-1]}", "", "", "", *shares])
     return rows

@@ -134,10 +134,10 @@ def calibrate_task(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
 ) -> None:
-    """Fit a task's probabilities, and what is familiar to it, on your own images.
+    """Recalibrate a task's probabilities and familiarity on your own images.
 
-    The weights and the content hash stay the same. Files from older versions
-    have no calibration and no familiarity; this adds both.
+    The weights and the content hash stay the same. A task that has no
+    calibration or no familiarity gets it.
 
     memoro calibrate pets.safetensors photos/new-pets
     """

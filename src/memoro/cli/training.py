@@ -158,7 +158,7 @@ def evaluate_tasks(
     ] = None,
     others: Annotated[
         list[str] | None,
-        typer.Option("--others", help="A set of other images, to be told from the task's own; repeat for more."),
+        typer.Option("--others", help="Other images, which the task should flag as unfamiliar; repeat for more."),
     ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="With --others: draw reliability and familiarity to this file.")

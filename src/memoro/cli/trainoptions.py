@@ -57,7 +57,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "extends": _option(list[str] | None, None, _TASK, "Task file or hub id to build on; repeat for more."),
     "start_from": _option(
         str | None, None, _TASK,
-        "Task file or hub id to start from: same labels, more or fewer; new labels are learned anew.",
+        "Task file or hub id to start from: same labels, more or fewer; new labels start from scratch.",
     ),
     "kind": _option(
         str | None, None, _DATA, "What a label is: class, labels (several per image, a|b) or number.",
@@ -114,7 +114,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "data_seed": _option(int, 0, _RECIPE, "Seed of image order, augmentation and validation split."),
     "crop": _option(
         str | None, None, _AUGMENTATION, "inception (random resized crop), pad (random shift) or none.",
-        show_default="inception; none for numbers",
+        show_default="in random views: inception; none for numbers",
     ),
     "crop_scale": _option(
         float, 0.08, _AUGMENTATION, "Smallest fraction of the image area that an inception crop takes."
@@ -122,7 +122,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "flip": _option(
         float | None, None, _AUGMENTATION,
         "Probability of a mirror image. Use 0 where left and right or letters matter: there mirror images hurt.",
-        show_default="0.5; 0 for numbers",
+        show_default="in random views: 0.5; 0 for numbers",
     ),
     "views": _option(
         int | None, None, _AUGMENTATION,
@@ -163,7 +163,7 @@ SWEEP = {name: option for name, option in TRAIN.items() if name != "streaming"} 
     ),
     "from_layer": _option(
         str | None, None, _TASK, "Layers to fork off at, to try, separated by commas.",
-        show_default="two thirds of the depth; 0 with memory",
+        show_default="two thirds of the depth, and a third with 500 or more images and no --lr; 0 with memory",
     ),
     "lr": _option(
         str | None, None, _RECIPE, "Learning rates to try, separated by commas.",

@@ -253,7 +253,7 @@ def sweep_table(name: str, rows: Sequence[SweepRow], score_name: str) -> Table:
         "cells": [str(row.cells) for row in ranked],
         "rank": [str(row.rank) for row in ranked],
         "from layer": [str(row.from_layer) for row in ranked],
-        "rate": [f"{row.lr:g}" for row in ranked],
+        "lr": [f"{row.lr:g}" for row in ranked],
         score_name: [_mean_and_range(row.val) for row in ranked],
     }
     if not any(row.rank for row in rows):
