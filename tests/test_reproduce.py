@@ -25,6 +25,7 @@ from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import write_table
 from memoro.reproduce.run import Order, dry_run, format_time, list_missing, run_tables
 from memoro.reproduce.setup import make_order
+from memoro.training import TrainOptions
 
 COLOURS = ((200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40))
 
@@ -77,6 +78,21 @@ def test_every_table_has_cells_of_limited_size(table: str) -> None:
             assert cell.backbone == "memoro-tiny" or alone
     keys = [json.dumps(part.key("", 0)) for cell in cells for part in cell.parts()]
     assert len(set(keys)) == len(keys)
+
+
+def test_another_set_of_the_same_name_is_another_measurement(tmp_path: Path) -> None:
+    def digest(files: dict[str, str]) -> str:
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}" / "photos"
+        for name, label in files.items():
+            (folder / "train" / label).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8)).save(folder / "train" / label / name)
+        cell = Cell("accuracy", "vit", ("photos",), (HEAD,), Budget())
+        lab = Lab({"photos": str(folder)}, {}, TrainOptions())
+        return str(cell.key("abc", 20, {"photos": lab.digest("photos")})["images"]["photos"])
+
+    files = {"1.png": "cat", "2.png": "dog", "3.png": "cat"}
+    assert digest(files) == digest(files)
+    assert len({digest(files), digest({**files, "3.png": "dog"}), digest({**files, "4.png": "dog"})}) == 3
 
 
 def test_table2_covers_all_sets_and_regimes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +64,8 @@ class Lab:
     device: str | None = None
     _benches: dict[str, Bench] = field(default_factory=dict)
     _splits: dict[tuple[str, float], Splits] = field(default_factory=dict)
+    _listed: dict[str, Splits | None] = field(default_factory=dict)
+    _digests: dict[str, str] = field(default_factory=dict)
     _speeds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -96,17 +100,34 @@ class Lab:
 
     def size(self, name: str) -> Size:
         """How many images a set has, without opening them; of a known set that is not here, the official numbers."""
-        if name in KNOWN and self.sets[name] == name and find_known(KNOWN[name]) is None:
+        splits = self._list(name)
+        if splits is None:
             images = KNOWN[name].images
             return Size(images["train"], images.get("test", images.get("val", 0)))
-        splits = load_data(self.sets[name], val_fraction=0, screen=False, quiet=True)
         return Size(*(0 if part is None else len(part) for part in (splits.train, splits.test)))
+
+    def _list(self, name: str) -> Splits | None:
+        """A set whose images have not been opened; None for a known set that is not here."""
+        if name not in self._listed:
+            here = name not in KNOWN or self.sets[name] != name or find_known(KNOWN[name]) is not None
+            found = load_data(self.sets[name], val_fraction=0, screen=False, quiet=True) if here else None
+            self._listed[name] = found
+        return self._listed[name]
 
     def key(self, cell: Cell) -> Key:
         if not cell.backbone:
             return cell.key("", 224)
         bench = self.bench(cell.backbone)
-        return cell.key(bench.backbone.fingerprint.short, min(output_size(bench.preprocessing)))
+        images = {name: self.digest(name) for name in cell.sets}
+        return cell.key(bench.backbone.fingerprint.short, min(output_size(bench.preprocessing)), images)
+
+    def digest(self, name: str) -> str:
+        """A hash of the file names and labels of a set: another set of the same name has another one. Empty for a known
+        set that is not here."""
+        if name not in self._digests:
+            splits = self._list(name)
+            self._digests[name] = "" if splits is None else _hash(splits)
+        return self._digests[name]
 
     def seconds(self, cell: Cell, sizes: dict[str, Size]) -> float:
         """An estimate, from passes that are timed here."""
@@ -135,6 +156,16 @@ class Lab:
     def _count(self, cell: Cell) -> dict[str, Any]:
         bench = self.bench(cell.backbone)
         return {"rows": count_methods(bench.backbone, cell.methods, output_size(bench.preprocessing))}
+
+
+def _hash(splits: Splits) -> str:
+    whole = hashlib.sha256(json.dumps(splits.labels).encode())
+    for part in (splits.train, splits.val, splits.test):
+        images = (
+            [] if part is None else [(Path(part.where(at)).name, part.targets[at].tolist()) for at in range(len(part))]
+        )
+        whole.update(json.dumps(images).encode())
+    return whole.hexdigest()[:12]
 
 
 def _known_rates(key: Key, records: Records) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -69,9 +69,11 @@ class Cell:
         """What is recorded on a line of its own: each method of an accuracy cell, else the cell."""
         return [replace(self, methods=(method,)) for method in self.methods] if self.kind == "accuracy" else [self]
 
-    def key(self, fingerprint: str, image_size: int) -> Key:
-        """All that decides the result: a record with the same key is this measurement."""
-        found = {**asdict(self), "fingerprint": fingerprint, "image_size": image_size}
+    def key(self, fingerprint: str, image_size: int, images: Mapping[str, str] = {}) -> Key:
+        """All that decides the result: a record with the same key is this measurement. `images` has a digest of each
+        set."""
+        own = {name: images.get(name, "") for name in self.sets}
+        found = {**asdict(self), "fingerprint": fingerprint, "image_size": image_size, "images": own}
         return dict(json.loads(json.dumps(found)))  # as it is read back: lists for tuples
 
 
