@@ -81,6 +81,19 @@ def test_csv_with_numbers(tmp_path: Path) -> None:
         load_data(path, labels=["a", "b"])
 
 
+def test_numbers_come_in_the_order_of_the_labels(tmp_path: Path) -> None:
+    path = csv(tmp_path, "path,x,y\n0.png,1,10\n1.png,2,20\n")
+    splits = load_data(path, label_column=["y", "x"], labels=["x", "y"], val_fraction=0)
+    assert splits.labels == ("x", "y")
+    assert splits.train is not None
+    assert splits.train.targets.tolist() == [[1, 10], [2, 20]]
+    with pytest.raises(DataError, match="the numbers are x, y, but a, b were asked for: rename the columns"):
+        load_data(path, label_column=["x", "y"], labels=["a", "b"])
+    other = load_data(path, kind="regression", label_column="x", labels=["width"], val_fraction=0)
+    assert other.labels == ("width",)
+    assert "the numbers of column 'x' are taken for 'width'." in other.notes
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
