@@ -153,7 +153,9 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     if not np.isfinite(values).all():
         raise ImageError("pixels that are not finite numbers")
     top = values.max(initial=0.0)
-    scale = 255.0 / 65535.0 if top > 255.0 else 255.0 if 0.0 < top <= 1.0 and image.mode == "F" else 1.0
+    # Dark images of 16 bits are scaled as bright ones; the range of the other modes is not known.
+    sixteen = image.mode.startswith("I;16") or top > 255.0
+    scale = 255.0 / 65535.0 if sixteen else 255.0 if 0.0 < top <= 1.0 and image.mode == "F" else 1.0
     # In place: the image may be large.
     np.clip(values, 0.0, 255.0 / scale, out=values)
     values *= scale
