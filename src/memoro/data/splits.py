@@ -21,6 +21,7 @@ from memoro.data.annotations import (
     sort_labels,
 )
 from memoro.data.augment import Purpose, order
+from memoro.data.columns import check_numbers
 from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, refuse_many
 from memoro.data.screening import drop_unreadable
 from memoro.errors import DataError
@@ -106,16 +107,14 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
     unknown: dict[str, dict[str, int]] = {}
     if options.drop_unknown and options.labels is not None and raw.kind != "regression":
         unknown = _drop_unknown(parts, set(options.labels))
-    labels, own = _labels(raw, parts, options.labels, name), raw.labels or ()
-    if raw.kind == "regression" and labels != own and len(own) == 1:
-        notes.append(f"the numbers of column {own[0]!r} are taken for {labels[0]!r}.")
+    labels = _labels(raw, parts, options.labels, name)
+    if raw.kind == "regression":
+        notes += check_numbers(raw.labels or (), labels, name)
     if options.labels is None and raw.kind != "regression" and "train" in parts:
         notes += _drop_unseen(parts)
     sets: dict[SplitName, ImageSet] = {}
     for split, part in parts.items():
         rows, targets = np.asarray(part.rows, dtype=np.int64), encode(part.annotations, labels, raw.kind)
-        if raw.kind == "regression" and len(labels) > 1:
-            targets = targets[:, [own.index(label) for label in labels]]
         sets[split] = ImageSet(f"{name}:{split}", labels, raw.kind, part.source, rows, targets)
     total = len(raw.skipped) + sum(map(len, sets.values()))
     if options.screen:
@@ -143,17 +142,7 @@ def _labels(
 ) -> tuple[str, ...]:
     """The labels in the order of their numbers: as asked for, as the source fixes them, or those of the train split."""
     if raw.kind == "regression":
-        own = raw.labels or ()
-        if asked is not None and len(asked) != len(own):
-            raise DataError(
-                f"{name}: {len(own)} numbers per image ({', '.join(own)}), but {len(asked)} were asked for."
-            )
-        if asked is not None and len(own) > 1 and sorted(asked) != sorted(own):
-            raise DataError(
-                f"{name}: the numbers are {', '.join(own)}, but {', '.join(asked)} were asked for: rename the columns, "
-                "so that it is clear which is which."
-            )
-        return own if asked is None else tuple(asked)
+        return raw.labels or () if asked is None else tuple(asked)
     present = {split: labels_in(part.annotations) for split, part in parts.items()}
     everything = set().union(*present.values())
     if asked is not None:
