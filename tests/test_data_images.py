@@ -144,6 +144,14 @@ def test_every_sixteen_bit_value_is_rounded_to_the_nearest_byte() -> None:
     assert np.asarray(open_image(Image.fromarray(floats)))[..., 0].tolist() == [[0, 0, 0], [64, 128, 255]]
 
 
+@pytest.mark.parametrize("top", [255, 256])
+def test_dark_sixteen_bit_images_have_the_scale_of_bright_ones(tmp_path: Path, top: int) -> None:
+    image = Image.fromarray(np.full((6, 8), top, dtype=np.uint16))
+    image.save(tmp_path / "a.tif")
+    for source in (image, to_bytes(image), tmp_path / "a.tif"):
+        assert open_image(source).getpixel((0, 0)) == (1, 1, 1)
+
+
 def test_transparent_palette_is_put_on_white(tmp_path: Path) -> None:
     image = Image.new("P", (8, 6), 1)
     image.putpalette([0, 0, 0, 0, 200, 0])

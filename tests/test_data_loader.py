@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -178,6 +180,29 @@ def test_a_worker_that_dies_is_an_error_not_a_hang(images: ImageSet) -> None:
     with pytest.raises(DataError, match="worker process died"):
         list(batches)
     assert len(list(loader.epoch(0))) == 23
+
+
+def test_a_script_that_workers_cannot_import_is_told_so(tmp_path: Path) -> None:
+    """Where processes are not forked, each imports the script, and would start processes of its own."""
+    save_classes(tmp_path / "set", {"a": 4, "b": 4})
+    (tmp_path / "script.py").write_text(f"""
+import multiprocessing, memoro
+from memoro.data.decoding import DecodeAhead
+from memoro.engine.answers import Decoder
+
+multiprocessing.set_start_method("spawn", force=True)
+ahead = DecodeAhead(Decoder((memoro.Preprocessing(20),)), 1)
+for work in (
+    lambda: memoro.load_data({str(tmp_path / "set")!r}, workers=1, quiet=True),
+    lambda: list(ahead([[("name", b"junk")]])),
+):
+    try:
+        work()
+    except memoro.DataError as error:
+        print(error)
+""")
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=True)
+    assert done.stdout.count('under `if __name__ == "__main__":`') == 2, done.stderr
 
 
 def test_skipped_batches_are_not_decoded(tmp_path: Path) -> None:

@@ -81,6 +81,19 @@ def test_csv_with_numbers(tmp_path: Path) -> None:
         load_data(path, labels=["a", "b"])
 
 
+def test_numbers_come_in_the_order_of_the_labels(tmp_path: Path) -> None:
+    path = csv(tmp_path, "path,x,y\n0.png,1,10\n1.png,2,20\n")
+    splits = load_data(path, label_column=["y", "x"], labels=["x", "y"], val_fraction=0)
+    assert splits.labels == ("x", "y")
+    assert splits.train is not None
+    assert splits.train.targets.tolist() == [[1, 10], [2, 20]]
+    with pytest.raises(DataError, match="the numbers are x, y, but a, b were asked for: rename the columns"):
+        load_data(path, label_column=["x", "y"], labels=["a", "b"])
+    other = load_data(path, kind="regression", label_column="x", labels=["width"], val_fraction=0)
+    assert other.labels == ("width",)
+    assert "the numbers of column 'x' are taken for 'width'." in other.notes
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -224,6 +237,26 @@ def test_dataset_of_several_labels() -> None:
     assert splits.kind == "multilabel"
     assert splits.train is not None
     assert splits.train.targets.tolist() == [[1, 0, 1], [0, 1, 0]]
+
+
+def test_lists_of_numbers_are_refused() -> None:
+    made = datasets.Dataset.from_dict({"image": [to_bytes(picture(0))] * 2, "value": [[0.5, 1.5], [2.5, 3.5]]})
+    with pytest.raises(DataError, match="column 'value' has lists of numbers: make a column of each number"):
+        load_data(made)
+    train = load_stream(made.to_iterable_dataset(), val_fraction=0).train
+    assert train is not None
+    with pytest.raises(DataError, match="column 'value' has lists of numbers"):
+        list(train.samples())
+
+
+def test_numbers_of_a_stream_come_in_the_order_of_the_labels() -> None:
+    made = datasets.Dataset.from_dict({"image": [to_bytes(picture(0))], "x": [1.0], "y": [10.0]}).to_iterable_dataset()
+    splits = load_stream(made, label_column=["y", "x"], labels=["x", "y"], val_fraction=0)
+    assert splits.labels == ("x", "y")
+    assert splits.train is not None
+    assert [sample.target.tolist() for sample in splits.train.samples()] == [[1, 10]]
+    with pytest.raises(DataError, match="1 numbers per image"):
+        load_stream(made, label_column="x", labels=["x", "y"])
 
 
 def test_kind_asked_against_the_column() -> None:

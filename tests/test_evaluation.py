@@ -20,6 +20,7 @@ from memoro.backbones import Backbone
 from memoro.console import bar, make_table, plain_console, printable
 from memoro.demo.page import Cost, DemoResult, write_page
 from memoro.errors import ImageError
+from memoro.evaluation.breakdown import class_figures
 from memoro.evaluation.metrics import measure
 from memoro.images import open_image
 from memoro.regimes import METHODS, TaskPlan
@@ -33,6 +34,9 @@ def test_r2_is_the_mean_over_outputs() -> None:
     targets[:, 1] = 5.0
     found = measure("regression", ["large", "constant"], values, targets)["r2"]
     assert found == pytest.approx(1), "an output without variation is left out"
+    same = torch.full((1000, 1), 0.1)  # their mean in float32 is another number
+    assert measure("regression", ["constant"], same + 1, same)["r2"] is None
+    assert class_figures("regression", ["constant"], same + 1, same)[1][0][-1] == "-"
 
 
 def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:  # noqa: F811

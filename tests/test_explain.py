@@ -15,6 +15,7 @@ from test_cli_words import Shell, shell  # noqa: F401
 
 import memoro
 from memoro.backbones import Backbone
+from memoro.engine.answers import Decoder
 from memoro.engine.explain import VIEW
 from memoro.errors import ImageError
 from memoro.images import open_image
@@ -37,6 +38,17 @@ def test_explain_takes_paths_and_images(backbone: Backbone, tmp_path: Path) -> N
     shares = found.shares()
     assert sum(shares.values()) == pytest.approx(1, abs=1e-5)
     assert {"patches", "memory", "itself"} < set(shares)
+
+
+def test_an_explanation_is_of_the_pixels_that_were_answered(backbone: Backbone, tmp_path: Path) -> None:
+    """A large JPEG is decoded at a fraction of its size, and the overlay at another."""
+    task = random_task(backbone, "pets")
+    task.describe(preprocessing=backbone.preprocessing.at(20))
+    model, photo = memoro.compose(backbone, [task]), tmp_path / "a.jpg"
+    noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(photo)
+    [[pixels]] = Decoder((task.spec.preprocessing,))([("a", photo)]).pixels
+    assert torch.equal(model.explain(photo, "pets").patches, model.explain(pixels, "pets").patches)
 
 
 def test_an_overlay_is_bright_where_the_attention_is(backbone: Backbone, tmp_path: Path) -> None:

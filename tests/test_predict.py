@@ -26,10 +26,10 @@ from test_cli_words import Shell, shell  # noqa: F401
 import memoro
 from memoro.backbones import Backbone
 from memoro.data import load_data
-from memoro.engine.answers import Prediction
+from memoro.engine.answers import Decoder, Prediction
 from memoro.errors import CompositionError, ImageError
 from memoro.evaluation.predictions import FORMS, write_predictions
-from memoro.images import open_image
+from memoro.images import Preprocessing, open_image, opening
 
 
 def picture(seed: int, width: int = 36, height: int = 24) -> Image.Image:
@@ -388,3 +388,19 @@ def test_what_is_no_image_is_told(backbone: Backbone, given: Any, message: str) 
     assert row.error is not None
     with pytest.raises(CompositionError, match="no task 'two'"):
         model.predict_stream(given, ["two"])
+
+
+@pytest.mark.parametrize(("form", "decodes"), [("JPEG", 3), ("PNG", 1)])
+def test_pixels_do_not_depend_on_the_image_sizes_of_other_tasks(
+    monkeypatch: pytest.MonkeyPatch, form: str, decodes: int
+) -> None:
+    """A JPEG is decoded at the fractions that each size takes alone, once each."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8))
+    photo = [("photo", encoded(noise, form))]
+    sizes = [Preprocessing(resize=edge) for edge in (20, 60, 21, None)]  # 1/4, 1/2, 1/4, whole
+    alone = [Decoder((size,))(photo).pixels[0] for size in sizes]
+    opened, upright = list[Image.Image](), opening._upright_rgb
+    monkeypatch.setattr(opening, "_upright_rgb", lambda image: opened.append(image) or upright(image))
+    together = Decoder(tuple(sizes))(photo).pixels
+    assert all(torch.equal(one, other) for [one], [other] in zip(alone, together, strict=True))
+    assert len(opened) == decodes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 import torch
 from conftest import random_task
 from families import CASES
-from PIL import Image
+from PIL import ExifTags, Image
 from serving import Running, fill, know, multipart, picture, serving, wait_until
 
 import memoro
@@ -370,6 +371,25 @@ def test_the_client(server: Running, expected: list[dict[str, Any]], tmp_path: P
     assert caught.value.status == 404
     with pytest.raises(ServeError, match=r"cannot reach http://127.0.0.1:1 .*memoro serve"):
         memoro.Client("127.0.0.1:1").predict(IMAGES[0])
+
+
+def test_the_client_sends_pil_images_as_the_library_sees_them(server: Running) -> None:
+    photo = Image.open(io.BytesIO(IMAGES[0]))
+    photo.getexif()[ExifTags.Base.Orientation] = 6
+    modes = [photo.convert(mode) for mode in ("CMYK", "YCbCr", "HSV", "F", "I", "P", "1", "RGBA")]
+    with memoro.Client(server.url) as client:
+        for image in (photo, *modes, Image.new("LAB", (24, 24), (200, 30, 60))):
+            [right] = server.store.current.model.predict([image])
+            assert close(client.predict(image, top=9), [right]), image.mode
+
+
+def test_the_client_sends_files_whose_names_are_not_utf8(
+    server: Running, expected: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.png")
+    path.write_bytes(IMAGES[0])
+    with memoro.Client(server.url) as client:
+        assert close(client.predict(path, top=9)[0], expected[0])
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import math
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +174,14 @@ def test_a_run_that_diverges_leaves_its_neighbours_alone(double: Backbone, squar
         assert not any("learning rate" in note for note in results[number].notes)
     assert results[1].metrics == {}
     assert f"choose a learning rate below {0.1 if weight else 1e300:g}" in results[1].notes[-1]
+
+
+def test_a_clock_that_does_not_tick_stops_no_training(
+    double: Backbone, squares: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memoro.training.group.time", SimpleNamespace(monotonic=lambda: 1.0, perf_counter=lambda: 1.0))
+    [result] = train_many(double, load_data(squares, labels=LABELS, workers=0, quiet=True), [0])
+    assert result.metrics
 
 
 def test_a_pass_has_one_precision_and_no_ancestor_of_its_tasks(double: Backbone, squares: Path) -> None:

@@ -101,6 +101,22 @@ def test_sweep_from_the_shell(vit: Any, photos: Path, tmp_path: Path, monkeypatc
     assert set(answers[0]["photos"]["probabilities"]) == {"red", "green"}
 
 
+def test_a_setting_that_diverged_prints_valid_json(
+    vit: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from memoro.cli import app
+
+    vit.save_pretrained(tmp_path / "vit")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["sweep", str(photos), "-b", str(tmp_path / "vit"), "--cells", "1", "--lr", "0.03,1e38", "--seeds", "1"]
+    done = CliRunner().invoke(app, [*arguments, "--epochs", "2", "--batch-size", "8", "--workers", "0", "--json"])
+    assert done.exit_code == 0, done.output
+    runs = json.loads(done.stdout, parse_constant=pytest.fail)["runs"]
+    assert [(run["diverged"], run["val_loss"] is None) for run in runs] == [(0, False), (1, True)]
+
+
 def test_the_command_varies_rank_only_if_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -158,5 +157,7 @@ def numbers(text: str, kind: type[Number] = int) -> list[Number]:
 
 
 def print_json(value: Any) -> None:
+    from memoro.evaluation.predictions import to_json
+
     # Lone surrogates, as in undecodable file names, cannot be printed: they become JSON escapes.
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=2).encode(errors="backslashreplace").decode())
+    typer.echo(to_json(value, indent=2).encode(errors="backslashreplace").decode())

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from memoro.data.annotations import KIND_OF_COLUMN, as_numbers
 from memoro.data.dataset import DataOptions
 from memoro.errors import DataError
@@ -28,6 +30,11 @@ class Columns:
         if len(self.values) > 1:
             return list(zip(*(table[column] for column in self.values), strict=True))
         cells, names = table[self.values[0]], self.labels
+        if self.kind == "regression" and any(isinstance(cell, (list, np.ndarray)) and len(cell) != 1 for cell in cells):
+            raise DataError(
+                f"column {self.values[0]!r} has lists of numbers: make a column of each number, and name them all with "
+                "label_column."
+            )
         if names is None or self.kind == "regression":
             return list(cells)
 
@@ -53,6 +60,13 @@ def choose_columns(
         if kind not in {None, "regression"}:
             raise DataError(f"{name}: several label columns are for regression only, not for {kind}.")
         values = tuple(_find_column(present, column, (), "label_column", name) for column in asked)
+        if options.labels is not None and len(values) > 1:
+            if sorted(options.labels) != sorted(values):
+                raise DataError(
+                    f"{name}: the numbers are {', '.join(values)}, but {', '.join(options.labels)} were asked for: "
+                    "rename the columns, so that it is clear which is which."
+                )
+            values = tuple(options.labels)
         return Columns(image, values, "regression", values)
     # `label` and `labels` are mixed up too often to insist on one of them, once the kind is known.
     usual = sorted(KIND_OF_COLUMN, key=lambda column: kind not in {None, KIND_OF_COLUMN[column]})
@@ -98,6 +112,13 @@ def recognise_numbers(columns: Columns, cells: Sequence[Any], options: DataOptio
     if KIND_OF_COLUMN.get(column.lower()) == "regression":
         return columns, []
     return columns, [f"column {column!r} is taken for numbers, because {why}; for classes, use --kind class."]
+
+
+def check_numbers(own: Sequence[str], labels: Sequence[str], name: str) -> list[str]:
+    """A note where the only column of numbers has another name than its label; an error unless each label has one."""
+    if len(own) != len(labels):
+        raise DataError(f"{name}: {len(own)} numbers per image ({', '.join(own)}), but {len(labels)} were asked for.")
+    return [] if tuple(own) == tuple(labels) else [f"the numbers of column {own[0]!r} are taken for {labels[0]!r}."]
 
 
 def _find_column(present: Sequence[str], asked: str | None, usual: Sequence[str], argument: str, name: str) -> str:

@@ -21,6 +21,7 @@ from memoro.data.annotations import (
     sort_labels,
 )
 from memoro.data.augment import Purpose, order
+from memoro.data.columns import check_numbers
 from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, refuse_many
 from memoro.data.screening import drop_unreadable
 from memoro.errors import DataError
@@ -107,6 +108,8 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
     if options.drop_unknown and options.labels is not None and raw.kind != "regression":
         unknown = _drop_unknown(parts, set(options.labels))
     labels = _labels(raw, parts, options.labels, name)
+    if raw.kind == "regression":
+        notes += check_numbers(raw.labels or (), labels, name)
     if options.labels is None and raw.kind != "regression" and "train" in parts:
         notes += _drop_unseen(parts)
     sets: dict[SplitName, ImageSet] = {}
@@ -139,12 +142,7 @@ def _labels(
 ) -> tuple[str, ...]:
     """The labels in the order of their numbers: as asked for, as the source fixes them, or those of the train split."""
     if raw.kind == "regression":
-        own = raw.labels or ()
-        if asked is not None and len(asked) != len(own):
-            raise DataError(
-                f"{name}: {len(own)} numbers per image ({', '.join(own)}), but {len(asked)} were asked for."
-            )
-        return own if asked is None else tuple(asked)
+        return raw.labels or () if asked is None else tuple(asked)
     present = {split: labels_in(part.annotations) for split, part in parts.items()}
     everything = set().union(*present.values())
     if asked is not None:

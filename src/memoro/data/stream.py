@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memoro.data.annotations import encode, parse
 from memoro.data.augment import Purpose, uniform
-from memoro.data.columns import Columns, choose_columns
+from memoro.data.columns import Columns, check_numbers, choose_columns
 from memoro.data.dataset import SPLITS, AnySplits, DataOptions, Labelled, SplitName
 from memoro.data.hub import KNOWN, fetch
 from memoro.data.tables import Places, encoded_image, match_splits, undecoded
@@ -89,6 +89,8 @@ def load_stream(source: Any, **options: Any) -> Streams:
     labels = columns.labels if chosen.labels is None else tuple(chosen.labels)
     if labels is None:
         raise DataError(f"{name}: the column {columns.values[0]!r} does not list its labels; pass them as labels=[…].")
+    if columns.kind == "regression":
+        notes += check_numbers(columns.values, labels, name)
     places = Places(os.getcwd(), hub=True, anywhere=chosen.allow_absolute)
     streams: dict[SplitName, ImageStream] = {}
     for split, key in keys.items():

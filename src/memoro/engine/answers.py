@@ -252,7 +252,7 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoder:
-    """Opens images and prepares each for every pass; of the opened images, one is in memory at a time."""
+    """Opens images and prepares each for every pass, as if it were alone; one image is in memory at a time."""
 
     preprocessings: tuple[Preprocessing, ...]
     max_pixels: int = MAX_PIXELS
@@ -262,21 +262,22 @@ class Decoder:
         failures: dict[int, str] = {}
         for at, (name, picture) in enumerate(pictures):
             try:
-                image = self._open(name, picture)
+                images = self._open(name, picture)
             except ImageError as error:
                 failures[at] = str(error).removeprefix(f"{name}: ")
                 continue
             for own, preprocessing in zip(pixels, self.preprocessings, strict=True):
-                own.append(preprocessing.to_tensor(image))
+                own.append(preprocessing.to_tensor(images[preprocessing.draft]))
         return Decoded([_stack(own) for own in pixels], failures)
 
-    def _open(self, name: str, picture: Picture | ImageError) -> Image.Image:
+    def _open(self, name: str, picture: Picture | ImageError) -> dict[int | None, Image.Image]:
+        """The image by draft. Big JPEGs are decoded at a fraction of their size, as in training: at that of each pass,
+        so that an answer does not depend on the other tasks."""
         if isinstance(picture, ImageError):
             raise picture
-        # Big JPEGs are decoded at a fraction of their size, as in training, where every pass allows it.
-        edges = [preprocessing.draft for preprocessing in self.preprocessings]
-        draft = max((edge for edge in edges if edge is not None), default=None) if None not in edges else None
-        return open_image(picture, draft=draft, name=name, max_pixels=self.max_pixels)
+        drafts = dict.fromkeys(preprocessing.draft for preprocessing in self.preprocessings)
+        how: dict[str, Any] = {"name": name, "max_pixels": self.max_pixels, "opened": {}}
+        return {draft: open_image(picture, draft=draft, **how) for draft in drafts}
 
 
 def _stack(images: list[Tensor]) -> list[Tensor]:

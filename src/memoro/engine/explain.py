@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,9 +85,9 @@ def read_views(images: Pictures, preprocessing: Preprocessing) -> tuple[Tensor, 
     pixels: list[Tensor] = []
     views: list[Image.Image] = []
     for name, picture in list_pictures(images):
-        image = open_image(picture, draft=view.draft, name=name)
-        pixels.append(preprocessing.to_tensor(image))
-        views.append(view.fit(image))
+        how: dict[str, Any] = {"name": name, "opened": {}}
+        pixels.append(preprocessing.to_tensor(open_image(picture, draft=preprocessing.draft, **how)))
+        views.append(view.fit(open_image(picture, draft=view.draft, **how)))
     if not pixels:
         raise ImageError("no images to explain.")
     return torch.stack(pixels), views

@@ -32,7 +32,7 @@ def class_figures(
         return _of_classes(labels, logits, targets)
     if kind == "multilabel":
         return _of_labels(labels, _given(logits, calibration), targets)
-    return _of_numbers(labels, probabilities(kind, logits), targets)
+    return _of_numbers(labels, probabilities(kind, logits).cpu(), targets.cpu())  # MPS has no float64
 
 
 def _of_classes(labels: Sequence[str], logits: Tensor, targets: Tensor) -> tuple[list[str], Rows]:
@@ -63,9 +63,9 @@ def _of_labels(labels: Sequence[str], said: Tensor, targets: Tensor) -> tuple[li
 def _of_numbers(labels: Sequence[str], answers: Tensor, targets: Tensor) -> tuple[list[str], Rows]:
     rows = []
     for at, label in enumerate(labels):
-        error, true = answers[:, at] - targets[:, at], targets[:, at].float()
-        spread = float((true - true.mean()).square().sum())
-        r2 = f"{1 - float(error.square().sum()) / spread:.3f}" if spread else "-"
+        true = targets[:, at].double()
+        error, spread = answers[:, at] - true, float((true - true.mean()).square().sum())
+        r2 = f"{1 - float(error.square().sum()) / spread:.3f}" if true.max() > true.min() else "-"
         span = f"{float(true.min()):.4g} to {float(true.max()):.4g}"
         rows.append([label, span, f"{float(error.abs().mean()):.4g}", f"{float(error.abs().max()):.4g}", r2])
     return ["number", "true values", "mean absolute error", "largest error", "R²"], rows

@@ -176,9 +176,10 @@ def _multilabel(probabilities: Tensor, targets: Tensor) -> dict[str, Any]:
 
 
 def _regression(values: Tensor, targets: Tensor) -> dict[str, Any]:
+    targets = targets.double()  # in float32, the mean of equal numbers is not always one of them
     error = values - targets
+    known = targets.amax(dim=0) > targets.amin(dim=0)  # R² is undefined for an output whose targets are all the same
     variation = (targets - targets.mean(dim=0)).square().sum(dim=0)
-    known = variation > 0  # R² is undefined for an output whose targets are all the same
     each = 1 - error.square().sum(dim=0)[known] / variation[known]
     return {
         "r2": float(each.mean()) if len(each) else None,

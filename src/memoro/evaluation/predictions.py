@@ -136,7 +136,7 @@ def _write_json(predictions: Iterable[Prediction], file: BinaryIO, top: int | No
     start = "{"
     for one in predictions:
         entry = {one.image: one.answers if one.error is None else {"error": one.error}}
-        _write(file, start + _to_json(entry, indent=2)[1:-2])
+        _write(file, start + to_json(entry, indent=2)[1:-2])
         start = ","
     _write(file, "{}\n" if start == "{" else "\n}\n")
 
@@ -145,22 +145,23 @@ def _write_json_lines(predictions: Iterable[Prediction], file: BinaryIO, top: in
     """An object for each image: its name in `image`, and `answers` by task, or `error`."""
     for one in predictions:
         rest = {"answers": one.answers} if one.error is None else {"error": one.error}
-        _write(file, _to_json({"image": one.image, **rest}) + "\n")
+        _write(file, to_json({"image": one.image, **rest}) + "\n")
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def to_json(value: Any, indent: int | None = None) -> str:
     """JSON has no numbers that are not finite: they become null."""
     try:
         return json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
     except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=False, indent=indent)
+        return json.dumps(finite(value), ensure_ascii=False, indent=indent)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same with None for numbers that are not finite."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

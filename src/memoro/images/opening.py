@@ -34,7 +34,12 @@ FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM")
 
 
 def open_image(
-    source: Picture, *, draft: Draft = None, name: str | None = None, max_pixels: int = MAX_PIXELS
+    source: Picture,
+    *,
+    draft: Draft = None,
+    name: str | None = None,
+    max_pixels: int = MAX_PIXELS,
+    opened: dict[tuple[int, int], Image.Image] | None = None,
 ) -> Image.Image:
     """The image of a path, of encoded bytes, of a PIL image or of an array as upright RGB, its first frame if it is
     animated.
@@ -42,13 +47,15 @@ def open_image(
     An array is (height, width) or (height, width, channels), a tensor (channels, height, width), of bytes or of floats
     from 0 to 1. `draft` is the shortest edge that the caller needs: big JPEGs are then decoded at a fraction of their
     size. Errors call the image by its `name`. A file of more than `max_pixels` is refused before it is decoded.
+    `opened` holds what was decoded of this image, by size: another draft is decoded only if it has another size.
     """
+    opened = {} if opened is None else opened
     name = name or (str(source) if isinstance(source, (str, Path)) else "image")
     try:
         if isinstance(source, Image.Image):
-            return _upright_rgb(source)
+            return _decode(source, opened)
         if isinstance(source, (np.ndarray, Tensor)):
-            return _upright_rgb(_from_array(source))
+            return _decode(_from_array(source), opened)
         with _open_encoded(source) as image:
             width, height = image.size
             if width * height > max_pixels:
@@ -58,7 +65,7 @@ def open_image(
             if draft is not None and image.format == "JPEG":
                 edge = draft(_upright_size(image)) if callable(draft) else draft
                 image.draft("RGB", (edge, edge))
-            return _upright_rgb(image)
+            return _decode(image, opened)
     except ImageError as error:
         raise ImageError(f"{name}: {error}") from None
     except FileNotFoundError:
@@ -122,6 +129,13 @@ def _from_array(array: npt.NDArray[Any] | Tensor) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(values, dtype=np.uint8))
 
 
+def _decode(image: Image.Image, opened: dict[tuple[int, int], Image.Image]) -> Image.Image:
+    size = image.size  # before it is turned
+    if size not in opened:
+        opened[size] = _upright_rgb(image)
+    return opened[size]
+
+
 def _upright_rgb(image: Image.Image) -> Image.Image:
     if getattr(image, "is_animated", False) and image.format != "HEIF":  # which opens at its primary image
         image.seek(0)
@@ -153,7 +167,9 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     if not np.isfinite(values).all():
         raise ImageError("pixels that are not finite numbers")
     top = values.max(initial=0.0)
-    scale = 255.0 / 65535.0 if top > 255.0 else 255.0 if 0.0 < top <= 1.0 and image.mode == "F" else 1.0
+    # Dark images of 16 bits are scaled as bright ones; the range of the other modes is not known.
+    sixteen = image.mode.startswith("I;16") or top > 255.0
+    scale = 255.0 / 65535.0 if sixteen else 255.0 if 0.0 < top <= 1.0 and image.mode == "F" else 1.0
     # In place: the image may be large.
     np.clip(values, 0.0, 255.0 / scale, out=values)
     values *= scale

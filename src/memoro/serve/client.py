@@ -1,4 +1,4 @@
-"""A small client for the server. It needs nothing but Python's own library."""
+"""A small client for the server. It needs nothing but Python's own library, except to send PIL images."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _message(data: bytes) -> str | None:
 
 
 def _encode(image: Picture) -> tuple[str, bytes]:
-    """An image's name and its bytes; a PIL image as PNG, which loses nothing."""
+    """An image's name and its bytes; a PIL image as PNG, upright and in RGB, as the library itself sees it."""
     if isinstance(image, bytes):
         return "image", image
     if isinstance(image, (str, Path)):
@@ -199,8 +199,10 @@ def _encode(image: Picture) -> tuple[str, bytes]:
             return Path(image).name, Path(image).read_bytes()
         except OSError as error:
             raise ImageError(f"{image}: cannot be read ({error.strerror}).") from None
+    from memoro.images import open_image  # for these only: it takes long to import
+
     buffer = io.BytesIO()
-    image.save(buffer, "PNG")
+    open_image(image).save(buffer, "PNG")
     return "image.png", buffer.getvalue()
 
 
@@ -210,6 +212,7 @@ def _multipart(files: Sequence[tuple[str, bytes]]) -> tuple[bytes, str]:
         raise ServeError("there is no image to send.")
     boundary, parts = uuid.uuid4().hex, list[bytes]()
     for name, data in files:
-        head = f'--{boundary}\r\ncontent-disposition: form-data; name="images"; filename="{quote(name)}"\r\n\r\n'
+        known = quote(name, errors="replace")  # file names may be anything but UTF-8
+        head = f'--{boundary}\r\ncontent-disposition: form-data; name="images"; filename="{known}"\r\n\r\n'
         parts += [head.encode(), data, b"\r\n"]
     return b"".join([*parts, f"--{boundary}--\r\n".encode()]), f"multipart/form-data; boundary={boundary}"

@@ -20,6 +20,8 @@ from memoro.images import Preprocessing
 
 RESERVED = frozenset({"base"})
 MAX_NAME = 120
+MAX_NAME_BYTES = 200
+"""In UTF-8: file names end at 255, and have a suffix."""
 MAX_CELLS = 4096
 MAX_RANK = 1024
 INIT_STD = 0.02  # PAPER: memory starts as N(0, 0.02); with zeros the cells of a layer would stay identical
@@ -137,6 +139,8 @@ def check_name(name: object) -> str:
         raise TaskError(f"name {name!r} looks like a path: leave out slashes and leading dots.")
     if any(unicodedata.category(character).startswith("C") for character in name):
         raise TaskError(f"name {name!r} contains control characters: leave them out.")
+    if (size := len(name.encode())) > MAX_NAME_BYTES:
+        raise TaskError(f"name {name[:40]!r} takes {size} bytes in UTF-8: at most {MAX_NAME_BYTES} fit in a file name.")
     return name
 
 
@@ -150,6 +154,8 @@ def check_labels(labels: object, name: str) -> tuple[str, ...]:
     for label in labels:
         if not isinstance(label, str) or not label:
             raise TaskError(f"{name!r}: labels must be non-empty strings, not {label!r}.")
+        if any(unicodedata.category(character) == "Cs" for character in label):
+            raise TaskError(f"{name!r}: label {label!r} contains half a character (a lone surrogate): leave it out.")
         if label in seen:
             raise TaskError(f"{name!r}: labels must be unique: {label!r} appears twice.")
         seen.add(label)

@@ -183,7 +183,7 @@ class RunGroup:
             return []
         if self._batches is None:
             self._batches = self.loader.epoch(self.progress.epoch, start=self.progress.batch)
-            self._began, self._images = time.monotonic(), 0
+            self._began, self._images = time.perf_counter(), 0
         return list(islice(self._batches, self.recipe.accumulate))
 
     def forward(self, backbone: Backbone) -> SharedForward:
@@ -197,7 +197,7 @@ class RunGroup:
         self.progress.step += 1
         self.progress.batch += len(batches)
         self._images += sum(batch.total for batch in batches)
-        return self._images / (time.monotonic() - self._began)
+        return self._images / max(time.perf_counter() - self._began, 1e-9)  # a clock may not have ticked yet
 
     def halve(self) -> None:
         """At the end of each quarter of the epochs, stops the worse half of each task's runs by validation score."""

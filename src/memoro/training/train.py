@@ -20,6 +20,7 @@ from memoro.data import Augment, ImageSet
 from memoro.engine.composition import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, format_worst, name_split
+from memoro.evaluation.predictions import finite
 from memoro.evaluation.trust import SKETCH
 from memoro.files import keep_copy
 from memoro.regimes import METHODS, Baseline, TaskPlan, find_regime
@@ -72,7 +73,7 @@ class TrainResult(FitResult):
             sizes = {"cells": task.cells, "rank": task.rank, "from_layer": task.from_layer}
             chosen = {**sizes, "lr": task.spec.training["lr"]}
             plot = None if self.plot is None else str(self.plot)
-            runs = [asdict(row) for row in self.rows]
+            runs = finite([asdict(row) for row in self.rows])  # a setting whose runs all diverged has no loss
             record |= {"picture": plot, "chosen": chosen, "compared_by": self.score_name, "runs": runs}
         return record
 
