@@ -232,7 +232,7 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
         return None
     logits = torch.cat([fold.logits for fold in folds if fold.logits is not None])
     targets = torch.cat([fold.targets for fold in folds if fold.targets is not None])
-    found = measure(splits.kind, splits.labels, logits, targets)
+    judged = score(splits.kind, measure(splits.kind, splits.labels, logits, targets))
     add_calibration(whole.task, (logits, targets), f"{len(folds)} folds", seen=sweep.start is not None)
     if splits.test is None:
         parts = [fold.images for fold in folds if isinstance(fold.images, ImageSet)]
@@ -241,9 +241,10 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
     assert whole.logits is not None
     assert whole.targets is not None
     split = f"{len(folds)} folds" if splits.test is None else whole.metrics["split"]
-    whole = replace(whole, metrics={"split": split, **measure_task(whole.task, whole.logits, whole.targets)})
+    found = measure_task(whole.task, whole.logits, whole.targets, fitted_on=splits.test is None)
+    whole = replace(whole, metrics={"split": split, **found})
     whole.task.describe(metrics=recorded(splits.kind, whole.metrics, whole.logits, whole.targets))
-    return score(splits.kind, found), whole
+    return judged, whole
 
 
 def sweep_table(name: str, rows: Sequence[SweepRow], score_name: str) -> Table:
