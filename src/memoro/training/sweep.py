@@ -99,7 +99,7 @@ class SweepSpec:
             parts = [*held_out, None]
         elif self.splits.val is None and len(self.grid.settings()) > 1:
             raise TrainingError(f"{self.splits.name} has no validation images to choose by: set val_fraction above 0.")
-        found = []
+        found, start = [], None if self.start is None else self.start.content_hash()
         for setting in self.grid.settings():
             sizes = {name: size for name, size in setting._asdict().items() if name not in {"lr", "seed"}}
             for part in parts:
@@ -108,7 +108,7 @@ class SweepSpec:
                 task.describe(training={**task.spec.training, "seed": setting.seed})
                 recipe = replace(self.recipe, lr=setting.lr, seed=setting.seed)
                 made = setting._replace(**{name: getattr(task, name) for name in sizes})
-                found.append((made, RunSpec(task, recipe, self.regime, self.splits, self.preprocessing, part)))
+                found.append((made, RunSpec(task, recipe, self.regime, self.splits, self.preprocessing, part, start)))
         return found
 
 
