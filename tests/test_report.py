@@ -168,6 +168,15 @@ def test_the_page_names_the_thresholds(tiny: memoro.Backbone, tmp_path: Path) ->
         assert words in check_page(page)
 
 
+@pytest.mark.parametrize("facts", [{"seconds": "12"}, {"phases": ["a"]}, {"phases": {"a": "b", "c": None}}])
+def test_odd_facts_do_not_stop_the_page(tiny: memoro.Backbone, tmp_path: Path, facts: dict[str, Any]) -> None:
+    task = memoro.new_task(tiny, "t", ["blue", "green", "red"], seed=0)
+    task.describe(training=facts)
+    data = save_squares(tmp_path / "set")
+    memoro.evaluate(tiny, [task], data, workers=0, report=tmp_path / "page.html")
+    assert "Evaluation settings" in check_page(tmp_path / "page.html")
+
+
 def test_figures_of_each_class() -> None:
     logits = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 1, 0]])
     columns, rows = class_figures("softmax", ["cat", "dog", "cow"], logits, torch.tensor([0, 0, 1]))

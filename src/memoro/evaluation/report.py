@@ -291,7 +291,7 @@ def _facts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     task, training = report.task, dict(report.task.spec.training)
     sizes = [(name, getattr(report.splits, name)) for name in ("train", "val", "test")]
     counts = [f"{len(images):,} {name}" for name, images in sizes if isinstance(images, ImageSet)]
-    phases = training.pop("phases", None) or {"training": training.get("seconds", 0.0)}
+    phases = training.pop("phases", None)
     rows: list[tuple[str, object]] = [
         ("data", report.splits.name),
         ("images", ", ".join(counts)),
@@ -313,7 +313,9 @@ def _facts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     ]
     yield tag("h2", "Training settings" if report.history else "Evaluation settings")
     yield table([], [row for row in rows if row[1] != ""], left=2)
-    spent = {str(name): float(value) for name, value in phases.items() if value >= 0.05}
+    known = phases if phases and isinstance(phases, dict) else {"training": training.get("seconds")}  # any JSON
+    numbers = {str(name): float(value) for name, value in known.items() if isinstance(value, (int, float))}
+    spent = {name: value for name, value in numbers.items() if value >= 0.05}
     if report.history and spent:
         yield tag("h2", "Time")
         yield tag("p", f"{sum(spent.values()):.0f} seconds in all.")
