@@ -14,7 +14,7 @@ from rich.table import Table
 from memoro.backbones import Backbone
 from memoro.console import make_table
 from memoro.data import ImageSet, Splits, Streams
-from memoro.data.splits import Index, fold_numbers
+from memoro.data.splits import SINGLE_IMAGES, Index, fold_numbers
 from memoro.errors import TrainingError
 from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, measure, measure_task, recorded, score
 from memoro.images import Preprocessing
@@ -98,7 +98,10 @@ class SweepSpec:
                 raise TrainingError(f"{self.splits.name}: folds need at least two images of a class: set folds to 0.")
             parts = [*held_out, None]
         elif self.splits.val is None and len(self.grid.settings()) > 1:
-            raise TrainingError(f"{self.splits.name} has no validation images to choose by: set val_fraction above 0.")
+            why = "set val_fraction above 0"
+            if SINGLE_IMAGES in self.splits.notes:
+                why = "every class has a single image: give one --lr, one seed and one of each size, or add images"
+            raise TrainingError(f"{self.splits.name} has no validation images to choose by: {why}.")
         found, start = [], None if self.start is None else self.start.content_hash()
         for setting in self.grid.settings():
             sizes = {name: size for name, size in setting._asdict().items() if name not in {"lr", "seed"}}
