@@ -24,9 +24,9 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.cli import app
 from memoro.engine.answers import Routing
-from memoro.errors import CompositionError, TaskFileError
+from memoro.errors import CompositionError, DataError, TaskFileError
 from memoro.evaluation.metrics import measure, measure_task
-from memoro.evaluation.trust import auroc, calibrate, false_positives
+from memoro.evaluation.trust import auroc, calibrate, evaluate_trust, false_positives
 from memoro.heads import HeadKind
 from memoro.tasks.calibration import Calibration, fit_calibration
 from memoro.tasks.familiarity import SHRINKAGE, Familiarity, FamiliarityBank, fit_familiarity
@@ -642,6 +642,28 @@ def test_tables_have_label_columns_everywhere(colours: Path, table: Path, tmp_pa
     }
     assert sum(found["histogram"]) == 20
     assert found["histogram"] != found["others"]["own"]["histogram"]
+
+
+def test_other_images_need_no_labels(colours: Path, tmp_path: Path) -> None:
+    backbone = memoro.load_backbone(str(colours / "vit"))
+    quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
+    task = memoro.train(colours / "own", backbone=backbone, task="own", **quick).task
+    one_class, plain = colours / "other" / "test", tmp_path / "plain"
+    shutil.copytree(one_class / "red", tmp_path / "one" / "red")
+    shutil.copytree(one_class / "red", plain)
+    shutil.make_archive(str(plain), "zip", plain)
+    (tmp_path / "paths.csv").write_text("path\n" + "".join(f"plain/{file.name}\n" for file in plain.iterdir()))
+    places = {"one": tmp_path / "one", "plain": plain, "zip": f"{plain}.zip", "table": tmp_path / "paths.csv",
+              "glob": f"{plain}/*.png"}  # fmt: skip
+    found = evaluate_trust(backbone, [task], colours / "own", places, workers=0)["own"]["others"]
+    assert [record["images"] for record in found.values()] == [10] * 5
+    for record in found.values():
+        assert record["familiarity"] == found["one"]["familiarity"]
+    (plain / "broken.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"1 of 11 images cannot be read.*broken\.png"):
+        evaluate_trust(backbone, [task], colours / "own", {"plain": plain}, workers=0)
+    with pytest.raises(DataError, match="no images there"):
+        evaluate_trust(backbone, [task], colours / "own", {"gone": tmp_path / "gone"}, workers=0)
 
 
 def test_baselines_are_left_out_of_what_others_compares(colours: Path, tmp_path: Path) -> None:
