@@ -24,7 +24,7 @@ from memoro.files import write_whole
 from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
 from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
 from memoro.regimes.baseline import Baseline
-from memoro.tasks.calibration import Calibration
+from memoro.tasks.calibration import Calibration, decide_unseen
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.task import Task
 
@@ -153,8 +153,11 @@ def _confusions(report: TaskReport) -> Iterator[Html]:
 
 
 def _classes(report: TaskReport) -> Iterator[Html]:
-    answers = (report.task.kind, report.task.labels, report.logits, report.targets)
-    columns, rows = class_figures(*answers, report.calibration)
+    kind, logits, calibration = report.task.kind, report.logits, report.calibration
+    if calibration is not None and report.history and report.metrics["split"] != "test":  # fitted on these answers
+        unseen = decide_unseen(kind, logits, report.targets) if kind == "multilabel" else None
+        logits, calibration = logits if unseen is None else unseen, None
+    columns, rows = class_figures(kind, report.task.labels, logits, report.targets, calibration)
     noun = {"softmax": "class", "multilabel": "label", "regression": "number"}[report.task.kind]
     yield tag("h2", f"Each {noun}")
     if report.task.kind == "multilabel":
