@@ -13,12 +13,9 @@ from itertools import accumulate, count, groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from memoro.data.annotations import RawDataset, RawSplit
 from memoro.data.columns import IMAGE_COLUMNS, find_image_column
-from memoro.data.dataset import DataOptions, ImageSet
-from memoro.data.folders import FileImages, ZipImages, open_archive
+from memoro.data.folders import ZipImages, open_archive
 from memoro.data.hub import fetch, is_hub_id, is_saved
-from memoro.data.splits import build_splits
 from memoro.data.tables import (
     TABLE_SUFFIXES,
     Places,
@@ -99,16 +96,6 @@ def open_unlabelled(
     return sources[0] if len(sources) == 1 else Chain(tuple(sources))
 
 
-def load_unlabelled(place: Any, workers: int | None) -> ImageSet:
-    """The readable images of a place as a set, for what needs no labels: each has a row of none."""
-    source = open_unlabelled([place])
-    keys = tuple(source.keys())
-    raw = RawDataset("regression", {"train": RawSplit(Pictures(source, keys), range(len(keys)), [()] * len(keys))}, ())
-    images = build_splits(raw, str(place), DataOptions(val_fraction=0, workers=workers, quiet=True)).train
-    assert images is not None
-    return images
-
-
 def is_endless(source: Unlabelled) -> bool:
     """Whether its keys do not end: it is a stream of unknown length."""
     return isinstance(source, Stream) and source.length is None
@@ -143,26 +130,6 @@ class Chain:
 
     def describe(self) -> list[dict[str, Any]]:
         return [one for source in self.sources for one in source.describe()]
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """The images of a source by number, as sets read them."""
-
-    images: Unlabelled
-    numbered: tuple[Key, ...]
-
-    def read(self, row: int) -> bytes:
-        _, picture = self._find(row)
-        if isinstance(picture, ImageError):
-            raise picture
-        return picture if isinstance(picture, bytes) else FileImages("", (str(picture),)).read(0)
-
-    def where(self, row: int) -> str:
-        return self._find(row)[0]
-
-    def _find(self, row: int) -> NamedPicture:
-        return next(iter(self.images.read([self.numbered[row]])))
 
 
 @dataclass(frozen=True)
