@@ -128,6 +128,26 @@ def test_link_to_a_folder_above_ends(tmp_path: Path) -> None:
     assert sizes(load_data(tmp_path, val_fraction=0)) == [4, None, None]
 
 
+def test_a_linked_split_is_read(tmp_path: Path) -> None:
+    number = save_classes(tmp_path / "train", {"a": 3, "b": 3})
+    save_classes(tmp_path / "val", {"a": 1, "b": 1}, number)
+    (tmp_path / "test").symlink_to(tmp_path / "val")
+    splits = load_data(tmp_path)
+    assert sizes(splits) == [6, 2, 2]
+    assert any("2 images of test are in val too" in note for note in splits.notes)
+
+
+def test_folders_that_become_one_class_are_noted() -> None:
+    files = ["caf\udce9/1.png", "caf\udcea/2.png", "dog/3.png", "dog /4.png", "cat/5.png"]
+    tree, notes = read_tree(files, [], "x")
+    assert {label for _, label in tree["train"]} == {"caf\N{REPLACEMENT CHARACTER}", "dog", "cat"}
+    told = [note for note in notes if "were read as one class" in note]
+    assert [note.partition(" were")[0] for note in told] == [
+        r"the folders 'caf\udce9' and 'caf\udcea'",
+        "the folders 'dog' and 'dog '",
+    ]
+
+
 def test_non_ascii_names_in_either_spelling(tmp_path: Path) -> None:
     number = save_classes(tmp_path / "train", {unicodedata.normalize("NFD", "café"): 2, "蝶": 2})
     save_classes(tmp_path / "test", {unicodedata.normalize("NFC", "café"): 1, "蝶": 1}, number)

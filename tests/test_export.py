@@ -44,6 +44,8 @@ def compose_small(case: Case) -> Composition:
         backbone, "älter 2.x", seed=1, cells=3, rank=2, from_layer=1, extends=[linear], head="multilabel"
     )
     head = random_task(backbone, "age", seed=2, from_layer=2, head="regression")
+    fork.describe(calibration=Calibration((1.0, 1.0, 1.0), (0.3, 0.5, 0.8), (), 30, "validation"))
+    head.describe(calibration=Calibration((), (), (2.0, 0.5, 1.0), 30, "validation"))
     return memoro.compose(backbone, [linear, fork, head])
 
 
@@ -96,6 +98,9 @@ def test_the_file_describes_itself(exported: Exported) -> None:
     }  # fmt: skip
     assert record["tasks"]["älter 2.x"]["labels"] == ["a", "b", "c"]
     assert record["tasks"]["älter 2.x"]["extends"] == ["linear"]
+    assert record["tasks"]["älter 2.x"]["thresholds"] == [0.3, 0.5, 0.8]
+    assert record["tasks"]["age"]["spread"] == [2.0, 0.5, 1.0]
+    assert not {"thresholds", "spread"} & record["tasks"]["linear"].keys()
     assert record["tasks"]["linear"]["content"] == exported.model.tasks["linear"].content_hash()
     assert Preprocessing.from_json(record["preprocessing"]) == SMALL
     assert record["backbone"]["fingerprint"]["digest"] == exported.model.backbone.fingerprint.digest

@@ -211,6 +211,18 @@ def test_the_card_command(pets: Task, backbone: Backbone, tmp_path: Path) -> Non
     assert ModelCard.load(tmp_path / "both" / "README.md").data.base_model == "google/vit-base"
 
 
+def test_a_card_does_not_go_among_other_files(pets: Task, tmp_path: Path) -> None:
+    memoro.save_task(pets, tmp_path / "pets.safetensors")
+    (tmp_path / "pets" / "cat").mkdir(parents=True)
+    (tmp_path / "pets" / "README.md").write_text("my photos")
+    said = run(tmp_path, "card", "pets.safetensors", code=1).stderr
+    assert "pets is a folder with other files" in said
+    assert sorted(path.name for path in (tmp_path / "pets").iterdir()) == ["README.md", "cat"]
+    assert (tmp_path / "pets" / "README.md").read_text() == "my photos"
+    run(tmp_path, "card", "pets.safetensors", "--out", "pets")
+    assert (tmp_path / "pets" / FILE).is_file()
+
+
 def test_pushing(pets: Task, publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TaskFileError, match=r"could not upload to me/pets .*hf auth login"):
         pets.push_to_hub("me/pets")  # there is no network

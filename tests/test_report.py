@@ -21,7 +21,7 @@ from memoro.evaluation.breakdown import class_figures, find_mistakes
 from memoro.images import open_image
 from memoro.pages.charts import histogram_chart, line_chart, matrix_chart, scatter_chart, text_width
 from memoro.pages.page import Html, render_page, tag
-from memoro.tasks.calibration import Calibration
+from memoro.tasks.calibration import Calibration, decide_unseen
 
 HOSTILE = '<script>alert("x")<|script>'
 HOW: dict[str, Any] = {"epochs": 1, "image_size": 20, "workers": 0, "quiet": True, "cache": False}
@@ -166,6 +166,40 @@ def test_the_page_names_the_thresholds(tiny: memoro.Backbone, tmp_path: Path) ->
         page = tmp_path / "page.html"
         memoro.evaluate(tiny, [task], tmp_path / "tags.csv", workers=0, report=page)
         assert words in check_page(page)
+
+
+@pytest.mark.parametrize("facts", [{"seconds": "12"}, {"phases": ["a"]}, {"phases": {"a": "b", "c": None}}])
+def test_odd_facts_do_not_stop_the_page(tiny: memoro.Backbone, tmp_path: Path, facts: dict[str, Any]) -> None:
+    task = memoro.new_task(tiny, "t", ["blue", "green", "red"], seed=0)
+    task.describe(training=facts)
+    data = save_squares(tmp_path / "set")
+    memoro.evaluate(tiny, [task], data, workers=0, report=tmp_path / "page.html")
+    assert "Evaluation settings" in check_page(tmp_path / "page.html")
+
+
+def test_labels_are_judged_by_thresholds_of_other_images(tiny: memoro.Backbone, tmp_path: Path) -> None:
+    """The table agrees with the F1 of the training, whose thresholds were fitted on the same images."""
+    generator = torch.Generator().manual_seed(0)
+    yes = torch.rand(80, 2, generator=generator) < 0.5
+    for number in range(80):
+        save_square(tmp_path / f"{number}.png", "red", number)
+    rows = [f"{at}.png,{'|'.join(name for name, one in zip('ab', row, strict=True) if one)}" for at, row in
+            enumerate(yes.tolist())]  # fmt: skip
+    (tmp_path / "tags.csv").write_text("\n".join(["path,labels", *rows]) + "\n")
+    run = tmp_path / "run"
+    done = memoro.train(tmp_path / "tags.csv", backbone=tiny, lr=[0.01, 0.1], folds=2, folder=run, **HOW)
+    assert done.logits is not None
+    assert done.targets is not None
+    answers = (done.task.kind, done.task.labels, done.logits, done.targets)
+    seen, unseen = (
+        class_figures(*answers, done.task.spec.calibration)[1],
+        class_figures(*answers[:2], decide_unseen("multilabel", *answers[2:]), done.targets)[1],
+    )
+    assert seen != unseen
+    assert sum(float(row[-1]) for row in unseen) / 2 == pytest.approx(done.metrics["f1"], abs=1e-3)
+    page = check_page(run / "report.html")
+    for row in unseen:
+        assert " ".join(row) in " ".join(page.split())
 
 
 def test_figures_of_each_class() -> None:

@@ -355,6 +355,21 @@ def test_extension_measures_children_alone_and_with_parents(
     assert alone["curve"] != extended["curve"] or alone["scores"] != extended["scores"]
 
 
+def test_extension_skips_sizes_with_one_image_of_each_class(
+    shapes: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memoro.reproduce.extension.SIZES", (4, 5, 12))
+    for split in ("train", "test"):  # eight classes
+        for label in range(4):
+            (shapes / "two" / split / str(label)).rename(shapes / "one" / split / str(4 + label))
+    order, lab = order_of("extension", shapes, checkpoint, "one", seeds=1)
+    told: list[str] = []
+    records = run_tables(order, lab, told.append)
+    [classes] = [record.result for record in records.entries if record.key["number"] == 0]
+    assert list(classes["sizes"]) == ["5", "12"], "two of the folds of five images are empty"
+    assert told.count("    4 training images were skipped: 4 classes, none of them with two.") == 1
+
+
 def test_classes_are_grouped(shapes: Path) -> None:
     from memoro.data import load_data
 

@@ -178,3 +178,15 @@ def test_a_sweep_may_start_from_a_task(shell: Callable[..., Any]) -> None:
     words = ("--start-from", "colours.safetensors", "--lr", "0.001,0.01", "--epochs", 1, "--json")
     record = json.loads(shell("sweep", "two", *TRAIN, *words).stdout)
     assert [(row["rank"], row["lr"]) for row in record["runs"]] == [(2, 0.001), (2, 0.01)]
+
+
+def test_a_resume_starts_from_the_same_task(shell: Callable[..., Any]) -> None:
+    for name, seed in (("old", 0), ("older", 1)):
+        shell("train", "two", *TRAIN, "--task", name, "--epochs", 1, "--seed", seed)
+    again = ("train", "two", *TRAIN, "--epochs", 1, "--task", "new")
+    shell(*again, "--start-from", "old.safetensors")
+    shell(*again, "--start-from", "old.safetensors", "--resume")
+    for other in ((), ("--start-from", "older.safetensors")):
+        problem = str(shell(*again, *other, "--resume", code=1).exception)
+        assert problem.startswith("cannot resume: task differ")
+        assert "(start_from " in problem

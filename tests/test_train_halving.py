@@ -10,6 +10,7 @@ import pytest
 from run_groups import LOAD, root, run_spec, sets, sweep
 from test_train_fit import FRESH, PLAIN, distance, double
 
+import memoro
 from memoro.backbones import Backbone
 from memoro.data import load_data
 from memoro.errors import TrainingError
@@ -88,3 +89,8 @@ def test_what_was_stopped_early_is_not_chosen_for_its_mean(
     monkeypatch.setattr("memoro.training.sweep.train_runs", train_runs)
     found = sweep(double, sets(root)[0], Grid((0,), (5,), (0.1, 0.2), 2), halving=halving)
     assert found.best.history[0]["val_accuracy"] == (0.9 if halving else 0.76)
+
+
+def test_halving_needs_epochs(double: Backbone, root: Path) -> None:
+    with pytest.raises(TrainingError, match="give --epochs instead of --steps"):
+        memoro.train(root / "many", backbone=double, halving=True, steps=20)

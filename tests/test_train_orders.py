@@ -46,6 +46,8 @@ def test_a_task_that_fails_takes_no_other_with_it(
 def test_a_set_too_small_for_folds_or_for_a_choice(shell: Callable[..., Any], tmp_path: Path) -> None:
     small = table(tmp_path / "small", [float(number) for number in range(8)])  # every number alone of its kind
     assert "no validation images to choose a learning rate with: using 0.001" in told(shell("train", small, *QUICK))
+    tried = told(shell("sweep", small, *QUICK, "--seeds", 2, code=1))
+    assert "every class has a single image: give one --lr, one seed and one of each size, or add images." in tried
     assert "folds need at least two images of a class" in told(shell("train", small, *QUICK, "--folds", 4, code=1))
 
 

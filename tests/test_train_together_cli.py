@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,20 @@ def test_train_several_tasks_from_the_shell(shell: Callable[..., Any], root: Pat
     assert [len(entry["runs"]) for entry in swept["tasks"]] == [3, 3]
     assert sorted(path.name for path in Path("swept").iterdir()) == ["a.safetensors", "b.safetensors"]
     assert {Path(entry["picture"]).name for entry in swept["tasks"]} == {"sweep-a.png", "sweep-b.png"}
+
+
+def test_the_run_folder_of_many_tasks_has_a_short_name(shell: Callable[..., Any], root: Path) -> None:
+    def folder(*names: str) -> Path:
+        data = [f"{name}={root / 'few'}" for name in names]
+        record = shell("train", *data, "--out", "tasks", "--lr", 0.05, "--epochs", 1, "--json")
+        return Path(record["folder"])
+
+    long = ["é" * 90, "b" * 90, "c" * 90]
+    assert folder("a", "b").name == "a+b"
+    first, second = folder(*long), folder(*long[:2], "d")
+    assert re.fullmatch(r"é{20}\+2-more-[0-9a-f]{8}", first.name)
+    assert first.is_dir()
+    assert first != second, "other tasks have another folder"
 
 
 def test_train_columns_from_the_shell(shell: Callable[..., Any], root: Path) -> None:

@@ -24,9 +24,10 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.cli import app
 from memoro.engine.answers import Routing
-from memoro.errors import CompositionError, TaskFileError
-from memoro.evaluation.metrics import measure
-from memoro.evaluation.trust import auroc, calibrate, false_positives
+from memoro.errors import CompositionError, DataError, TaskFileError
+from memoro.evaluation.metrics import measure, measure_task
+from memoro.evaluation.trust import auroc, calibrate, evaluate_trust, false_positives
+from memoro.heads import HeadKind
 from memoro.tasks.calibration import Calibration, fit_calibration
 from memoro.tasks.familiarity import SHRINKAGE, Familiarity, FamiliarityBank, fit_familiarity
 from memoro.tasks.task import Task
@@ -269,6 +270,42 @@ def test_the_record_says_why_there_is_no_calibration(backbone: Backbone) -> None
     ):
         add_calibration(task, held_out, "validation")
         assert task.spec.training["calibration"] == words
+
+
+@pytest.mark.parametrize("kind", ["softmax", "multilabel"])
+def test_a_calibration_is_not_judged_by_what_it_was_fitted_on(backbone: Backbone, kind: HeadKind) -> None:
+    """Labels that have nothing to do with the answers: thresholds that suit them find nothing in new images."""
+    generator, labels = torch.Generator().manual_seed(0), list("abcdef")
+    logits = 3 * torch.randn(60, 6, generator=generator)
+    yes = (torch.rand(60, 6, generator=generator) < 0.5).float()
+    targets = yes if kind == "multilabel" else torch.arange(60) % 6
+    task = random_task(backbone, "noise", labels=labels, head=kind)
+    add_calibration(task, (logits, targets), "validation")
+    assert task.spec.calibration is not None
+    seen, unseen = (measure_task(task, logits, targets, fitted_on=fitted_on) for fitted_on in (False, True))
+    changed = {name for name in seen if seen[name] != unseen[name]}
+    if kind == "multilabel":
+        assert changed <= {"f1", "exact_match", "label_accuracy"}
+        assert unseen["f1"] < seen["f1"] - 0.02
+    else:
+        assert changed == {"calibration_error"}
+    few = measure_task(task, logits[:24], targets[:24], fitted_on=True)
+    assert few == measure(kind, labels, logits[:24], targets[:24]), "too few remain: not calibrated"
+
+
+def test_without_a_test_split_a_calibration_is_judged_on_other_images(colours: Path, tmp_path: Path) -> None:
+    quick: dict[str, Any] = {"epochs": 2, "workers": 0, "quiet": True, "image_size": 20, "backbone": colours / "vit"}
+    shutil.copytree(colours / "own" / "train", tmp_path / "folds" / "train")
+    shutil.copytree(tmp_path / "folds", tmp_path / "val")
+    shutil.copytree(colours / "own" / "train", tmp_path / "val" / "val")
+    for data, rates in ((tmp_path / "val", 0.1), (tmp_path / "folds", [0.05, 0.1])):
+        done = memoro.train(data, task="own", lr=rates, **quick)
+        assert done.logits is not None
+        assert done.targets is not None
+        found = measure_task(done.task, done.logits, done.targets, fitted_on=True)
+        assert {name: done.metrics[name] for name in found} == found
+        seen = measure_task(done.task, done.logits, done.targets)
+        assert {name for name in found if seen[name] != found[name]} == {"calibration_error"}
 
 
 def test_an_interval_covers_new_images() -> None:
@@ -605,6 +642,28 @@ def test_tables_have_label_columns_everywhere(colours: Path, table: Path, tmp_pa
     }
     assert sum(found["histogram"]) == 20
     assert found["histogram"] != found["others"]["own"]["histogram"]
+
+
+def test_other_images_need_no_labels(colours: Path, tmp_path: Path) -> None:
+    backbone = memoro.load_backbone(str(colours / "vit"))
+    quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
+    task = memoro.train(colours / "own", backbone=backbone, task="own", **quick).task
+    one_class, plain = colours / "other" / "test", tmp_path / "plain"
+    shutil.copytree(one_class / "red", tmp_path / "one" / "red")
+    shutil.copytree(one_class / "red", plain)
+    shutil.make_archive(str(plain), "zip", plain)
+    (tmp_path / "paths.csv").write_text("path\n" + "".join(f"plain/{file.name}\n" for file in plain.iterdir()))
+    places = {"one": tmp_path / "one", "plain": plain, "zip": f"{plain}.zip", "table": tmp_path / "paths.csv",
+              "glob": f"{plain}/*.png"}  # fmt: skip
+    found = evaluate_trust(backbone, [task], colours / "own", places, workers=0)["own"]["others"]
+    assert [record["images"] for record in found.values()] == [10] * 5
+    for record in found.values():
+        assert record["familiarity"] == found["one"]["familiarity"]
+    (plain / "broken.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"1 of 11 images cannot be read.*broken\.png"):
+        evaluate_trust(backbone, [task], colours / "own", {"plain": plain}, workers=0)
+    with pytest.raises(DataError, match="no images there"):
+        evaluate_trust(backbone, [task], colours / "own", {"gone": tmp_path / "gone"}, workers=0)
 
 
 def test_baselines_are_left_out_of_what_others_compares(colours: Path, tmp_path: Path) -> None:

@@ -169,8 +169,9 @@ def export(
 
     Outputs: base, and for each task NAME (logits), NAME.probabilities (not of
     a regression) and NAME.familiarity (if the task has it).
-    Labels, preprocessing and the backbone's fingerprint are in the file's
-    metadata, as JSON under the key memoro.
+    Labels with their thresholds, the spread of numbers, preprocessing and
+    the backbone's fingerprint are in the file's metadata, as JSON under the
+    key memoro.
 
     memoro export -t pets.safetensors -t rooms.safetensors -o model.onnx
     """
@@ -203,10 +204,16 @@ def card(
 
     hf upload me/pets pets
     """
+    from memoro.errors import TaskFileError
+    from memoro.tasks.hub import FILE
     from memoro.tasks.taskfile import load_tasks, save_pretrained
 
-    folder = out or (Path(file) if Path(file).is_dir() else Path(Path(file).stem))
-    save_pretrained(load_tasks(file), folder, repo_id=repo, license=license, base_model=base_model)
+    folder, tasks = out or (Path(file) if Path(file).is_dir() else Path(Path(file).stem)), load_tasks(file)
+    if out is None and folder.is_dir() and any(folder.iterdir()) and not (folder / FILE).exists():
+        raise TaskFileError(
+            f"{folder} is a folder with other files, such as your images: name another folder with --out, or this one."
+        )
+    save_pretrained(tasks, folder, repo_id=repo, license=license, base_model=base_model)
     plain_console(soft_wrap=True).print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 

@@ -67,6 +67,7 @@ def read_tree(
         notes.append(f"{left_out(len(loose), 'image', ' outside any class folder')}, such as {files[loose[0]]}.")
     splits: Tree = {}
     others: Counter[str] = Counter()
+    spellings: dict[str, set[str]] = {}
     for at, path in paths.items():
         if len(path) < need:
             continue
@@ -75,8 +76,13 @@ def read_tree(
             others[path[0]] += 1
         else:
             splits.setdefault(split, []).append((at, label))
+            spellings.setdefault(label, set()).add(unicodedata.normalize("NFC", path[need - 2]))
     for folder, count in sorted(others.items()):
         notes.append(f"unknown split folder {folder}: its {left_out(count, 'image')}; use train, val and test.")
+    for label, names in sorted(spellings.items()):
+        if len(names) > 1:
+            same = " and ".join(map(repr, sorted(names)))
+            notes.append(f"the folders {same} were read as one class, {label}: if they are not, rename them.")
     filled = {(split, label) for split, pairs in splits.items() for _, label in pairs}
     for folder in sorted(set(folders)):
         path = folder.split("/")[top:]
@@ -158,13 +164,12 @@ def read_folder(folder: Path) -> RawDataset:
     files: list[str] = []
     folders: list[str] = []
     bad: dict[int, str] = {}
-    seen: set[tuple[int, int]] = set()
 
-    def visit(path: Path, prefix: str) -> None:
+    def visit(path: Path, prefix: str, above: frozenset[tuple[int, int]] = frozenset()) -> None:
         status = path.stat()
-        if (status.st_dev, status.st_ino) in seen:  # a link to a folder above would never end
+        own = (status.st_dev, status.st_ino)
+        if own in above:  # a link to a folder above would never end
             return
-        seen.add((status.st_dev, status.st_ino))
         with os.scandir(path) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 if is_clutter(entry.name):
@@ -176,7 +181,7 @@ def read_folder(folder: Path) -> RawDataset:
                     is_folder, reason = False, error.strerror or str(error)
                 if is_folder:
                     folders.append(prefix + entry.name)
-                    visit(path / entry.name, f"{prefix}{entry.name}/")
+                    visit(path / entry.name, f"{prefix}{entry.name}/", above | {own})
                     continue
                 if reason is not None:
                     bad[len(files)] = reason

@@ -30,6 +30,8 @@ Index = npt.NDArray[np.int64]
 
 _BINS = 10
 
+SINGLE_IMAGES = "no validation split could be made: every class has a single image."
+
 
 def strata(targets: Tensor) -> Index:
     """One group per image: its class, its rarest label (multilabel: 0/1 rows), or a tenth of the numbers' range."""
@@ -253,7 +255,7 @@ def hold_out(
         val = replace(train.subset(np.flatnonzero(held)), name=train.name.removesuffix("train") + "val", skipped=())
         train = train.subset(np.flatnonzero(~held))
     else:
-        notes.append("no validation split could be made: every class has a single image.")
+        notes.append(SINGLE_IMAGES)
     return replace(splits, train=train, val=val, notes=(*notes, *_rare_classes(train)))
 
 

@@ -260,7 +260,8 @@ class Composition(nn.Module):
         Its outputs are `base` and for each task `NAME` (logits), `NAME.probabilities`, and `NAME.familiarity` where
         the task has it. The input is `pixel_values`, or with `images` the bytes of resized images (batch, height,
         width, 3), which are normalised in the graph.
-        Labels, preprocessing and fingerprint are in the file's metadata, as JSON under the key `memoro`.
+        Labels with their thresholds, the spread of numbers, preprocessing and fingerprint are in the file's metadata,
+        as JSON under the key `memoro`.
         """
         from memoro.engine.export import export_onnx
 

@@ -84,7 +84,11 @@ class ExportModule(nn.Module):
         return outputs
 
     def metadata(self, example: Tensor, outputs: dict[str, Tensor]) -> dict[str, Any]:
-        """All that a program needs to use the file without memoro, as JSON values."""
+        """All that a program needs to use the file without memoro, as JSON values.
+
+        A calibrated task has `thresholds`, the probability from which on each label is given (one half without them),
+        or `spread`, half the width of each number's interval.
+        """
         backbone, tasks = self.model.backbone, self.model.tasks
         hashes = content_hashes(tasks.values())
         return {
@@ -109,10 +113,18 @@ class ExportModule(nn.Module):
                     "kind": task.kind,
                     "extends": [parent.name for parent in task.extends],
                     "content": hashes[id(task)],
+                    **_decisions(task),
                 }
                 for name, task in tasks.items()
             },
         }
+
+
+def _decisions(task: Task) -> dict[str, Any]:
+    """What turns the outputs of a calibrated task into the labels and intervals that `predict` gives."""
+    found = task.spec.calibration
+    parts = {} if found is None else {"thresholds": found.thresholds, "spread": found.spread}
+    return {name: list(values) for name, values in parts.items() if values}
 
 
 def export_onnx(model: Composition, path: str | Path, *, images: bool = False) -> Path:

@@ -13,6 +13,7 @@ from torch import Tensor
 from memoro.console import make_table, printable
 from memoro.heads import HeadKind, loss_sum, probabilities
 from memoro.plots import MAX_CONFUSION
+from memoro.tasks.calibration import decide_unseen
 from memoro.tasks.spec import TaskModule
 
 MAIN_FIGURE: dict[HeadKind, str] = {
@@ -64,17 +65,22 @@ def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tens
     return found
 
 
-def measure_task(task: TaskModule[Any], logits: Tensor, targets: Tensor) -> dict[str, Any]:
+def measure_task(task: TaskModule[Any], logits: Tensor, targets: Tensor, *, fitted_on: bool = False) -> dict[str, Any]:
     """The metrics of what `predict` answers: calibrated, where the task has a calibration. The loss is that of the
-    logits."""
+    logits.
+
+    `fitted_on`: the calibration was fitted on these very answers, so it is judged by others like it (`decide_unseen`).
+    """
     found = measure(task.kind, task.labels, logits, targets)
     calibration = getattr(task.spec, "calibration", None)  # a baseline has none
     if calibration is None or task.kind == "regression":
         return found
+    decided = decide_unseen(task.kind, logits, targets) if fitted_on else calibration.decide(logits)
+    if decided is None:
+        return found
+    after = measure(task.kind, task.labels, decided, targets)
     if task.kind == "multilabel":
-        decided = measure(task.kind, task.labels, calibration.decide(logits), targets)
-        return {**found, **{key: decided[key] for key in ("f1", "exact_match", "label_accuracy") if key in decided}}
-    after = measure(task.kind, task.labels, calibration.apply(logits), targets)
+        return {**found, **{key: after[key] for key in ("f1", "exact_match", "label_accuracy") if key in after}}
     before = {"calibration_error_before": found["calibration_error"]} if "calibration_error" in found else {}
     return {**found, **{key: after[key] for key in ("calibration_error",) if key in after}, **before}
 

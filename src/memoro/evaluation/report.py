@@ -24,7 +24,7 @@ from memoro.files import write_whole
 from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
 from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
 from memoro.regimes.baseline import Baseline
-from memoro.tasks.calibration import Calibration
+from memoro.tasks.calibration import Calibration, decide_unseen
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.task import Task
 
@@ -153,8 +153,11 @@ def _confusions(report: TaskReport) -> Iterator[Html]:
 
 
 def _classes(report: TaskReport) -> Iterator[Html]:
-    answers = (report.task.kind, report.task.labels, report.logits, report.targets)
-    columns, rows = class_figures(*answers, report.calibration)
+    kind, logits, calibration = report.task.kind, report.logits, report.calibration
+    if calibration is not None and report.history and report.metrics["split"] != "test":  # fitted on these answers
+        unseen = decide_unseen(kind, logits, report.targets) if kind == "multilabel" else None
+        logits, calibration = logits if unseen is None else unseen, None
+    columns, rows = class_figures(kind, report.task.labels, logits, report.targets, calibration)
     noun = {"softmax": "class", "multilabel": "label", "regression": "number"}[report.task.kind]
     yield tag("h2", f"Each {noun}")
     if report.task.kind == "multilabel":
@@ -291,7 +294,7 @@ def _facts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     task, training = report.task, dict(report.task.spec.training)
     sizes = [(name, getattr(report.splits, name)) for name in ("train", "val", "test")]
     counts = [f"{len(images):,} {name}" for name, images in sizes if isinstance(images, ImageSet)]
-    phases = training.pop("phases", None) or {"training": training.get("seconds", 0.0)}
+    phases = training.pop("phases", None)
     rows: list[tuple[str, object]] = [
         ("data", report.splits.name),
         ("images", ", ".join(counts)),
@@ -313,7 +316,9 @@ def _facts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     ]
     yield tag("h2", "Training settings" if report.history else "Evaluation settings")
     yield table([], [row for row in rows if row[1] != ""], left=2)
-    spent = {str(name): float(value) for name, value in phases.items() if value >= 0.05}
+    known = phases if phases and isinstance(phases, dict) else {"training": training.get("seconds")}  # any JSON
+    numbers = {str(name): float(value) for name, value in known.items() if isinstance(value, (int, float))}
+    spent = {name: value for name, value in numbers.items() if value >= 0.05}
     if report.history and spent:
         yield tag("h2", "Time")
         yield tag("p", f"{sum(spent.values()):.0f} seconds in all.")

@@ -13,6 +13,7 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.console import format_count, make_table
 from memoro.data import ImageSet, ImageStream, Loader, Splits, load_data
+from memoro.data.pictures import load_unlabelled
 from memoro.engine.answers import Judged, Outputs
 from memoro.engine.background import background_token
 from memoro.engine.composition import Composition, compose
@@ -167,8 +168,12 @@ def _histogram(shares: Tensor) -> list[int]:
 
 
 def _any_images(source: Any, workers: int | None) -> ImageSet:
-    """The test images of a set, whatever its labels; all of them where it has no test split."""
-    splits = source if isinstance(source, Splits) else load_data(source, val_fraction=0, workers=workers, quiet=True)
+    """The test images of a set, whatever its labels; all of them where it has no test split, or no labels."""
+    try:
+        how: dict[str, Any] = {"val_fraction": 0, "workers": workers, "quiet": True}
+        splits = source if isinstance(source, Splits) else load_data(source, **how)
+    except DataError:
+        return load_unlabelled(source, workers)
     for images in (splits.test, splits.val, splits.train):
         if images is not None:
             return images

@@ -13,6 +13,7 @@ from memoro.reproduce.measure import (
     Bench,
     Budget,
     describe_splits,
+    held_out_parts,
     keep_classes,
     limit_training,
     select_rates,
@@ -35,7 +36,7 @@ def measure_extension(
 
     The child `classes` is every second class. Its parents: the classes between them, and another set. The child
     `groups` says whether the number of an image's class is odd; its parent knows the classes, from the other half of
-    the training images.
+    the training images. `notes` say which sizes were skipped, if any.
     """
     own, sources = _tasks_of(splits, other, child)
     parents = {
@@ -45,11 +46,15 @@ def measure_extension(
     }
     budget = budget.on_set(splits.name)
     found: dict[str, Any] = {}
+    notes = []
     for size in SIZES:
         assert own.train is not None
         if size > len(own.train):
             continue
         few = limit_training(own, size)
+        if not held_out_parts(few, budget):
+            notes.append(f"{size} training images were skipped: {len(own.labels)} classes, none of them with two.")
+            continue
         cases: dict[str, tuple[Method, tuple[Task, ...]]] = {f"{one.name}, {ALONE}": (one, ()) for one in methods}
         cases |= {f"{method}, {name}": (_named(methods, method), (task,)) for (name, method), task in parents.items()}
         variants = [replace(method, name=name) for name, (method, _) in cases.items()]
@@ -59,7 +64,7 @@ def measure_extension(
         found[str(size)] = {
             one.name: {**selected[one.name].to_json(), **summarise(trained[one.name])} for one in variants
         }
-    return {"sizes": found, **describe_splits(own)}
+    return {"sizes": found, **({"notes": notes} if notes else {}), **describe_splits(own)}
 
 
 def _named(methods: Sequence[Method], name: str) -> Method:

@@ -116,15 +116,22 @@ def is_flat(curve: Sequence[tuple[int, float]]) -> bool:
     return final - earlier[-1] <= FLAT
 
 
+def held_out_parts(splits: Splits, budget: Budget) -> list[Index | None]:
+    """The folds of train that judge rates, None for the validation split; empty where no class has two images."""
+    if splits.val is not None:
+        return [None]
+    train = _train_of(splits)
+    number = fold_numbers(train, FOLDS, 0)
+    return [np.flatnonzero(number == fold) for fold in range(budget.folds_of(len(train))) if (number == fold).any()]
+
+
 def select_rates(
     bench: Bench, splits: Splits, methods: Sequence[Method], budget: Budget, extends: Mapping[str, Sequence[Task]] = {}
 ) -> dict[str, Selection]:
     """The best rate of each method by name. Methods must all compose, or none; the test split is not touched."""
-    train = _train_of(splits)
-    parts: list[Index | None] = [None]
-    if splits.val is None:
-        number = fold_numbers(train, FOLDS, 0)
-        parts = [np.flatnonzero(number == fold) for fold in range(budget.folds_of(len(train)))]
+    parts = held_out_parts(splits, budget)
+    if not parts:
+        raise DataError(f"{splits.name}: no class has two training images, so none can be held out: add images.")
     unseen = replace(splits, test=None)
     keys = [
         (method, lr, seed, part)

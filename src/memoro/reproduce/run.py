@@ -94,6 +94,8 @@ def run_tables(order: Order, lab: Lab, log: Log) -> Records:
             Record.now(table, lab.key(parts[name]), result, seconds, len(results), order.command)
             for name, result in results.items()
         ]
+        for text in [text for result in results.values() for text in result.get("notes", ())]:
+            log(f"    {text}")
         records.add(made, write=lab.main)
         if lab.main:
             write_table(table, records, order.request.scale.name, order.out)

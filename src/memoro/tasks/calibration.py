@@ -19,6 +19,8 @@ MIN_EACH = 20
 COVERAGE = 0.9
 """Share of new images whose number lies within a regression's interval."""
 TEMPERATURES = (0.05, 20.0)
+PARTS = 4
+"""Parts of held-out answers, each of which is judged by a calibration fitted on the others."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,22 @@ def fit_calibration(kind: HeadKind, logits: Tensor, targets: Tensor, source: str
         temperatures.append(_temperature(own, right) if enough else shared)
         thresholds.append(_threshold(probabilities(kind, own / temperatures[-1]), right) if enough else 0.5)
     return Calibration(tuple(temperatures), tuple(thresholds), (), count, source)
+
+
+def decide_unseen(kind: HeadKind, logits: Tensor, targets: Tensor) -> Tensor | None:
+    """What `Calibration.decide` gives for each part of these answers by a calibration fitted on the other parts.
+
+    A calibration looks better than it is on the answers that it was fitted on. None where too few remain to fit one.
+    """
+    part = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0)) % PARTS
+    logits, targets = logits.detach().cpu(), targets.cpu()
+    decided = logits.clone()
+    for number in range(PARTS):
+        found = fit_calibration(kind, logits[part != number], targets[part != number], "the other parts")
+        if found is None:
+            return None
+        decided[part == number] = found.decide(logits[part == number])
+    return decided
 
 
 def describe_calibration(found: Calibration | None, images: int) -> str:

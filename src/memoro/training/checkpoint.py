@@ -216,7 +216,14 @@ def run_identity(backbone: Backbone, specs: Sequence[RunSpec], cache: Cache | No
     digests = {key: _data_digest(images) for key, images in sets.items()}
     return {
         "recipe": [spec.recipe.to_json() for spec in specs],
-        "task": [{**_spec_facts(spec.task), "regime": spec.regime.name} for spec in specs],
+        "task": [
+            {
+                **_spec_facts(spec.task),
+                "regime": spec.regime.name,
+                **({} if spec.start_from is None else {"start_from": spec.start_from}),
+            }
+            for spec in specs
+        ],
         "backbone": backbone.fingerprint.digest,
         "data": [
             {

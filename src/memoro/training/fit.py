@@ -333,7 +333,8 @@ def evaluate_runs(trainer: Trainer) -> list[FitResult]:
         _describe(spec, run)
         add_calibration(run.task, answers.get((id(run), "val")), "validation", seen=seen)
         describer.add_familiarity(spec, run)
-        metrics = {"split": spec.final[0], **measure_task(run.task, out, targets)}
+        split = spec.final[0]
+        metrics = {"split": split, **measure_task(run.task, out, targets, fitted_on=split == "val")}
         run.task.describe(metrics=recorded(run.task.kind, metrics, out, targets))
         results.append(FitResult(run.task, run.history, metrics, folder, notes, out, targets, spec.final[1]))
     return results

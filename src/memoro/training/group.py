@@ -44,6 +44,8 @@ class RunSpec:
     preprocessing: Preprocessing
     held_out: npt.NDArray[np.int64] | None = None
     """Indices of the training images that it is scored on instead of learning from them: a fold."""
+    start_from: str | None = None
+    """Content hash of the earlier task whose weights it starts from."""
 
     def __post_init__(self) -> None:
         if not self.splits.train:

@@ -192,6 +192,8 @@ def merge_options(
             raise TrainingError(f"unknown training option {name!r}; the options are {', '.join(known[0] + known[1])}.")
     own = [{name: value for name, value in changes.items() if name in names} for names in known]
     merged = replace(recipe or Recipe(), **own[0]), replace(options or TrainOptions(), **{"phases": Phases(), **own[1]})
+    if merged[1].halving and merged[0].steps is not None:
+        raise TrainingError("--halving stops runs after quarters of the epochs: give --epochs instead of --steps.")
     check_views(merged[0], merged[1].wanted_cache)
     return merged
 

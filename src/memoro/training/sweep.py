@@ -14,7 +14,7 @@ from rich.table import Table
 from memoro.backbones import Backbone
 from memoro.console import make_table
 from memoro.data import ImageSet, Splits, Streams
-from memoro.data.splits import Index, fold_numbers
+from memoro.data.splits import SINGLE_IMAGES, Index, fold_numbers
 from memoro.errors import TrainingError
 from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, measure, measure_task, recorded, score
 from memoro.images import Preprocessing
@@ -98,8 +98,11 @@ class SweepSpec:
                 raise TrainingError(f"{self.splits.name}: folds need at least two images of a class: set folds to 0.")
             parts = [*held_out, None]
         elif self.splits.val is None and len(self.grid.settings()) > 1:
-            raise TrainingError(f"{self.splits.name} has no validation images to choose by: set val_fraction above 0.")
-        found = []
+            why = "set val_fraction above 0"
+            if SINGLE_IMAGES in self.splits.notes:
+                why = "every class has a single image: give one --lr, one seed and one of each size, or add images"
+            raise TrainingError(f"{self.splits.name} has no validation images to choose by: {why}.")
+        found, start = [], None if self.start is None else self.start.content_hash()
         for setting in self.grid.settings():
             sizes = {name: size for name, size in setting._asdict().items() if name not in {"lr", "seed"}}
             for part in parts:
@@ -108,7 +111,7 @@ class SweepSpec:
                 task.describe(training={**task.spec.training, "seed": setting.seed})
                 recipe = replace(self.recipe, lr=setting.lr, seed=setting.seed)
                 made = setting._replace(**{name: getattr(task, name) for name in sizes})
-                found.append((made, RunSpec(task, recipe, self.regime, self.splits, self.preprocessing, part)))
+                found.append((made, RunSpec(task, recipe, self.regime, self.splits, self.preprocessing, part, start)))
         return found
 
 
@@ -232,7 +235,7 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
         return None
     logits = torch.cat([fold.logits for fold in folds if fold.logits is not None])
     targets = torch.cat([fold.targets for fold in folds if fold.targets is not None])
-    found = measure(splits.kind, splits.labels, logits, targets)
+    judged = score(splits.kind, measure(splits.kind, splits.labels, logits, targets))
     add_calibration(whole.task, (logits, targets), f"{len(folds)} folds", seen=sweep.start is not None)
     if splits.test is None:
         parts = [fold.images for fold in folds if isinstance(fold.images, ImageSet)]
@@ -241,9 +244,10 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
     assert whole.logits is not None
     assert whole.targets is not None
     split = f"{len(folds)} folds" if splits.test is None else whole.metrics["split"]
-    whole = replace(whole, metrics={"split": split, **measure_task(whole.task, whole.logits, whole.targets)})
+    found = measure_task(whole.task, whole.logits, whole.targets, fitted_on=splits.test is None)
+    whole = replace(whole, metrics={"split": split, **found})
     whole.task.describe(metrics=recorded(splits.kind, whole.metrics, whole.logits, whole.targets))
-    return score(splits.kind, found), whole
+    return judged, whole
 
 
 def sweep_table(name: str, rows: Sequence[SweepRow], score_name: str) -> Table:

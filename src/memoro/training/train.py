@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -35,6 +36,8 @@ from memoro.training.sweep import Grid, SweepRow, SweepSpec, run_sweeps, sweep_t
 from memoro.training.warmstart import OPTIMISTIC, compare_labels, read_start
 
 SUFFIX = ".safetensors"
+MOST_BYTES = 80
+"""Of the name of a run folder that joins those of several tasks."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,7 @@ def train(
     if chosen.name == "side" and start is None and lr is None and from_layer is None:
         sweeps = [_add_earlier_fork(sweep, backbone.depth, options) for sweep in sweeps]
     if options.folder is not None:
-        options = replace(options, folder=Path(str(options.folder).replace("{task}", "+".join(sets))))
+        options = replace(options, folder=Path(str(options.folder).replace("{task}", _name_folder(list(sets)))))
     for text in _notes(sweeps, folds, options):
         options.note(text)
     results = {}
@@ -257,6 +260,15 @@ def _check_target(out: Path, *, several: bool) -> None:
 
 def _file_of(name: str, out: Path, *, several: bool) -> Path:
     return out / (name + SUFFIX) if several or out.is_dir() else out
+
+
+def _name_folder(names: Sequence[str]) -> str:
+    """`a+b` for the tasks a and b; for many, which no file name could hold, the first one and a hash of all."""
+    whole = "+".join(names)
+    if len(names) == 1 or len(whole.encode()) <= MOST_BYTES:
+        return whole
+    first = names[0].encode()[: MOST_BYTES // 2].decode(errors="ignore")
+    return f"{first}+{len(names) - 1}-more-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
 def _asks_for_views(augment: Augment) -> bool:

@@ -1,0 +1,44 @@
+"""Images without labels as a set, for what is measured without them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from memoro.data.annotations import RawDataset, RawSplit
+from memoro.data.dataset import DataOptions, ImageSet
+from memoro.data.folders import FileImages
+from memoro.data.splits import build_splits
+from memoro.data.unlabelled import Key, Unlabelled, open_unlabelled
+from memoro.engine.answers import NamedPicture
+from memoro.errors import ImageError
+
+
+def load_unlabelled(place: Any, workers: int | None) -> ImageSet:
+    """The readable images of a place as a set, for what needs no labels: each has a row of none."""
+    source = open_unlabelled([place])
+    keys = tuple(source.keys())
+    raw = RawDataset("regression", {"train": RawSplit(Pictures(source, keys), range(len(keys)), [()] * len(keys))}, ())
+    images = build_splits(raw, str(place), DataOptions(val_fraction=0, workers=workers, quiet=True)).train
+    assert images is not None
+    return images
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The images of a source by number, as sets read them."""
+
+    images: Unlabelled
+    numbered: tuple[Key, ...]
+
+    def read(self, row: int) -> bytes:
+        _, picture = self._find(row)
+        if isinstance(picture, ImageError):
+            raise picture
+        return picture if isinstance(picture, bytes) else FileImages("", (str(picture),)).read(0)
+
+    def where(self, row: int) -> str:
+        return self._find(row)[0]
+
+    def _find(self, row: int) -> NamedPicture:
+        return next(iter(self.images.read([self.numbered[row]])))
