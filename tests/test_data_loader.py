@@ -77,6 +77,7 @@ def test_loader_works_in_processes_that_inherit_nothing(images: ImageSet, contex
     try:
         assert same(list(loader.epoch(1)), expected)
     finally:
+        loader.close()
         multiprocessing.set_start_method(before, force=True)
 
 

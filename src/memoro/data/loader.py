@@ -321,12 +321,16 @@ def shared_pool() -> WorkerPool:
     return pool
 
 
+NICENESS = 10
+"""Of worker processes: the threads of a pass wait for each other, so that a worker on the core of one holds up all."""
 _worker_functions: dict[int, Callable[[Any], Any]] = {}
 
 
 def _start_worker(functions: dict[int, Callable[[Any], Any]]) -> None:
     _worker_functions.update(functions)
     torch.set_num_threads(1)
+    if hasattr(os, "nice"):  # not on Windows
+        os.nice(NICENESS)
     warnings.simplefilter("ignore")  # Pillow's, about EXIF blocks and sizes below memoro's own limit
     # Ctrl-C reaches all processes of a terminal; the trainer finishes its step first and needs the workers for that.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
