@@ -5,8 +5,8 @@
 
 Throughput: a folder of 64-pixel JPEGs is answered into Parquet shards, with decoder processes. The engine's own images
 per second are those of the same composition on batches of pixels that are decoded already, in the same process, before
-and after it. Memory: the peak of a new process that answers as many images as --images says, each drawn and encoded when
-it is read.
+and after it. Memory: the peak of a new process that answers as many images as --images says, each drawn and encoded
+when it is read.
 """
 
 from __future__ import annotations
