@@ -247,7 +247,7 @@ class WorkerPool:
         self._numbers = count()
         self._functions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._started: set[int] = set()
-        self._greeting: Future[int] | None = None
+        self._first_answer: Future[int] | None = None
         self._lock = threading.RLock()
 
     def register(self, function: Any) -> int:
@@ -275,7 +275,7 @@ class WorkerPool:
         except BrokenProcessPool:
             with self._lock:
                 self._executor = None
-            if multiprocessing.get_start_method() != "fork" and not self._was_greeted():
+            if multiprocessing.get_start_method() != "fork" and not self._has_answered():
                 raise DataError(
                     'worker processes could not start: put the work of your script under `if __name__ == "__main__":`, '
                     "because each of them imports the script, or use workers=0."
@@ -292,10 +292,10 @@ class WorkerPool:
                 self._executor.shutdown()
             self._executor = None
 
-    def _was_greeted(self) -> bool:
+    def _has_answered(self) -> bool:
         """Whether a worker process has ever answered."""
-        greeting = self._greeting
-        return greeting is not None and greeting.done() and not greeting.cancelled() and greeting.exception() is None
+        first = self._first_answer
+        return first is not None and first.done() and not first.cancelled() and first.exception() is None
 
     def _submit(self, function: Callable[[A], B], request: A, workers: int) -> Future[B]:
         with self._lock:
@@ -305,8 +305,8 @@ class WorkerPool:
                 functions = {number: function for function, number in self._functions.items()}
                 self._size, self._started = max(workers, self._size), set(functions)
                 self._executor = ProcessPoolExecutor(self._size, initializer=_start_worker, initargs=(functions,))
-                if not self._was_greeted():
-                    self._greeting = self._executor.submit(int)
+                if not self._has_answered():
+                    self._first_answer = self._executor.submit(int)
             return self._executor.submit(_apply, number, request)
 
 

@@ -86,8 +86,8 @@ class ExportModule(nn.Module):
     def metadata(self, example: Tensor, outputs: dict[str, Tensor]) -> dict[str, Any]:
         """All that a program needs to use the file without memoro, as JSON values.
 
-        A calibrated task has `thresholds`, the probability from which on each label is given (one half without them),
-        or `spread`, half the width of each number's interval.
+        A calibrated task has `thresholds`, at or above which a label is predicted (one half without them), or `spread`,
+        half the width of each number's interval.
         """
         backbone, tasks = self.model.backbone, self.model.tasks
         hashes = content_hashes(tasks.values())

@@ -13,7 +13,7 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.console import format_count, make_table
 from memoro.data import ImageSet, ImageStream, Loader, Splits, load_data
-from memoro.data.pictures import load_unlabelled
+from memoro.data.unlabelled_set import load_unlabelled
 from memoro.engine.answers import Judged, Outputs
 from memoro.engine.background import background_token
 from memoro.engine.composition import Composition, compose
