@@ -155,9 +155,7 @@ def check_labels(labels: object, name: str) -> tuple[str, ...]:
         if not isinstance(label, str) or not label:
             raise TaskError(f"{name!r}: labels must be non-empty strings, not {label!r}.")
         if any(unicodedata.category(character) == "Cs" for character in label):
-            raise TaskError(
-                f"{name!r}: label {label!r} contains a lone surrogate: leave it out."
-            )
+            raise TaskError(f"{name!r}: label {label!r} contains a lone surrogate: leave it out.")
         if label in seen:
             raise TaskError(f"{name!r}: labels must be unique: {label!r} appears twice.")
         seen.add(label)
