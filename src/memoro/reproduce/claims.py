@@ -65,8 +65,8 @@ INTRO = {
     "masking": (
         "Full attention against the mask, with memory and without: `class-full` and `memory-full N` let every "
         "token see the new class token and memory, `class` and `memory N` only the task's own. Both are trained with "
-        "the same optimiser, learning rates, steps and seeds. The paper finds that the mask costs little once there "
-        "is memory."
+        "the same optimiser, steps and seeds, at the better of two learning rates each. The paper finds that the mask "
+        "costs little once there is memory."
     ),
     "fork": (
         "Accuracy over the layer at which a task leaves the backbone (its fork), as a fraction of the depth: 0 "
