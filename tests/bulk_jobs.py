@@ -53,6 +53,6 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_all(source: Unlabelled, step: int) -> Any:
-    """In parts that are no multiples of a batch or of a row group."""
+    """All images of a source, read in parts of `step`."""
     keys = list(source.keys())
     return (picture for at in range(0, len(keys), step) for picture in source.read(keys[at : at + step]))

@@ -83,13 +83,13 @@ def test_a_ray_worker_out_of_memory_is_replaced(photos: Path, predictor: Predict
     assert len(list(job.folder.glob("part-*"))) == 3
 
 
-def test_streams_are_not_for_ray(photos: Path, predictor: Predictor) -> None:
+def test_streams_are_refused_with_ray(photos: Path, predictor: Predictor) -> None:
     stream = Stream(None, "image", "owner/name:train", Places("."), COUNT)
     for source in (stream, Chain((open_unlabelled(["photos"]), stream))):
         with pytest.raises(DataError, match="leave out --ray or --streaming"):
             on_ray.check_ray(new_job(source, predictor))
 
 
-def test_an_address_behind_ray_is_no_image(shell: Shell, photos: Path, tasks: list[str]) -> None:
+def test_an_address_after_ray_is_not_taken_for_an_image(shell: Shell, photos: Path, tasks: list[str]) -> None:
     common = ("predict", "photos", "-b", "vit", *tasks, "-o", "out/")
     assert "use --ray-address head:6379" in shell(*common, "--ray", "head:6379", code=2).err

@@ -68,7 +68,7 @@ SOURCES: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_source_gives_the_same_answers(name: str, photos: Path, predictor: Predictor) -> None:
     SOURCES[name](photos)
-    found = list(predictor.predict(read_all(open_unlabelled([name]), 6)))
+    found = list(predictor.predict(read_all(open_unlabelled([name]), 6)))  # no multiple of a batch or a row group
     right = list(predictor.predict(read_all(open_unlabelled(["photos"]), COUNT)))
     assert [one.answers for one in found] == [one.answers for one in right]
     assert [at for at, one in enumerate(found) if one.error] == [5]
@@ -126,7 +126,7 @@ def test_a_bad_row_of_a_table_is_a_row_with_an_error(photos: Path, predictor: Pr
     assert [one.error for one in predictor.predict(read_all(trusted, 9))][2] is None
 
 
-def test_tables_say_what_they_lack(photos: Path) -> None:
+def test_unusable_tables_are_refused_with_the_reason(photos: Path) -> None:
     Path("odd.csv").write_text("name,size\na,1\n")
     with pytest.raises(DataError, match="no column for the image's path among 'name', 'size'"):
         open_unlabelled(["odd.csv"])

@@ -22,7 +22,7 @@ from memoro.training.trust import add_calibration
 __all__ = ["colours"]  # fixtures
 
 
-def test_a_temperature_undoes_too_much_certainty() -> None:
+def test_a_temperature_corrects_overconfidence() -> None:
     generator = torch.Generator().manual_seed(0)
     true = 2 * torch.randn(2000, 4, generator=generator)
     targets = torch.multinomial(true.softmax(dim=-1), 1, generator=generator)[:, 0]
@@ -38,7 +38,7 @@ def test_a_temperature_undoes_too_much_certainty() -> None:
     assert fit_calibration("softmax", logits[:19], targets[:19], "validation") is None
 
 
-def test_answers_without_a_mistake_keep_a_temperature() -> None:
+def test_a_set_without_mistakes_gives_a_bounded_temperature() -> None:
     targets = torch.arange(40) % 2
     found = fit_calibration("softmax", 4 * torch.eye(2)[targets], targets, "validation")
     assert found is not None
@@ -119,7 +119,7 @@ def test_without_a_test_split_a_calibration_is_judged_on_other_images(colours: P
         assert {name for name in found if seen[name] != found[name]} == {"calibration_error"}
 
 
-def test_figures_are_those_that_eval_gives(colours: Path, tmp_path: Path) -> None:
+def test_metrics_after_training_are_those_of_eval(colours: Path, tmp_path: Path) -> None:
     """After a training, in its record and in its report: all calibrated."""
     quick: dict[str, Any] = {"epochs": 2, "workers": 0, "quiet": True, "image_size": 20, "folder": tmp_path / "run"}
     backbone = memoro.load_backbone(str(colours / "vit"))

@@ -32,7 +32,7 @@ def test_stream_gives_the_same_images_as_the_table() -> None:
             assert torch.equal(one.index, other.index)
 
 
-def test_stream_is_cut_by_lot() -> None:
+def test_stream_is_split_at_random() -> None:
     streams = load_stream(table(60).to_iterable_dataset(), val_fraction=0.3, seed=5)
     assert streams.train is not None
     assert streams.val is not None

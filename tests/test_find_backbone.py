@@ -44,7 +44,7 @@ def renamed(file: Path, name: str, into: Path) -> Path:
     return into
 
 
-def test_a_task_of_the_shipped_backbone_needs_no_b(shell: Shell, photo: Path, tmp_path: Path) -> None:
+def test_a_task_of_the_shipped_backbone_needs_no_backbone_option(shell: Shell, photo: Path, tmp_path: Path) -> None:
     task = random_task(memoro.load_backbone(), "pets")
     memoro.save_task(task, tmp_path / "pets.safetensors")
     assert memoro.load_backbone(task.spec.backbone).name == "memoro-tiny"
@@ -164,7 +164,7 @@ def test_code_of_a_checkpoint_is_never_run(
     assert not trace.exists()
 
 
-def test_tasks_of_two_backbones_are_told(vit: Any, backbone: Backbone) -> None:
+def test_tasks_of_two_backbones_are_refused(vit: Any, backbone: Backbone) -> None:
     other = random_task(memoro.load_backbone(), "other")
     with pytest.raises(CompositionError, match="'other' was trained for memoro-tiny"):
         memoro.compose(backbone, [random_task(backbone, "pets"), other])

@@ -163,7 +163,7 @@ def test_a_diverged_run_is_all_wrong() -> None:
     assert (found.seeds, found.difference) == (3, pytest.approx(1 / 3))
 
 
-def test_verdicts_need_three_seeds_and_know_how_few_they_are() -> None:
+def test_verdicts_need_three_seeds_and_depend_on_degrees_of_freedom() -> None:
     # Differences of three seeds: 0.06, 0.02, 0.10. More than two standard errors, but two degrees of freedom.
     differ = Comparison("a", "b", 0.06, 0.0231, 3, 2.1)
     assert differ.margin == pytest.approx(4.303 * 0.0231)

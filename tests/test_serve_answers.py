@@ -50,7 +50,9 @@ def close(found: Any, right: Any) -> bool:
     return found == pytest.approx(right, abs=1e-5) if isinstance(right, float) else bool(found == right)
 
 
-def test_all_forms_of_a_request_give_the_library_s_answers(server: Running, expected: list[dict[str, Any]]) -> None:
+def test_all_forms_of_a_request_give_the_answers_of_the_library(
+    server: Running, expected: list[dict[str, Any]]
+) -> None:
     assert set(expected[0]) == {"pets", "breeds", "tags", "weight", "top", "large"}
     assert not close(expected[0]["pets"], expected[1]["pets"])
     raw = server.predict(IMAGES[0], "?top_k=9", content_type="image/png")
@@ -84,7 +86,7 @@ def test_tasks_top_k_and_base(server: Running, expected: list[dict[str, Any]]) -
     assert server.predict(IMAGES[1], "?base=true")["images"][0]["base"] == pytest.approx(right, abs=1e-5)
 
 
-def test_an_unreadable_image_does_not_spoil_the_others(server: Running, expected: list[dict[str, Any]]) -> None:
+def test_an_unreadable_image_does_not_affect_the_others(server: Running, expected: list[dict[str, Any]]) -> None:
     body, headers = multipart(IMAGES[0], b"not an image", IMAGES[2])
     first, second, third = server.predict(body, "?top_k=9", **headers)["images"]
     assert close(first["answers"], expected[0])
@@ -169,8 +171,8 @@ def test_requests_share_passes(server: Running, monkeypatch: pytest.MonkeyPatch)
     assert begun.wait(30)  # the first is in its pass; the other four gather meanwhile
     for thread in threads[1:]:
         thread.start()
-    while server.metric("memoro_queue_images") < 5 or server.metric('memoro_stage_seconds_count{stage="decode"}') < 5:
-        pass
+    decoded = 'memoro_stage_seconds_count{stage="decode"}'
+    wait_until(lambda: server.metric("memoro_queue_images") >= 5 and server.metric(decoded) >= 5)
     go_on.set()
     for thread in threads:
         thread.join()
@@ -204,7 +206,7 @@ def test_explain(server: Running) -> None:
     assert (status, "tasks=" in found["error"]) == (413, True)
 
 
-def test_passes_of_others_run_between_maps(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_run_between_maps(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     called, order, go_on = list[Any](), list[str](), threading.Event()
     call, run, explain = Batcher.call, batching.run_pass, Composition.explain
 

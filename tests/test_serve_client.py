@@ -20,8 +20,8 @@ from memoro.errors import ImageError, ServeError
 __all__ = ["backbone", "expected", "folder", "server"]  # fixtures
 
 
-class Mute:
-    """A server that takes requests, and answers with what it is told to, or not at all."""
+class FixedServer:
+    """A server with one fixed answer to each connection, or none."""
 
     def __init__(self, *answers: bytes | None) -> None:
         self.listening = socket.create_server(("127.0.0.1", 0))
@@ -38,7 +38,7 @@ class Mute:
             if answer is not None:
                 connection.sendall(answer)
 
-    def __enter__(self) -> Mute:
+    def __enter__(self) -> FixedServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +93,7 @@ def test_the_client_sends_files_whose_names_are_not_utf8(
 
 def test_the_client_goes_on_after_a_timeout() -> None:
     with (
-        Mute(None, http_answer("200 OK", b'{"tasks": []}')) as server,
+        FixedServer(None, http_answer("200 OK", b'{"tasks": []}')) as server,
         memoro.Client(server.url, timeout=1.5) as client,
     ):
         with pytest.raises(ServeError, match=r"did not answer within 1\.5 seconds"):
@@ -101,9 +101,9 @@ def test_the_client_goes_on_after_a_timeout() -> None:
         assert client.tasks() == {}
 
 
-def test_the_client_and_what_a_proxy_may_answer() -> None:
+def test_the_client_handles_answers_of_a_proxy() -> None:
     busy = http_answer("503 Busy", b"", "retry-after: Wed, 21 Oct 2015 07:28:00 GMT", "connection: close")
-    with Mute(busy, http_answer("200 OK", b'{"tasks": []}'), b"SSH-2.0-OpenSSH\r\n") as server:
+    with FixedServer(busy, http_answer("200 OK", b'{"tasks": []}'), b"SSH-2.0-OpenSSH\r\n") as server:
         with memoro.Client(server.url) as client:
             assert client.tasks() == {}
         with memoro.Client(server.url) as client, pytest.raises(ServeError, match="SSH-2"):

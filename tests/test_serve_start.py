@@ -66,7 +66,7 @@ def test_a_missing_extra_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", [["serve"], ["bench", "serve"]])
 @pytest.mark.parametrize("own", [None, "ACTIVE"])
-def test_threads_of_a_pass_sleep_where_they_wait(command: list[str], own: str | None) -> None:
+def test_waiting_threads_sleep_instead_of_spinning(command: list[str], own: str | None) -> None:
     """OpenMP reads its setting when torch is imported."""
     code = (
         "import builtins, os, sys\n"

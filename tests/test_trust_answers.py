@@ -140,7 +140,7 @@ def table(colours: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_tables_have_label_columns_everywhere(colours: Path, table: Path, tmp_path: Path) -> None:
+def test_every_command_takes_a_label_column(colours: Path, table: Path, tmp_path: Path) -> None:
     backbone = memoro.load_backbone(str(colours / "vit"))
     task = random_task(backbone, "own", labels=["blue", "red"])
     task.describe(preprocessing=backbone.preprocessing)
@@ -185,7 +185,7 @@ def test_other_images_need_no_labels(colours: Path, tmp_path: Path) -> None:
         evaluate_trust(backbone, [task], colours / "own", {"gone": tmp_path / "gone"}, workers=0)
 
 
-def test_baselines_are_left_out_of_what_others_compares(colours: Path, tmp_path: Path) -> None:
+def test_baselines_are_left_out_of_the_comparison_with_others(colours: Path, tmp_path: Path) -> None:
     quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
     files = []
     for name, regime in (("own", "head"), ("plain", "class-full")):

@@ -131,8 +131,8 @@ ATTACKS: dict[str, tuple[Any, str]] = {
     "negative distances": (scale("distances", -1.0), "invalid values"),
     "long directions": (scale("directions", 1e4), "invalid values"),
     "tensors without a section": (without_section, "belong to none"),
-    "no object": (lambda record, tensors: record.update(familiarity=[]), "JSON object"),
-    "no number": (lambda record, tensors: record.update(calibration=1), "JSON object"),
+    "a list": (lambda record, tensors: record.update(familiarity=[]), "JSON object"),
+    "a number": (lambda record, tensors: record.update(calibration=1), "JSON object"),
 }
 
 
@@ -146,7 +146,7 @@ def test_hostile_sections_are_refused(known: Task, tmp_path: Path, name: str) ->
     assert str(path) in str(caught.value)
 
 
-def test_rewriting_alone_is_no_attack(known: Task, tmp_path: Path) -> None:
+def test_a_rewritten_file_with_valid_values_is_loaded(known: Task, tmp_path: Path) -> None:
     path = memoro.save_task(known, tmp_path / "pets.safetensors")
     rewrite(path, put("calibration", temperature=[2.5], source="elsewhere"))
     found = memoro.load_task(path)
