@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from families import CASES
 from PIL import Image
 from random_tasks import random_task
 
@@ -130,3 +132,16 @@ def know(task: memoro.Task, distance: float) -> memoro.Task:
     tensors = {**known.tensors, "distances": torch.full((5,), distance)}
     task.describe(familiarity=Familiarity(**tensors, residual=known.residual, images=5))
     return task
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    return memoro.load_backbone(CASES[0].model())
+
+
+@pytest.fixture(scope="module")
+def folder(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tasks of every kind, for all tests of a module."""
+    path = tmp_path_factory.mktemp("served") / "tasks"
+    fill(path, backbone)
+    return path

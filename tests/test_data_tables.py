@@ -1,8 +1,7 @@
-"""CSV and Parquet manifests, `datasets` objects, hub ids, streams and the known names."""
+"""CSV and Parquet manifests, and `datasets` objects."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import pytest
 import torch
 from test_data_images import picture, save_classes, to_bytes
 
-from memoro.data import KNOWN, Loader, load_data, load_stream
+from memoro.data import load_data, load_stream
 from memoro.errors import DataError
-from memoro.images import Preprocessing
 
-SMALL = Preprocessing(resize=12, crop=(10, 8))
 NAMES = ["zebra", "ant", "bee"]
 
 
@@ -249,16 +246,6 @@ def test_lists_of_numbers_are_refused() -> None:
         list(train.samples())
 
 
-def test_numbers_of_a_stream_come_in_the_order_of_the_labels() -> None:
-    made = datasets.Dataset.from_dict({"image": [to_bytes(picture(0))], "x": [1.0], "y": [10.0]}).to_iterable_dataset()
-    splits = load_stream(made, label_column=["y", "x"], labels=["x", "y"], val_fraction=0)
-    assert splits.labels == ("x", "y")
-    assert splits.train is not None
-    assert [sample.target.tolist() for sample in splits.train.samples()] == [[1, 10]]
-    with pytest.raises(DataError, match="1 numbers per image"):
-        load_stream(made, label_column="x", labels=["x", "y"])
-
-
 def test_kind_asked_against_the_column() -> None:
     splits = load_data(table(6), kind="multilabel", val_fraction=0)
     assert splits.train is not None
@@ -266,151 +253,3 @@ def test_kind_asked_against_the_column() -> None:
     several = datasets.Dataset.from_dict({"image": [to_bytes(picture(0))], "label": [["a", "b"]]})
     with pytest.raises(DataError, match="kind 'multilabel'"):
         load_data(several, kind="softmax")
-
-
-def test_hub_id_with_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load(name: str, config: str | None, *, split: str | None, streaming: bool) -> Any:
-        asked.append((name, config, split, streaming))
-        return table() if split else datasets.DatasetDict({"train": table(), "test": table(6)})
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    assert load_data("owner/name").test is not None
-    only = load_data("owner/name:test", config="small")
-    assert only.train is None
-    assert load_data("owner/name:train[:10%]").train is not None
-    assert asked == [
-        ("owner/name", None, None, False),
-        ("owner/name", "small", "test", False),
-        ("owner/name", None, "train[:10%]", False),
-    ]
-
-
-def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **options: Any) -> None:
-        raise ConnectionError("Couldn't reach the hub\nand more")
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(DataError, match=r"from the hub: Couldn't reach the hub\. Online, .*hf download") as error:
-        load_data("owner/name:train")
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_known_name_says_what_to_fetch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **options: Any) -> None:
-        raise ConnectionError("offline\nand more")
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    monkeypatch.setenv("MEMORO_DATA", str(tmp_path / "sets"))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        DataError, match=rf"{name} was not found.*Fetch .*{tmp_path}/sets or data as {name}.*MEMORO_DATA"
-    ):
-        load_data(name)
-
-
-def test_known_names_are_the_papers() -> None:
-    assert set(KNOWN) == {"cifar100", "inaturalist2017", "places365", "sun397"}
-
-
-def test_known_name_with_a_local_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMORO_DATA", str(tmp_path))
-    number = save_classes(tmp_path / "places365" / "train", {"a": 20, "b": 20})
-    save_classes(tmp_path / "places365" / "val", {"a": 2, "b": 2}, number)
-    splits = load_data("places365")
-    assert splits.test is not None
-    assert splits.val is not None
-    assert (len(splits.test), len(splits.val)) == (4, 6)
-    assert any("official validation split is the test split" in note for note in splits.notes)
-    assert any("40 train images, the official set 1,803,460" in note for note in splits.notes)
-
-
-def test_inaturalist_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMORO_DATA", str(tmp_path))
-    root = tmp_path / "inaturalist2017"
-    save_classes(root / "train_val_images" / "Aves", {"Pica pica": 4, "Corvus corax": 4})
-    files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.png"))
-    categories = [{"id": 7, "name": "Pica pica"}, {"id": 3, "name": "Corvus corax"}]
-    for name, part in (("train2017.json", files[:3] + files[4:7]), ("val2017.json", [files[3], files[7]])):
-        record = {
-            "images": [{"id": file, "file_name": file} for file in part],
-            "annotations": [{"image_id": file, "category_id": 7 if "Pica" in file else 3} for file in part],
-            "categories": categories,
-        }
-        (root / name).write_text(json.dumps(record))
-    splits = load_data("inaturalist2017", val_fraction=0)
-    assert splits.labels == ("Corvus corax", "Pica pica")
-    assert splits.train is not None
-    assert splits.test is not None
-    assert splits.train.targets.tolist() == [0, 0, 0, 1, 1, 1]
-    assert [Path(splits.test.where(at)).parent.name for at in range(2)] == ["Corvus corax", "Pica pica"]
-    (root / "val2017.json").write_text('{"images": 3}')
-    with pytest.raises(DataError, match=r"val2017\.json: not the annotations"):
-        load_data("inaturalist2017")
-
-
-def test_stream_gives_the_same_images_as_the_table() -> None:
-    streams = load_stream(table(13).to_iterable_dataset(), val_fraction=0)
-    assert streams.labels == tuple(NAMES)
-    assert streams.val is None
-    assert streams.train is not None
-    plain = load_data(table(13), val_fraction=0).train
-    assert plain is not None
-    for workers in (0, 2):
-        got = list(Loader(streams.train, SMALL, batch_size=5, workers=workers).epoch(0))
-        expected = list(Loader(plain, SMALL, batch_size=5, workers=0).epoch(0))
-        assert [len(batch.index) for batch in got] == [5, 5, 3]
-        for one, other in zip(got, expected, strict=True):
-            assert torch.equal(one.pixels, other.pixels)
-            assert torch.equal(one.targets, other.targets)
-            assert torch.equal(one.index, other.index)
-
-
-def test_stream_is_cut_by_lot() -> None:
-    streams = load_stream(table(60).to_iterable_dataset(), val_fraction=0.3, seed=5)
-    assert streams.train is not None
-    assert streams.val is not None
-    train, val = ([sample.number for sample in side.samples()] for side in (streams.train, streams.val))
-    assert sorted(train + val) == list(range(60))
-    assert 5 < len(val) < 35
-
-
-def test_stream_is_shuffled_by_epoch_and_resumes() -> None:
-    train = load_stream(table(20).to_iterable_dataset(), val_fraction=0).train
-    assert train is not None
-    loader = Loader(train, SMALL, batch_size=4, shuffle=True, seed=1, workers=0)
-    first, again, other = ([batch.index.tolist() for batch in loader.epoch(number)] for number in (0, 0, 1))
-    assert first == again != other
-    assert sorted(number for batch in first for number in batch) == list(range(20))
-    assert [batch.index.tolist() for batch in loader.epoch(0, start=3)] == first[3:]
-    with pytest.raises(DataError, match="--steps 1000 instead of --epochs"):
-        len(loader)
-
-
-def test_unreadable_images_of_a_stream_are_skipped_and_counted() -> None:
-    rows = {"image": [to_bytes(picture(at)) for at in range(200)], "label": ["a", "b"] * 100}
-    rows["image"][7] = b"junk"
-    train = load_stream(datasets.Dataset.from_dict(rows).to_iterable_dataset(), labels=["a", "b"], val_fraction=0).train
-    assert train is not None
-    loader = Loader(train, SMALL, batch_size=50, workers=0)
-    batches = list(loader.epoch(0))
-    assert [len(batch.pixels) for batch in batches] == [49, 50, 50, 50]
-    assert 7 not in batches[0].index
-    assert len(batches[0].targets) == 49
-    assert [where for where, _ in loader.skipped] == ["dataset:train, image 7 of the stream"]
-    rows["image"][:20] = [b"junk"] * 20
-    train = load_stream(datasets.Dataset.from_dict(rows).to_iterable_dataset(), labels=["a", "b"], val_fraction=0).train
-    assert train is not None
-    with pytest.raises(DataError, match="20 of 100 images cannot be read"):
-        list(Loader(train, SMALL, batch_size=50, workers=0).epoch(0))
-
-
-def test_stream_and_table_are_not_mixed_up() -> None:
-    with pytest.raises(DataError, match="load_stream"):
-        load_data(table().to_iterable_dataset())
-    with pytest.raises(DataError, match="load_data"):
-        load_stream(table())
-    with pytest.raises(DataError, match="pass them as labels"):
-        load_stream(table().cast_column("label", datasets.Value("string")).to_iterable_dataset())

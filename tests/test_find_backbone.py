@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from conftest import random_task
 from PIL import Image
-from test_cli_words import Shell, shell  # noqa: F401
+from test_cli_words import Shell, shell
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.backbones.find import FOLDERS
 from memoro.errors import BackboneError, CompositionError
 from memoro.regimes import METHODS, TaskPlan
+
+__all__ = ["shell"]  # fixtures
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def renamed(file: Path, name: str, into: Path) -> Path:
     return into
 
 
-def test_a_task_of_the_shipped_backbone_needs_no_b(shell: Shell, photo: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_task_of_the_shipped_backbone_needs_no_backbone_option(shell: Shell, photo: Path, tmp_path: Path) -> None:
     task = random_task(memoro.load_backbone(), "pets")
     memoro.save_task(task, tmp_path / "pets.safetensors")
     assert memoro.load_backbone(task.spec.backbone).name == "memoro-tiny"
@@ -52,11 +54,7 @@ def test_a_task_of_the_shipped_backbone_needs_no_b(shell: Shell, photo: Path, tm
 
 
 def test_a_folder_is_found_by_its_fingerprint(
-    shell: Shell,  # noqa: F811
-    vit: Any,
-    photo: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    shell: Shell, vit: Any, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = saved(tmp_path / "vit", tmp_path)
     assert memoro.load_task(file).spec.backbone.name == "vit"
@@ -89,7 +87,7 @@ def test_a_folder_is_found_by_its_fingerprint(
     assert "set MEMORO_BACKBONES" in shell("predict", photo, "-t", file, code=1).err
 
 
-def test_a_folder_that_a_file_names_is_never_opened(shell: Shell, photo: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_folder_that_a_file_names_is_never_opened(shell: Shell, photo: Path, tmp_path: Path) -> None:
     file = saved(tmp_path / "vit", tmp_path)
     (tmp_path / "owner").mkdir()
     (tmp_path / "vit").rename(tmp_path / "owner" / "vit")
@@ -100,10 +98,7 @@ def test_a_folder_that_a_file_names_is_never_opened(shell: Shell, photo: Path, t
 
 
 def test_a_baseline_finds_its_backbone_too(
-    shell: Shell,  # noqa: F811
-    photo: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    shell: Shell, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = memoro.load_backbone(tmp_path / "vit")
     memoro.save_baseline(METHODS["lora"].build(backbone, TaskPlan("wide", ("a", "b"))), tmp_path / "wide.safetensors")
@@ -128,15 +123,17 @@ def offline_hub(folder: Path, source: Path, name: str, monkeypatch: pytest.Monke
     return snapshot
 
 
-def test_a_hub_id_is_loaded_and_its_fingerprint_checked(
-    shell: Shell,  # noqa: F811
-    vit: Any,
-    photo: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def hub(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A task file that names owner/vit of the hub, and the folder of that model's files in the hub cache."""
     file = renamed(saved(tmp_path / "vit", tmp_path), "owner/vit", tmp_path / "hub.safetensors")
-    snapshot = offline_hub(tmp_path / "hub", tmp_path / "vit", "owner/vit", monkeypatch)
+    return file, offline_hub(tmp_path / "hub", tmp_path / "vit", "owner/vit", monkeypatch)
+
+
+def test_a_hub_id_is_loaded_and_its_fingerprint_checked(
+    shell: Shell, hub: tuple[Path, Path], vit: Any, photo: Path
+) -> None:
+    file, snapshot = hub
     said = shell("predict", photo, "-t", file)
     assert "backbone: owner/vit" in said.err
     assert memoro.load_backbone(memoro.load_task(file).spec.backbone).name == "owner/vit"
@@ -148,13 +145,9 @@ def test_a_hub_id_is_loaded_and_its_fingerprint_checked(
 
 
 def test_code_of_a_checkpoint_is_never_run(
-    shell: Shell,  # noqa: F811
-    photo: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    shell: Shell, hub: tuple[Path, Path], photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = renamed(saved(tmp_path / "vit", tmp_path), "owner/vit", tmp_path / "hub.safetensors")
-    snapshot = offline_hub(tmp_path / "hub", tmp_path / "vit", "owner/vit", monkeypatch)
+    file, snapshot = hub
     config = json.loads((snapshot / "config.json").read_text())
     trace = tmp_path / "was-run"
     (snapshot / "evil.py").write_text(f"open({str(trace)!r}, 'w')\n")
@@ -171,7 +164,7 @@ def test_code_of_a_checkpoint_is_never_run(
     assert not trace.exists()
 
 
-def test_tasks_of_two_backbones_are_told(vit: Any, backbone: Backbone) -> None:
+def test_tasks_of_two_backbones_are_refused(vit: Any, backbone: Backbone) -> None:
     other = random_task(memoro.load_backbone(), "other")
     with pytest.raises(CompositionError, match="'other' was trained for memoro-tiny"):
         memoro.compose(backbone, [random_task(backbone, "pets"), other])

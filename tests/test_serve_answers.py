@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,31 +14,25 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_task
-from families import CASES
-from PIL import ExifTags, Image
-from serving import Running, fill, know, multipart, picture, serving, wait_until
+from PIL import Image
+from serving import Running, backbone, folder, know, multipart, picture, serving, wait_until
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.engine import composition as composition_module
 from memoro.engine.composition import Composition
-from memoro.errors import ImageError, ServeError
 from memoro.serve import batching, bodies
 from memoro.serve.batching import Batcher
 from memoro.serve.metrics import Metrics
+
+__all__ = ["backbone", "folder"]  # fixtures
+
 
 IMAGES = [picture(seed) for seed in range(5)]
 
 
 @pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    return memoro.load_backbone(CASES[0].model())
-
-
-@pytest.fixture(scope="module")
-def server(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("served")
-    fill(folder, backbone)
+def server(backbone: Backbone, folder: Path) -> Iterator[Running]:
     with serving(backbone, folder, max_batch=4, max_delay_ms=20) as running:
         yield running
 
@@ -58,7 +50,9 @@ def close(found: Any, right: Any) -> bool:
     return found == pytest.approx(right, abs=1e-5) if isinstance(right, float) else bool(found == right)
 
 
-def test_all_forms_of_a_request_give_the_library_s_answers(server: Running, expected: list[dict[str, Any]]) -> None:
+def test_all_forms_of_a_request_give_the_answers_of_the_library(
+    server: Running, expected: list[dict[str, Any]]
+) -> None:
     assert set(expected[0]) == {"pets", "breeds", "tags", "weight", "top", "large"}
     assert not close(expected[0]["pets"], expected[1]["pets"])
     raw = server.predict(IMAGES[0], "?top_k=9", content_type="image/png")
@@ -92,7 +86,7 @@ def test_tasks_top_k_and_base(server: Running, expected: list[dict[str, Any]]) -
     assert server.predict(IMAGES[1], "?base=true")["images"][0]["base"] == pytest.approx(right, abs=1e-5)
 
 
-def test_an_unreadable_image_does_not_spoil_the_others(server: Running, expected: list[dict[str, Any]]) -> None:
+def test_an_unreadable_image_does_not_affect_the_others(server: Running, expected: list[dict[str, Any]]) -> None:
     body, headers = multipart(IMAGES[0], b"not an image", IMAGES[2])
     first, second, third = server.predict(body, "?top_k=9", **headers)["images"]
     assert close(first["answers"], expected[0])
@@ -177,8 +171,8 @@ def test_requests_share_passes(server: Running, monkeypatch: pytest.MonkeyPatch)
     assert begun.wait(30)  # the first is in its pass; the other four gather meanwhile
     for thread in threads[1:]:
         thread.start()
-    while server.metric("memoro_queue_images") < 5 or server.metric('memoro_stage_seconds_count{stage="decode"}') < 5:
-        pass
+    decoded = 'memoro_stage_seconds_count{stage="decode"}'
+    wait_until(lambda: server.metric("memoro_queue_images") >= 5 and server.metric(decoded) >= 5)
     go_on.set()
     for thread in threads:
         thread.join()
@@ -212,7 +206,7 @@ def test_explain(server: Running) -> None:
     assert (status, "tasks=" in found["error"]) == (413, True)
 
 
-def test_passes_of_others_run_between_maps(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_run_between_maps(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     called, order, go_on = list[Any](), list[str](), threading.Event()
     call, run, explain = Batcher.call, batching.run_pass, Composition.explain
 
@@ -287,109 +281,6 @@ def test_a_pass_reads_its_answers_once(server: Running, monkeypatch: pytest.Monk
     for thread in threads:
         thread.join()
     assert read == ["pets", "tags"]
-
-
-class Mute:
-    """A server that takes requests, and answers with what it is told to, or not at all."""
-
-    def __init__(self, *answers: bytes | None) -> None:
-        self.listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
-        self.answers, self.open = list(answers), list[socket.socket]()
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        for answer in self.answers:
-            connection, _ = self.listening.accept()
-            self.open.append(connection)
-            connection.recv(1 << 16)
-            if answer is not None:
-                connection.sendall(answer)
-
-    def __enter__(self) -> Mute:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.thread.join(30)
-        for one in (self.listening, *self.open):
-            one.close()
-
-
-def http_answer(status: str, body: bytes, *headers: str) -> bytes:
-    head = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", *headers]
-    return "\r\n".join([*head, "", ""]).encode() + body
-
-
-def test_the_client_goes_on_after_a_timeout() -> None:
-    with (
-        Mute(None, http_answer("200 OK", b'{"tasks": []}')) as server,
-        memoro.Client(server.url, timeout=1.5) as client,
-    ):
-        with pytest.raises(ServeError, match=r"did not answer within 1\.5 seconds"):
-            client.tasks()
-        assert client.tasks() == {}
-
-
-def test_the_client_and_what_a_proxy_may_answer() -> None:
-    busy = http_answer("503 Busy", b"", "retry-after: Wed, 21 Oct 2015 07:28:00 GMT", "connection: close")
-    with Mute(busy, http_answer("200 OK", b'{"tasks": []}'), b"SSH-2.0-OpenSSH\r\n") as server:
-        with memoro.Client(server.url) as client:
-            assert client.tasks() == {}
-        with memoro.Client(server.url) as client, pytest.raises(ServeError, match="SSH-2"):
-            client.tasks()
-
-
-def test_connections_of_threads_that_have_ended_are_closed(server: Running) -> None:
-    with memoro.Client(server.url) as client:
-        for _ in range(3):
-            thread = threading.Thread(target=client.tasks)
-            thread.start()
-            thread.join()
-            (only,) = client._connections.values()
-            assert only.sock is not None
-        first = only
-        client.tasks()
-        assert first.sock is None
-
-
-def test_the_client(server: Running, expected: list[dict[str, Any]], tmp_path: Path) -> None:
-    client = memoro.Client(server.url)
-    (tmp_path / "photo.png").write_bytes(IMAGES[0])
-    forms = [tmp_path / "photo.png", IMAGES[0], Image.open(tmp_path / "photo.png")]
-    for image, found in zip(forms, client.predict(forms, top=9), strict=True):
-        assert close(found, expected[0]), image
-    (found,) = client.predict(str(tmp_path / "photo.png"), tasks=["tags"], top=9)
-    assert close(found, {"tags": expected[0]["tags"]})
-    assert client.explain(IMAGES[0], ["pets"])[0]["pets"]["attention"]["layers"] == [0, 1, 2, 3, 4]
-    assert set(client.tasks()) == set(expected[0])
-    assert client.ask("predict", IMAGES[0], ["pets"], base=True)["images"][0]["base"]
-    with pytest.raises(ImageError, match="not a readable image"):
-        client.predict([IMAGES[0], b"nothing"])
-    with pytest.raises(ServeError, match="no task 'cars'") as caught:
-        client.predict(IMAGES[0], ["cars"])
-    assert caught.value.status == 404
-    with pytest.raises(ServeError, match=r"cannot reach http://127.0.0.1:1 .*memoro serve"):
-        memoro.Client("127.0.0.1:1").predict(IMAGES[0])
-
-
-def test_the_client_sends_pil_images_as_the_library_sees_them(server: Running) -> None:
-    photo = Image.open(io.BytesIO(IMAGES[0]))
-    photo.getexif()[ExifTags.Base.Orientation] = 6
-    modes = [photo.convert(mode) for mode in ("CMYK", "YCbCr", "HSV", "F", "I", "P", "1", "RGBA")]
-    with memoro.Client(server.url) as client:
-        for image in (photo, *modes, Image.new("LAB", (24, 24), (200, 30, 60))):
-            [right] = server.store.current.model.predict([image])
-            assert close(client.predict(image, top=9), [right]), image.mode
-
-
-def test_the_client_sends_files_whose_names_are_not_utf8(
-    server: Running, expected: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    path = tmp_path / os.fsdecode(b"caf\xe9.png")
-    path.write_bytes(IMAGES[0])
-    with memoro.Client(server.url) as client:
-        assert close(client.predict(path, top=9)[0], expected[0])
 
 
 @pytest.fixture(scope="module")

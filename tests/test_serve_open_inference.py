@@ -8,32 +8,26 @@ import json
 import threading
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from families import CASES
-from serving import Running, fill, picture, serving
+from serving import Running, backbone, folder, picture, serving
 
-import memoro
 from memoro.backbones import Backbone
 from memoro.engine.answers import Decoder
 from memoro.serve import bodies, open_inference
 from memoro.serve.service import READERS
 
+__all__ = ["backbone", "folder"]  # fixtures
+
 IMAGES = [picture(seed) for seed in range(3)]
 
 
 @pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    return memoro.load_backbone(CASES[0].model())
-
-
-@pytest.fixture(scope="module")
-def server(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("served")
-    fill(folder, backbone)
+def server(backbone: Backbone, folder: Path) -> Iterator[Running]:
     with serving(backbone, folder, max_images=4, max_body=100_000, decoders=2 * READERS) as running:
         yield running
 

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import CASES
 from PIL import Image
-from serving import Running, fill, picture, serving
+from serving import Running, backbone, fill, folder, picture, serving
 from typer.testing import CliRunner
 
-import memoro
 from memoro.backbones import Backbone
 from memoro.cli import app
 from memoro.engine.explain import _RAMP
@@ -24,18 +22,13 @@ from memoro.images import Preprocessing
 from memoro.pages.page import read_style
 from memoro.serve.page import SAMPLES, read_files
 
+__all__ = ["backbone", "folder"]  # fixtures
+
 READ = "read-secret"
 
 
 @pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    return memoro.load_backbone(CASES[0].model())
-
-
-@pytest.fixture(scope="module")
-def server(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("served")
-    fill(folder, backbone)
+def server(backbone: Backbone, folder: Path) -> Iterator[Running]:
     with serving(backbone, folder, read_token=READ) as running:
         yield running
 

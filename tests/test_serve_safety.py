@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 from conftest import in_fork
-from families import CASES
 from PIL import Image
-from serving import Running, fill, multipart, picture, serving, wait_until
+from serving import Running, backbone, folder, multipart, picture, serving, wait_until
 
 import memoro
 from memoro.backbones import Backbone
@@ -27,20 +26,10 @@ from memoro.serve import batching
 from memoro.serve.options import ServeOptions
 from memoro.serve.run import listen, open_store, run_server
 
+__all__ = ["backbone", "folder"]  # fixtures
+
 IMAGE = picture()
 TOKEN, READ = "write-secret", "read-secret"
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    return memoro.load_backbone(CASES[0].model())
-
-
-@pytest.fixture(scope="module")
-def folder(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("served") / "tasks"
-    fill(path, backbone)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,8 @@ import itertools
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,22 +16,20 @@ import pytest
 from conftest import in_fork, random_task
 from families import CASES
 from safetensors.torch import load, save
-from serving import Running, fill, know, picture, serving
+from serving import Running, backbone, fill, know, picture, serving
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.errors import CompositionError, ServeError
+from memoro.errors import ServeError
 from memoro.serve.run import open_store
 from memoro.serve.store import TaskStore
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.taskfile import load_tasks
 
+__all__ = ["backbone"]  # fixtures
+
+
 IMAGE = picture(1)
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    return memoro.load_backbone(CASES[0].model())
 
 
 @pytest.fixture
@@ -290,38 +286,6 @@ def test_requests_see_the_old_set_or_the_new_one(server: Running, backbone: Back
     assert len(seen) >= 2
 
 
-def test_single_files_cannot_be_changed(backbone: Backbone, tmp_path: Path) -> None:
-    fill(tmp_path / "tasks", backbone)
-    with serving(backbone, tmp_path / "tasks" / "tags.safetensors", tmp_path / "tasks" / "both.safetensors") as server:
-        assert list(server.predict(IMAGE)["images"][0]["answers"]) == ["tags", "pets", "breeds"]
-        data = file_of(tmp_path, random_task(backbone, "new"))
-        for method, target in (("PUT", "/v1/tasks/new"), ("PUT", "/v1/tasks"), ("DELETE", "/v1/tasks/tags")):
-            status, _, found = server.request(method, target, data)
-            assert (status, "--tasks FOLDER" in found["error"]) == (403, True)
-        assert server.request("GET", "/v1/tasks")[2]["writable"] is False
-
-
-def test_an_empty_folder_and_no_tasks_at_all(backbone: Backbone, tmp_path: Path) -> None:
-    with serving(backbone, tmp_path / "new" / "folder") as server:
-        found = server.predict(IMAGE, "?base=true")["images"][0]
-        assert found["answers"] == {}
-        assert len(found["base"]) == 7
-        assert server.request("PUT", "/v1/tasks", file_of(tmp_path, random_task(backbone, "new")))[0] == 201
-    assert in_folder(tmp_path / "new" / "folder").keys() == {"new"}
-
-
-def test_problems_at_the_start_are_named(backbone: Backbone, tmp_path: Path) -> None:
-    fill(tmp_path / "tasks", backbone)
-    (tmp_path / "tasks" / "copy.safetensors").write_bytes((tmp_path / "tasks" / "tags.safetensors").read_bytes())
-    with pytest.raises(CompositionError, match=r"'tags', in .*copy.safetensors and in .*tags.safetensors"):
-        open_store([tmp_path / "tasks"], lambda _: backbone)
-    with pytest.raises(ServeError, match="one folder, or files"):
-        open_store([tmp_path / "tasks", tmp_path / "tasks" / "tags.safetensors"], lambda _: backbone)
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ServeError, match="cannot use the folder"):
-        open_store([tmp_path / "file" / "inside"], lambda _: backbone)
-
-
 def test_a_full_disk_changes_nothing(backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path / "tasks", backbone)
     store = open_store([tmp_path / "tasks"], lambda _: backbone)
@@ -399,37 +363,3 @@ def _attach_and_die(store: TaskStore, data: bytes, action: str, moment: str) -> 
 
         os.replace = rename
     store.detach("breeds") if action == "detach" else store.attach(data)
-
-
-@pytest.mark.parametrize("command", [["serve"], ["bench", "serve"]])
-@pytest.mark.parametrize("own", [None, "ACTIVE"])
-def test_threads_of_a_pass_sleep_where_they_wait(command: list[str], own: str | None) -> None:
-    """OpenMP reads its setting when torch is imported."""
-    code = (
-        "import builtins, os, sys\n"
-        "from memoro.cli import main\n"
-        "real = builtins.__import__\n"
-        "def watch(name, *rest):\n"
-        "    if name == 'torch':\n"
-        "        print(os.environ.get('OMP_WAIT_POLICY'))\n"
-        "        os._exit(sys.stdout.flush() or 0)\n"
-        "    return real(name, *rest)\n"
-        "builtins.__import__ = watch\n"
-        f"assert 'torch' not in sys.modules and os.environ.get('OMP_WAIT_POLICY') == {own!r}\n"
-        f"sys.argv = ['memoro', *{command}]\n"
-        "main()\n"
-    )
-    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    env |= {} if own is None else {"OMP_WAIT_POLICY": own}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
-    assert (done.returncode, done.stdout) == (0, f"{own or 'PASSIVE'}\n"), done.stderr
-
-
-def test_a_missing_extra_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memoro import extras
-    from memoro.cli.serving import serve
-
-    found: Callable[..., Any] = extras.find_spec
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "fastapi" else found(name))
-    with pytest.raises(memoro.MemoroError, match=r"fastapi required.*pip install 'memoro\[serve\]'"):
-        serve()

@@ -1,0 +1,69 @@
+"""What the tests of `memoro reproduce` share: small sets, orders on them, and records without a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from memoro.reproduce.lab import Lab
+from memoro.reproduce.measure import Budget
+from memoro.reproduce.methods import CLASS_FULL, FORKED, FULL, LORA, Method, memory, memory_full, side
+from memoro.reproduce.plan import CPU, Cell
+from memoro.reproduce.records import Record
+from memoro.reproduce.run import Order
+from memoro.reproduce.setup import make_order
+
+COLOURS = ((200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40))
+METHODS = {
+    one.name: one for one in (FULL, CLASS_FULL, LORA, *FORKED, memory(10), side(), *map(memory_full, (1, 5, 10, 20)))
+}
+
+
+@pytest.fixture
+def shapes(tmp_path: Path) -> Path:
+    """Two sets of four classes, told apart by colour."""
+    generator = np.random.default_rng(0)
+    for name, turn in (("one", 0), ("two", 1)):
+        for split, count in (("train", 8), ("test", 3)):
+            for number in range(len(COLOURS) * count):
+                colour = np.array(COLOURS[(number + turn) % len(COLOURS)])
+                pixels = np.clip(colour + generator.integers(-40, 40, (20, 20, 3)), 0, 255).astype(np.uint8)
+                place = tmp_path / name / split / str(number % len(COLOURS)) / f"{number}.png"
+                place.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(place)
+    return tmp_path
+
+
+@pytest.fixture
+def checkpoint(vit: Any, tmp_path: Path) -> Path:
+    vit.save_pretrained(tmp_path / "vit")
+    return tmp_path / "vit"
+
+
+def order_of(table: str, shapes: Path, checkpoint: Path, *sets: str, **changes: Any) -> tuple[Order, Lab]:
+    data = [str(shapes / name) for name in sets or ("one",)]
+    numbers = {"epochs": 1, "steps": 2, "seeds": 2, "batch_size": 16, **changes}
+    out = shapes / "out"
+    return make_order(table, "cpu", data, [str(checkpoint)], out, command="memoro …", workers=0, changes=numbers)
+
+
+def record_of(
+    method: Method | str,
+    correct: list[list[int]],
+    *,
+    set_name: str = "rsscn7",
+    budget: Budget = CPU.masked,
+    **result: Any,
+) -> Record:
+    cell = Cell("accuracy", "vit", (set_name,), (METHODS[method] if isinstance(method, str) else method,), budget)
+    bits = [np.packbits(np.array(row, dtype=bool)) for row in correct]
+    found = {
+        "lr": 0.1, "scores": {"0.1": [0.5]}, "curve": [(5, 0.5), (10, 0.5)], "train_images": 30, "classes": 2,
+        "test_images": len(correct[0]), "test": [float(np.mean(row)) for row in correct], "diverged": 0,
+        "correct": [row.tobytes().hex() for row in bits], "parameters": 7, "head": 3, **result,
+    }  # fmt: skip
+    return Record.now("table2", cell.key("abc", 20), found, 60.0, 2, "memoro reproduce table2")

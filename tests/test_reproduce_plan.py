@@ -1,0 +1,189 @@
+"""`memoro reproduce`: the plans of all tables, dry runs, and counts of parameters and FLOPs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from reproducing import METHODS, checkpoint, order_of, shapes
+
+from memoro.backbones import Backbone
+from memoro.errors import DataError
+from memoro.reproduce.counts import count_method, count_methods
+from memoro.reproduce.lab import Lab
+from memoro.reproduce.measure import Budget
+from memoro.reproduce.methods import FORKED, FULL, HEAD
+from memoro.reproduce.plan import CPU, MOST_RUNS, PAPER, TABLES, Cell, Request, plan_table, runs_of
+from memoro.reproduce.run import dry_run, format_time
+from memoro.reproduce.setup import make_order
+from memoro.training import TrainOptions
+
+__all__ = ["checkpoint", "shapes"]  # fixtures
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_table_has_cells_of_limited_size(table: str) -> None:
+    request = Request(CPU, CPU.sets, ("memoro-tiny", "dinov2-small-reg"))
+    cells = plan_table(table, request)
+    assert cells
+    for cell in cells:
+        masked = cell.methods and cell.methods[0].composes
+        assert all(method.composes == masked for method in cell.methods) or cell.kind == "concat"
+        if cell.kind == "accuracy" and masked and len(cell.methods) > 1:
+            assert sum(runs_of(method, cell.budget) for method in cell.methods) <= MOST_RUNS
+        if cell.kind == "accuracy" and not masked:
+            alone = [method.name for method in cell.methods] == ["full"] and cell.sets == ("rsscn7",)
+            assert len(cell.methods) == 1
+            assert cell.sets[0] in CPU.unmasked_sets
+            assert cell.backbone == "memoro-tiny" or alone
+    keys = [json.dumps(part.key("", 0)) for cell in cells for part in cell.parts()]
+    assert len(set(keys)) == len(keys)
+
+
+def test_another_set_of_the_same_name_is_another_measurement(tmp_path: Path) -> None:
+    def digest(files: dict[str, str]) -> str:
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}" / "photos"
+        for name, label in files.items():
+            (folder / "train" / label).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8)).save(folder / "train" / label / name)
+        cell = Cell("accuracy", "vit", ("photos",), (HEAD,), Budget())
+        lab = Lab({"photos": str(folder)}, {}, TrainOptions())
+        return str(cell.key("abc", 20, {"photos": lab.digest("photos")})["images"]["photos"])
+
+    files = {"1.png": "cat", "2.png": "dog", "3.png": "cat"}
+    assert digest(files) == digest(files)
+    assert len({digest(files), digest({**files, "3.png": "dog"}), digest({**files, "4.png": "dog"})}) == 3
+
+
+def test_table2_covers_all_sets_and_regimes() -> None:
+    cells = plan_table("table2", Request(CPU, CPU.sets, ("memoro-tiny",)))
+    measured = {(cell.sets[0], method.name) for cell in cells for method in cell.methods}
+    for name in CPU.sets:
+        assert {(name, f"memory {cells}") for cells in (1, 5, 10, 20)} < measured
+        assert {(name, "head"), (name, "class"), (name, "side 8")} < measured
+    for name in CPU.unmasked_sets:
+        assert {(name, one) for one in ("full", "class-full", "memory-full 1", "memory-full 20", "lora 8")} < measured
+    assert ("cifar100", "full") not in measured  # a set beyond the four
+
+
+def test_what_is_compared_is_trained_equally_long() -> None:
+    request = Request(CPU, CPU.sets, ("memoro-tiny", "dinov2-small-reg"))
+    masking = plan_table("masking", request)
+    assert all(cell.budget == CPU.unmasked for cell in masking)
+    names = {method.name for cell in masking for method in cell.methods}
+    assert {"head", "class", "class-full"} < names
+    assert {name.replace("-full", "") for name in names} == {"head", "class", "memory 1", "memory 5", "memory 20"}
+    heads = [cell for cell in plan_table("table2", request) if HEAD in cell.methods and cell.budget == CPU.unmasked]
+    assert [cell.sets[0] for cell in heads] == list(CPU.unmasked_sets)
+
+
+def test_steps_of_the_user_reach_every_unmasked_cell() -> None:
+    request = Request(replace(CPU, unmasked=replace(CPU.unmasked, steps=30)), CPU.sets, ("memoro-tiny", "dinov2"))
+    full = [cell for cell in plan_table("table2", request) if FULL in cell.methods]
+    assert {(cell.backbone, cell.budget.steps) for cell in full} == {("memoro-tiny", 30), ("dinov2", 20)}
+    [larger] = [
+        cell
+        for cell in plan_table("table2", Request(CPU, CPU.sets, ("memoro-tiny", "dinov2")))
+        if FULL in cell.methods and cell.backbone == "dinov2"
+    ]
+    assert larger.budget.steps == 100
+    shortest = replace(request, scale=replace(CPU, unmasked=replace(CPU.unmasked, steps=1)))
+    assert all(cell.budget.steps == 1 for cell in plan_table("table2", shortest) if FULL in cell.methods)
+
+
+def test_forks_are_planned_for_several_cells_and_counted() -> None:
+    cells = plan_table("fork", Request(CPU, CPU.sets, ("memoro-tiny",)))
+    assert [cell.kind for cell in cells].count("counts") == 1
+    names = [method.name for method in FORKED]
+    for count in (1, 5, 20):
+        assert {f"memory {count}", *(f"memory {count}, fork {fork}" for fork in ("0.33", "0.50", "0.67", "0.83"))} < {
+            *names
+        }
+
+
+def test_paper_scale_is_the_same_plan_with_other_numbers() -> None:
+    cells = plan_table("table2", Request(PAPER, PAPER.sets, PAPER.backbones))
+    assert {cell.sets[0] for cell in cells} == {"sun397", "inaturalist2017", "cifar100", "places365"}
+    for cell in cells:
+        assert (cell.budget.steps, cell.budget.batch_size, cell.budget.most, cell.budget.views) == (
+            20_000,
+            512,
+            None,
+            None,
+        )
+        assert cell.budget.augment.crop == ("pad" if cell.sets == ("cifar100",) else None)
+    assert {method.name for cell in cells for method in cell.methods} >= {
+        "full",
+        "memory-full 10",
+        "memory 20",
+        "side 8",
+    }
+    first, *_ = plan_table("naive-concat", Request(PAPER, PAPER.sets, PAPER.backbones))
+    assert first.sets == ("inaturalist2017", "places365", "cifar100", "sun397")
+
+
+def test_dry_run_of_the_paper_scale(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEMORO_DATA", raising=False)
+    order, lab = make_order("all", "paper", [], [str(checkpoint)], None, command="memoro …")
+    told: list[str] = []
+    dry_run(order, lab, told.append)
+    text = "\n".join(told)
+    assert "data: inaturalist2017: 579,184 training images, 95,986 to test (MISSING" in text
+    assert re.search(r"backbone: vit \(.*5 layers of 24\), fingerprint [0-9a-f]{12} \(found\)", text)
+    for table in TABLES:
+        assert f"{table}: " in text
+    assert "masking: 0 jobs that no other table or record has, 0 optimiser steps" in text
+    assert "PFLOP" in text
+    memory = {line.split(": ")[0]: line.split("about ")[1] for line in told if line.startswith("memory of one run")}
+    assert set(memory) == {f"memory of one run, {name}" for name in ("full", "memory-full 5", "memory 5")}
+    assert not (tmp_path / "results").exists()
+
+
+def test_all_leaves_out_a_table_that_cannot_be_planned(shapes: Path, checkpoint: Path) -> None:
+    order, lab = order_of("all", shapes, checkpoint, "one")
+    told: list[str] = []
+    dry_run(order, lab, told.append)
+    assert "naive-concat: skipped (naive-concat needs two sets or more: repeat --data.)" in told
+    assert any(line.startswith("extension: ") for line in told)
+    with pytest.raises(DataError, match="needs two sets"):
+        dry_run(replace(order, tables=("naive-concat",)), lab, told.append)
+
+
+def test_cpu_scale_asks_for_data() -> None:
+    with pytest.raises(DataError, match="needs sets of images: --data"):
+        make_order("table2", "cpu", [], [], None, command="")
+
+
+def test_times_are_readable() -> None:
+    assert [format_time(one) for one in (5, 300, 9000, 900_000)] == ["5 s", "5 min", "2.5 h", "10 days"]
+
+
+def test_counts_follow_the_formulas(backbone: Backbone) -> None:
+    """Parameters and FLOPs of the small ViT: 26 tokens of 24 in 5 layers, an MLP of 40."""
+    dim, depth, tokens, cells, mlp = 24, 5, 26, 5, 40
+    pixels = torch.zeros(1, 3, 20, 20)
+    own = count_method(backbone, "memory", "memory-full", {"cells": cells}, pixels)
+    keys, attention = 2 * cells * dim * 2 * dim, 2 * 2 * tokens * cells * dim
+    assert (own.parameters, own.flops) == (dim + depth * cells * dim, depth * (keys + attention))
+    assert count_method(backbone, "class", "class-full", {}, pixels).flops == 0
+    adapter = count_method(backbone, "adapter", "adapter", {"width": 5}, pixels)
+    assert adapter.parameters == depth * 2 * 2 * dim * 5
+    assert adapter.flops == 2 * tokens * adapter.parameters
+    token = count_method(backbone, "token", "memory", {"cells": 0}, pixels)
+    # One more token; its score with itself is a sum of products, not a matrix product.
+    layer = 2 * (4 * dim * dim + 2 * dim * mlp) + 2 * 2 * tokens * dim
+    assert (token.parameters, token.flops) == (dim, depth * layer)
+    head, early, late = count_methods(backbone, [HEAD, METHODS["memory 5"], METHODS["memory 5, fork 0.50"]], (20, 20))
+    assert (head["parameters"], head["flops"]) == (0, 0)
+    assert early["parameters"] == dim + depth * cells * dim
+    assert late["parameters"] == dim + 3 * cells * dim  # it leaves at layer 2 of 5
+    assert early["flops"] > late["flops"] > 0
+    full = count_method(backbone, "full", "full", {}, pixels)
+    assert full.parameters == sum(tensor.numel() for tensor in backbone.anatomy.tensors.values())
+    assert full.flops > depth * tokens * 2 * (4 * dim * dim + 2 * dim * mlp)

@@ -1,0 +1,200 @@
+"""Calibration and familiarity in use: in answers, in reports, and in `memoro eval --others`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_task
+from PIL import Image
+from trust import colours, known, run
+from typer.testing import CliRunner
+
+import memoro
+from memoro.backbones import Backbone
+from memoro.cli import app
+from memoro.errors import CompositionError, DataError
+from memoro.evaluation.trust import evaluate_trust
+from memoro.tasks.calibration import Calibration
+from memoro.tasks.familiarity import Familiarity
+from memoro.tasks.task import Task
+
+__all__ = ["colours", "known"]  # fixtures
+
+
+def pictures(count: int, seed: int) -> list[Image.Image]:
+    generator = np.random.default_rng(seed)
+    return [Image.fromarray(generator.integers(0, 256, (20, 20, 3), dtype=np.uint8)) for _ in range(count)]
+
+
+def strange(known: Familiarity) -> Familiarity:
+    """The same description, to which every image is unfamiliar."""
+    return Familiarity(**{**known.tensors, "distances": torch.zeros(5)}, residual=known.residual, images=5)
+
+
+def test_predict_marks_drops_or_keeps(backbone: Backbone, known: Task) -> None:
+    other = random_task(backbone, "rooms", seed=1)
+    assert known.spec.familiarity is not None
+    other.describe(familiarity=strange(known.spec.familiarity))
+    wide = Familiarity(
+        **{**known.spec.familiarity.tensors, "distances": torch.full((5,), 1e6)},
+        residual=known.spec.familiarity.residual, images=5,
+    )  # fmt: skip
+    known.describe(familiarity=wide)
+    plain = random_task(backbone, "plain", seed=2)
+    model = memoro.compose(backbone, [known, other, plain])
+    images = pictures(3, seed=0)
+    marked = model.predict(images)
+    for answers in marked:
+        assert (answers["pets"]["familiarity"], answers["pets"]["unfamiliar"]) == (1.0, False)
+        assert (answers["rooms"]["familiarity"], answers["rooms"]["unfamiliar"]) == (0.0, True)
+        assert answers["pets"]["score"] == pytest.approx(answers["rooms"]["score"])  # the same class means
+        assert "familiarity" not in answers["plain"]
+    assert [list(answers) for answers in model.predict(images, unfamiliar="drop")] == [["pets", "plain"]] * 3
+    kept = model.predict(images, unfamiliar="keep")
+    assert [list(answers) for answers in kept] == [["pets", "rooms", "plain"]] * 3
+    assert "unfamiliar" not in kept[0]["rooms"]
+    assert model.predict(images, false_alarms=0.0)[0]["rooms"]["unfamiliar"] is False
+    with pytest.raises(CompositionError, match="mark, drop, keep"):
+        model.predict(images, unfamiliar="hide")  # type: ignore[arg-type]
+    alone = memoro.compose(backbone, [other]).predict(images, ["rooms"])
+    assert alone[0]["rooms"]["score"] == pytest.approx(marked[0]["rooms"]["score"], abs=1e-3)
+
+
+def test_probabilities_are_calibrated_and_logits_are_not(backbone: Backbone, known: Task) -> None:
+    pixels = torch.randn(2, 3, 20, 20, generator=torch.Generator().manual_seed(3))
+    raw = memoro.compose(backbone, [random_task(backbone, "pets")])
+    model = memoro.compose(backbone, [known])
+    assert torch.equal(model(pixels)["pets"], raw(pixels)["pets"])
+    before, after = raw.predict(pictures(1, 0))[0]["pets"], model.predict(pictures(1, 0))[0]["pets"]
+    assert after["label"] == before["label"]
+    assert after["probability"] < before["probability"]
+    powers = {label: p ** (1 / 1.7) for label, p in before["probabilities"].items()}
+    assert after["probabilities"] == pytest.approx({k: v / sum(powers.values()) for k, v in powers.items()}, abs=1e-4)
+
+
+def test_numbers_have_intervals_and_labels_thresholds(backbone: Backbone) -> None:
+    age = random_task(backbone, "age", labels=["years"], head="regression")
+    age.describe(calibration=Calibration((), (), (2.5,), 50, "validation"))
+    tags = random_task(backbone, "tags", labels=["a", "b"], head="multilabel", seed=1)
+    tags.describe(calibration=Calibration((1.0, 1.0), (1e-5, 1 - 1e-5), (), 50, "validation"))
+    answers = memoro.compose(backbone, [age, tags]).predict(pictures(1, 0))[0]
+    value = answers["age"]["values"]["years"]
+    assert answers["age"]["intervals"]["years"] == pytest.approx([value - 2.5, value + 2.5])
+    assert answers["tags"]["labels"] == ["a"]
+
+
+def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:
+    quick: dict[str, Any] = {"epochs": 2, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
+    files = {}
+    for name in ("own", "other"):
+        files[name] = tmp_path / f"{name}.safetensors"
+        task = memoro.train(colours / name, backbone=str(colours / "vit"), task=name, out=files[name], **quick).task
+        assert task.spec.calibration is not None
+        assert (task.spec.calibration.images, task.spec.calibration.source) == (24, "validation")
+        assert task.spec.familiarity is not None
+        assert (task.spec.familiarity.images, len(task.spec.familiarity.means)) == (40, 2)
+        assert task.spec.training["familiarity"] == "40 training images, out of fold"
+        assert "calibration_error_before" in task.spec.metrics
+    back = ("-b", colours / "vit", "--json")
+    found = json.loads(
+        run("eval", colours / "own", "-t", files["own"], "--others", colours / "other", "--workers", 0,
+            "--picture", tmp_path / "trust.png", *back)
+    )["own"]["trust"]  # fmt: skip
+    assert found["others"]["other"]["familiarity"]["auroc"] > 0.99
+    assert found["others"]["other"]["unfamiliar"] == 1.0
+    assert {"calibration_error", "calibration_error_before"} <= set(found)
+    with Image.open(tmp_path / "trust.png") as picture:
+        assert picture.size[0] > 500
+    sets = [word for name in files for word in ("-t", files[name], "--data", f"{name}={colours / name}")]
+    report = json.loads(run("verify", *sets, *back))
+    assert report["base_equal"]
+    for name in files:
+        accuracy = report["accuracy"][name]
+        assert (accuracy["right_task"], accuracy["images"]) == (1.0, 20)
+        assert accuracy["alone"] == accuracy["composed"] == accuracy["routed"]
+    shown = run("inspect", files["own"])
+    assert "coarse" in shown
+    assert "temperature" in shown
+    answers = json.loads(run("predict", colours / "other" / "test", "-t", files["own"], "--unfamiliar", "drop", *back))
+    assert list(answers.values()) == [{}] * 20
+
+
+@pytest.fixture
+def table(colours: Path, tmp_path: Path) -> Path:
+    """The colours as a table whose column of labels has another name."""
+    rows = [
+        f"own/{split}/{label}/{number}.png,{label},{split}"
+        for split, count in (("train", 20), ("test", 10))
+        for label in ("red", "blue")
+        for number in range(count)
+    ]
+    path = tmp_path / "own.csv"
+    path.write_text("\n".join(["path,tint,split", *rows]))
+    (tmp_path / "own").symlink_to(colours / "own")
+    return path
+
+
+def test_every_command_takes_a_label_column(colours: Path, table: Path, tmp_path: Path) -> None:
+    backbone = memoro.load_backbone(str(colours / "vit"))
+    task = random_task(backbone, "own", labels=["blue", "red"])
+    task.describe(preprocessing=backbone.preprocessing)
+    path = memoro.save_task(task, tmp_path / "own.safetensors")
+    column = ("--label-column", "tint", "-b", colours / "vit")
+    run("calibrate", path, table, *column)
+    assert memoro.load_task(path).spec.calibration is not None
+    report = json.loads(run("verify", "-t", path, "--data", f"own={table}", *column, "--json"))
+    assert report["accuracy"]["own"]["images"] == 20
+    words = ("eval", table, "-t", path, "--workers", 0, "--json", *column)
+    others = [colours / "other", shutil.copytree(colours / "other" / "val", tmp_path / "2025" / "other")]
+    others.append(shutil.copytree(colours / "other" / "test", tmp_path / "2025" / "own"))
+    found = json.loads(run(*words, *(word for other in others for word in ("--others", other))))["own"]["trust"]
+    assert {name: one["images"] for name, one in found["others"].items()} == {
+        str(others[0]): 20,
+        str(others[1]): 24,
+        "own": 20,
+    }
+    assert sum(found["histogram"]) == 20
+    assert found["histogram"] != found["others"]["own"]["histogram"]
+
+
+def test_other_images_need_no_labels(colours: Path, tmp_path: Path) -> None:
+    backbone = memoro.load_backbone(str(colours / "vit"))
+    quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
+    task = memoro.train(colours / "own", backbone=backbone, task="own", **quick).task
+    one_class, plain = colours / "other" / "test", tmp_path / "plain"
+    shutil.copytree(one_class / "red", tmp_path / "one" / "red")
+    shutil.copytree(one_class / "red", plain)
+    shutil.make_archive(str(plain), "zip", plain)
+    (tmp_path / "paths.csv").write_text("path\n" + "".join(f"plain/{file.name}\n" for file in plain.iterdir()))
+    places = {"one": tmp_path / "one", "plain": plain, "zip": f"{plain}.zip", "table": tmp_path / "paths.csv",
+              "glob": f"{plain}/*.png"}  # fmt: skip
+    found = evaluate_trust(backbone, [task], colours / "own", places, workers=0)["own"]["others"]
+    assert [record["images"] for record in found.values()] == [10] * 5
+    for record in found.values():
+        assert record["familiarity"] == found["one"]["familiarity"]
+    (plain / "broken.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"1 of 11 images cannot be read.*broken\.png"):
+        evaluate_trust(backbone, [task], colours / "own", {"plain": plain}, workers=0)
+    with pytest.raises(DataError, match="no images there"):
+        evaluate_trust(backbone, [task], colours / "own", {"gone": tmp_path / "gone"}, workers=0)
+
+
+def test_baselines_are_left_out_of_the_comparison_with_others(colours: Path, tmp_path: Path) -> None:
+    quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
+    files = []
+    for name, regime in (("own", "head"), ("plain", "class-full")):
+        files.append(tmp_path / f"{name}.safetensors")
+        memoro.train(colours / "own", backbone=str(colours / "vit"), task=name, regime=regime, out=files[-1], **quick)
+    words = ["eval", *(f"{file.stem}={colours / 'own'}" for file in files), "--others", colours / "other"]
+    words += [word for file in files for word in ("-t", file)]
+    done = CliRunner().invoke(app, [str(word) for word in (*words, "-b", colours / "vit", "--workers", 0, "--json")])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "plain is a baseline: --others compares tasks only" in done.stderr
+    found = json.loads(done.stdout)
+    assert ("trust" in found["own"], "trust" in found["plain"]) == (True, False)
