@@ -31,7 +31,7 @@ def test_recorded_cells_are_not_run_again(shapes: Path, checkpoint: Path) -> Non
     assert sorted(record.method for record in records.entries) == sorted(methods)
     for record in records.entries:
         assert len(record.result["test"]) == 2
-        assert record.result["train_images"], record.result["test_images"] == (32, 12)
+        assert (record.result["train_images"], record.result["test_images"]) == (32, 12)
         assert set(record.result["scores"]) == {f"{rate:g}" for rate in record.key["methods"][0]["rates"]}
     file = shapes / "out" / "models.jsonl"
     before = file.read_bytes()
