@@ -7,7 +7,7 @@ import timm
 import torch
 
 from memoro.backbones import load_backbone
-from memoro.errors import MemoroError
+from memoro.errors import BackboneError
 from memoro.regimes import METHODS, REGIMES, TaskPlan
 
 
@@ -18,8 +18,8 @@ def test_a_baseline_trains_and_leaves_the_model_alone(name: str) -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     backbone = load_backbone(model)
     plan = TaskPlan("t", ["a", "b"], cells=2, width=2)
-    if name == "lora":
-        with pytest.raises(MemoroError):
+    if name in {"lora", "lora-all"}:
+        with pytest.raises(BackboneError, match="in one matrix, but LoRA needs separate ones"):
             REGIMES[name].build(backbone, plan)
         return
     baseline = REGIMES[name].build(backbone, plan)
