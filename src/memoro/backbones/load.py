@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memoro.backbones.backbone import Backbone, BackboneRecord
-from memoro.errors import BackboneError
+from memoro.errors import BackboneError, first_line
 
 TINY = "memoro-tiny"
 """The small backbone that memoro ships; what is used where nobody names one."""
@@ -66,7 +66,7 @@ def own_device(name: str | None = None) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise BackboneError(f"device {name!r} cannot be used ({reason}): choose cpu, cuda or mps.") from None
 
 
@@ -112,7 +112,7 @@ def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[st
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise BackboneError(
             f"cannot load a backbone from {source!r}: it is neither a folder with a readable config.json nor a hub id "
-            f"that can be reached ({_first_line(error).rstrip('.')}). If you are offline, download it on another "
+            f"that can be reached ({first_line(error)[:200].rstrip('.')}). If you are offline, download it on another "
             f"machine and pass the folder{_download(source)}."
         ) from None
     vision = getattr(config, "vision_config", config)
@@ -138,7 +138,7 @@ def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[st
                 options["add_pooling_layer"] = False
             model, info = type(trunk).from_pretrained(source, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, TypeError) as error:
-        raise BackboneError(f"cannot load the weights of {source!r}: {_first_line(error)}") from None
+        raise BackboneError(f"cannot load the weights of {source!r}: {first_line(error)[:200]}") from None
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise BackboneError(f"{source!r} is incomplete: encoder weights are missing ({some}, …).")
@@ -160,7 +160,3 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
             raise BackboneError(f"dtype {dtype!r}: choose float32, bfloat16, float16 or float64.")
         return found
     return dtype
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

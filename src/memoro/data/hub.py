@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from memoro.data.annotations import RawDataset
-from memoro.errors import DataError
+from memoro.errors import DataError, first_line
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,6 @@ def apply_rule(raw: RawDataset, known: KnownSet) -> RawDataset:
     if known.val_is_test and "val" in splits and "test" not in splits:
         splits["test"] = splits.pop("val")
     return replace(raw, splits=splits, notes=(*notes, *raw.notes))
-
-
-def first_line(error: BaseException | None) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _places() -> list[Path]:

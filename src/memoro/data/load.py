@@ -19,13 +19,12 @@ from memoro.data.hub import (
     explain_known,
     fetch,
     find_known,
-    first_line,
     is_hub_id,
     is_saved,
 )
 from memoro.data.splits import build_splits, hold_out
 from memoro.data.tables import TABLE_SUFFIXES, read_manifest, read_tables
-from memoro.errors import DataError
+from memoro.errors import DataError, first_line
 
 _SOURCES = (
     "give a folder of class folders (or of train/ and test/ with class folders), a .zip of one, a .csv or .parquet "

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from memoro.errors import TaskFileError
+from memoro.errors import TaskFileError, first_line
 
 if TYPE_CHECKING:
     from memoro.tasks.task import Task
@@ -53,8 +53,9 @@ def _download(name: str, revision: str | None, most: int) -> Path:
     except Exception as error:  # the network, the hub and the cache each fail in their own ways
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             raise TaskFileError(f"{name} on the hub has no {FILE}, so it is not a task of memoro's.") from None
+        reason = first_line(error)[:200].rstrip(".")
         raise TaskFileError(
-            f"'{name}' is not a file or folder here, and could not be downloaded from the hub ({_reason(error)}). "
+            f"'{name}' is not a file or folder here, and could not be downloaded from the hub ({reason}). "
             f"Online, check the name at huggingface.co/{name}. Offline, run `hf download {name} --local-dir FOLDER` on "
             "another machine and give that folder."
         ) from None
@@ -83,11 +84,8 @@ def push_task(
                 )
             )
         except Exception as error:  # as above
+            reason = first_line(error)[:200].rstrip(".")
             raise TaskFileError(
-                f"could not upload to {name} ({_reason(error)}). Check that you are online and logged in (`hf auth "
+                f"could not upload to {name} ({reason}). Check that you are online and logged in (`hf auth "
                 "login`), and that you may write to this repository."
             ) from None
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
