@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,14 @@ def load_checkpoint(
         model.to(device)  # nobody else holds it, so no copy is kept
     name = source if folder != source or not Path(source).is_dir() else Path(source).resolve().name
     return _wrap(model, name, folder if processor is None else processor)
+
+
+def is_hub_id(text: str, tail: str = "") -> bool:
+    """Whether it has the form owner/name, possibly followed by what the regular expression `tail` describes.
+
+    A relative path may look the same.
+    """
+    return re.fullmatch(rf"\w[\w.-]*/\w[\w.-]*({tail})?", text, re.ASCII) is not None
 
 
 def own_device(name: str | None = None) -> torch.device:
@@ -110,10 +119,11 @@ def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[st
         # Without trust_remote_code=False, transformers asks on the terminal whether to run a checkpoint's own code.
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        how = f": `hf download {source} --local-dir FOLDER`, then -b FOLDER" if is_hub_id(source) else ""
         raise BackboneError(
             f"cannot load a backbone from {source!r}: it is neither a folder with a readable config.json nor a hub id "
             f"that can be reached ({first_line(error)[:200].rstrip('.')}). If you are offline, download it on another "
-            f"machine and pass the folder{_download(source)}."
+            f"machine and pass the folder{how}."
         ) from None
     vision = getattr(config, "vision_config", config)
     if vision.model_type not in FAMILY_SPECS:
@@ -144,13 +154,6 @@ def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[st
         raise BackboneError(f"{source!r} is incomplete: encoder weights are missing ({some}, …).")
     assert isinstance(model, nn.Module)
     return model.eval()
-
-
-def _download(source: str) -> str:
-    """The command for that, where the source may be a hub id."""
-    if source.count("/") != 1 or source.startswith((".", "/", "~")) or source.endswith("/"):
-        return ""
-    return f": `hf download {source} --local-dir FOLDER`, then -b FOLDER"
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

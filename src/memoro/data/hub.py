@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from memoro.backbones.load import is_hub_id
 from memoro.data.annotations import RawDataset
 from memoro.errors import DataError, first_line
 
@@ -131,13 +131,9 @@ def read_inaturalist(folder: Path) -> dict[str, list[str]]:
     return columns
 
 
-# owner/name, with a split behind a colon: owner/name:train, owner/name:train[:10%]
-_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<split>[\w\[\]:%+. -]+))?", re.ASCII)
-
-
-def is_hub_id(source: str) -> bool:
-    """Whether it could be a dataset of the hub; a relative path may look the same."""
-    return _ID.fullmatch(source) is not None and not source.startswith((".", "-"))
+def is_dataset_id(source: str) -> bool:
+    """Whether it could be a dataset of the hub: owner/name, with a split behind a colon (:train, :train[:10%])."""
+    return is_hub_id(source, r":[\w\[\]:%+. -]+")
 
 
 def is_saved(folder: Path) -> bool:
@@ -154,10 +150,10 @@ def fetch(
     if isinstance(source, Path):
         loaded, name = datasets.load_from_disk(str(source)), str(source)
     elif isinstance(source, str):
-        match = _ID.fullmatch(source)
-        if match is None:
+        if not is_dataset_id(source):
             raise DataError(f"{source!r} is not an id of the hub: those look like owner/name or owner/name:split.")
-        name, split = match["id"], split or match["split"]
+        name, _, own = source.partition(":")
+        split = split or own or None
         try:
             loaded = datasets.load_dataset(name, config, split=split, streaming=streaming)
         except Exception as error:  # the network, the hub and the files each fail in their own ways

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from memoro.backbones.load import is_hub_id
 from memoro.errors import TaskFileError, first_line
 
 if TYPE_CHECKING:
@@ -15,13 +15,10 @@ if TYPE_CHECKING:
 FILE = "task.safetensors"
 """The task file, or bundle, of a folder or repository."""
 
-# owner/name, with a branch, tag or commit behind an @
-_ID = re.compile(r"(?P<id>\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
-
-def is_hub_id(source: str) -> bool:
-    """Whether it has the form of a repository's name; a relative path may look the same."""
-    return _ID.fullmatch(source) is not None and not source.endswith(".safetensors")
+def is_task_id(source: str) -> bool:
+    """Whether it could be a task of the hub: owner/name, with a branch, tag or commit behind an @."""
+    return is_hub_id(source, r"@[\w./-]+") and not source.endswith(".safetensors")
 
 
 def find_file(source: str | Path, revision: str | None = None, *, most: int) -> Path:
@@ -35,11 +32,10 @@ def find_file(source: str | Path, revision: str | None = None, *, most: int) -> 
         if not (path / FILE).is_file():
             raise TaskFileError(f"the folder {path} contains no {FILE}: `memoro card` and save_pretrained() write one.")
         return path / FILE
-    if isinstance(source, Path) or path.exists() or not is_hub_id(source):
+    if isinstance(source, Path) or path.exists() or not is_task_id(source):
         return path
-    found = _ID.fullmatch(source)
-    assert found is not None
-    return _download(found["id"], revision or found["revision"], most)
+    name, _, own = source.partition("@")
+    return _download(name, revision or own or None, most)
 
 
 def _download(name: str, revision: str | None, most: int) -> Path:
@@ -69,7 +65,7 @@ def push_task(
     """Uploads what `save_pretrained` writes; returns the address of the commit."""
     from huggingface_hub import HfApi
 
-    if not is_hub_id(name) or "@" in name:
+    if not is_task_id(name) or "@" in name:
         raise TaskFileError(f"{name!r} is not a name of a repository on the hub: those look like owner/name.")
     with TemporaryDirectory() as folder:
         task.save_pretrained(folder, repo_id=name, **card)
