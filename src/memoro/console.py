@@ -1,8 +1,10 @@
-"""Consoles, tables and progress bars that show names from users and files without interpreting them."""
+"""What is shown: consoles, tables and progress bars that do not interpret names from users and files, and JSON."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import shlex
 import time
 import unicodedata
@@ -161,6 +163,23 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", module=r"PIL\.")
     for name in ("huggingface_hub", "httpx", "urllib3", "torch.onnx", "onnxscript", "onnx_ir"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """The value as JSON, which has no numbers that are not finite: they become null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(finite(value), ensure_ascii=False, indent=indent)
+
+
+def finite(value: Any) -> Any:
+    """The value with None for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def format_bytes(size: float) -> str:

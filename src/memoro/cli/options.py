@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from memoro.console import plain_console, quoted
+from memoro.console import plain_console, quoted, to_json
 from memoro.errors import CompositionError, DataError
 
 if TYPE_CHECKING:
@@ -157,7 +157,5 @@ def numbers(text: str, kind: type[Number] = int) -> list[Number]:
 
 
 def print_json(value: Any) -> None:
-    from memoro.evaluation.predictions import to_json
-
     # Lone surrogates, as in undecodable file names, cannot be printed: they become JSON escapes.
     typer.echo(to_json(value, indent=2).encode(errors="backslashreplace").decode())

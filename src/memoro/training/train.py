@@ -16,12 +16,11 @@ from rich.table import Table
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
-from memoro.console import format_bytes, format_count, make_table, quoted
+from memoro.console import finite, format_bytes, format_count, make_table, quoted
 from memoro.data import Augment, ImageSet
 from memoro.engine.composition import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, format_worst, name_split
-from memoro.evaluation.predictions import finite
 from memoro.evaluation.trust import SKETCH
 from memoro.files import keep_copy
 from memoro.regimes import METHODS, Baseline, TaskPlan, find_regime
