@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 FILE = "task.safetensors"
 """The task file, or bundle, of a folder or repository."""
+MAX_FILE = 2 << 30
 
 
 def is_task_id(source: str) -> bool:
@@ -21,11 +22,11 @@ def is_task_id(source: str) -> bool:
     return is_hub_id(source, r"@[\w./-]+") and not source.endswith(".safetensors")
 
 
-def find_file(source: str | Path, revision: str | None = None, *, most: int) -> Path:
+def find_task_file(source: str | Path, revision: str | None = None) -> Path:
     """The task file that is meant by a path, by a folder with a card, or by a hub id such as `owner/name@revision`.
 
     A local path wins over a hub id of the same spelling, and a Path is always local. From the hub only the task file
-    is downloaded, into the hub's own cache, and only if it has at most `most` bytes. Reading the file checks it.
+    is downloaded, into the hub's own cache, and only if it has at most `MAX_FILE` bytes. Reading the file checks it.
     """
     path = Path(source)
     if path.is_dir():
@@ -35,16 +36,16 @@ def find_file(source: str | Path, revision: str | None = None, *, most: int) -> 
     if isinstance(source, Path) or path.exists() or not is_task_id(source):
         return path
     name, _, own = source.partition("@")
-    return _download(name, revision or own or None, most)
+    return _download(name, revision or own or None)
 
 
-def _download(name: str, revision: str | None, most: int) -> Path:
+def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         size = hf_hub_download(name, FILE, revision=revision, dry_run=True).file_size
-        if size is not None and size <= most:
+        if size is not None and size <= MAX_FILE:
             return Path(hf_hub_download(name, FILE, revision=revision))
     except Exception as error:  # the network, the hub and the cache each fail in their own ways
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
@@ -56,7 +57,7 @@ def _download(name: str, revision: str | None, most: int) -> Path:
             "another machine and give that folder."
         ) from None
     found = "has no known size" if size is None else f"is {size >> 20} MiB"
-    raise TaskFileError(f"{name}/{FILE} on the hub {found}; task files must not exceed {most >> 20} MiB.")
+    raise TaskFileError(f"{name}/{FILE} on the hub {found}; task files must not exceed {MAX_FILE >> 20} MiB.")
 
 
 def push_task(
