@@ -193,11 +193,12 @@ def format_count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def format_seconds(seconds: float) -> str:
-    """`90 s`, `12 min`, `3.5 h`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
+def format_time(seconds: float) -> str:
+    """`90 s`, `12 min`, `3.5 h`, `10 days`."""
+    for unit, length, digits in (("days", 86_400.0, 0), ("h", 3_600.0, 1), ("min", 60.0, 0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.{digits}f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def quoted(*words: object) -> str:

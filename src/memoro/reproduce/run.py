@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from memoro.console import format_bytes, format_count
+from memoro.console import format_bytes, format_count, format_time
 from memoro.data.augment import output_size
 from memoro.data.hub import KNOWN, find_known
 from memoro.errors import DataError, MemoroError, TrainingError
@@ -169,10 +169,3 @@ def _look_for_backbone(name: str, lab: Lab, log: Log) -> None:
     except MemoroError as error:
         log(f"backbone: {name}: MISSING ({error})")
         lab.stand_in(name)
-
-
-def format_time(seconds: float) -> str:
-    for unit, length, digits in (("days", 86_400.0, 0), ("h", 3_600.0, 1), ("min", 60.0, 0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.{digits}f} {unit}"
-    return f"{seconds:.0f} s"
