@@ -22,10 +22,10 @@ class KnownSet:
     """How many images the official splits have."""
     rule: str
     """Which split is used for what."""
-    hub: str | None
-    label_column: str | None
     fetch: str
     """What to download by hand, and how to arrange it."""
+    hub: str | None = None
+    label_column: str | None = None
     val_is_test: bool = False
     """Its official test labels are secret, so that results are reported on its validation split."""
 
@@ -47,8 +47,6 @@ KNOWN = {
             name="inaturalist2017",
             images={"train": 579_184, "val": 95_986},
             rule=f"the official validation split is the test split; {_CUT}",
-            hub=None,
-            label_column=None,
             fetch="train_val_images.tar.gz and train_val2017.zip from github.com/visipedia/inat_comp/tree/master/2017, "
             "unpacked into one folder, so that train2017.json and val2017.json lie beside train_val_images",
             val_is_test=True,
@@ -57,8 +55,6 @@ KNOWN = {
             name="places365",
             images={"train": 1_803_460, "val": 36_500},
             rule=f"Places365-Standard, 256 px; the official validation split is the test split; {_CUT}",
-            hub=None,
-            label_column=None,
             fetch="places365standard_easyformat.tar from places2.csail.mit.edu/download.html, unpacked: it holds "
             "train/CLASS and val/CLASS",
             val_is_test=True,
@@ -68,7 +64,6 @@ KNOWN = {
             images={"train": 76_128, "val": 10_875, "test": 21_750},
             rule="the fixed train, validation and test splits of TensorFlow Datasets",
             hub="dpdl-benchmark/sun397",
-            label_column=None,
             fetch="SUN397.tar.gz from vision.princeton.edu/projects/2010/SUN as train/CLASS, val/CLASS and test/CLASS",
         ),
     )
