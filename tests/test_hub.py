@@ -18,7 +18,7 @@ from memoro.backbones import Backbone
 from memoro.cli.tasks import card as command
 from memoro.errors import ServeError, TaskFileError
 from memoro.serve.run import open_store
-from memoro.tasks import taskfile
+from memoro.tasks import hub
 from memoro.tasks.hub import FILE
 from memoro.tasks.task import Task
 
@@ -116,7 +116,7 @@ def test_a_file_of_the_hub_is_not_trusted(pets: Task, publish: Publish, monkeypa
     publish(pets, "me/pets")
     blob = Path("cache/models--me--pets/blobs") / COMMIT
     with monkeypatch.context() as patch:
-        patch.setattr(taskfile, "MAX_FILE", blob.stat().st_size - 1)
+        patch.setattr(hub, "MAX_FILE", blob.stat().st_size - 1)
         with pytest.raises(TaskFileError, match=r"me/pets/task\.safetensors on the hub is 0 MiB"):
             memoro.load_task("me/pets")
     data = bytearray(blob.read_bytes())

@@ -1,8 +1,10 @@
-"""Consoles, tables and progress bars that show names from users and files without interpreting them."""
+"""What is shown: consoles, tables and progress bars that do not interpret names from users and files, and JSON."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import shlex
 import time
 import unicodedata
@@ -163,6 +165,23 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
+def to_json(value: Any, indent: int | None = None) -> str:
+    """The value as JSON, which has no numbers that are not finite: they become null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(finite(value), ensure_ascii=False, indent=indent)
+
+
+def finite(value: Any) -> Any:
+    """The value with None for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def format_bytes(size: float) -> str:
     if size >= 1e9:
         return f"{size / 1e9:,.1f} GB"
@@ -174,11 +193,12 @@ def format_count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def format_seconds(seconds: float) -> str:
-    """`90 s`, `12 min`, `3.5 h`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
+def format_time(seconds: float) -> str:
+    """`90 s`, `12 min`, `3.5 h`, `10 days`."""
+    for unit, length, digits in (("days", 86_400.0, 0), ("h", 3_600.0, 1), ("min", 60.0, 0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.{digits}f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def quoted(*words: object) -> str:

@@ -1,6 +1,11 @@
 """The errors that memoro raises. Each message says how to fix the problem."""
 
 
+def first_line(error: BaseException | None) -> str:
+    """What another library's error says, for a message of memoro's; the name of its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class MemoroError(Exception):
     """Base of all errors that memoro raises on purpose."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import os
 import shutil
@@ -59,6 +60,11 @@ def open_whole(path: Path) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):  # where its folder is not a folder
             temporary.unlink(missing_ok=True)
+
+
+def left_behind(path: Path) -> list[Path]:
+    """What `open_whole` left beside a file where its process was killed."""
+    return list(path.parent.glob(f".{glob.escape(path.name[:40])}.*.part"))
 
 
 def part_of(path: Path) -> Path:

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 
 from memoro.backbones.backbone import Backbone, BackboneRecord
-from memoro.backbones.load import TINY, load_checkpoint
+from memoro.backbones.load import TINY, is_hub_id, load_checkpoint
 from memoro.errors import BackboneError
 
 FOLDERS = "MEMORO_BACKBONES"
 """The environment variable that lists folders of backbones, separated as in PATH."""
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 def find_backbone(
@@ -41,7 +39,7 @@ def find_backbone(
             return _check(record, load_checkpoint(str(folder), dtype, device, processor))
         except BackboneError:
             continue
-    if _HUB_ID.fullmatch(record.name) and not Path(record.name).exists():
+    if is_hub_id(record.name) and not Path(record.name).exists():
         return _check(record, load_checkpoint(record.name, dtype, device, processor, use_safetensors=True))
     raise BackboneError(
         f"the tasks were trained on {record}, and files do not say where a folder is: pass it with -b FOLDER (in "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from memoro.backbones.backbone import Backbone, BackboneRecord
-from memoro.errors import BackboneError
+from memoro.errors import BackboneError, first_line
 
 TINY = "memoro-tiny"
 """The small backbone that memoro ships; what is used where nobody names one."""
@@ -57,6 +58,14 @@ def load_checkpoint(
     return _wrap(model, name, folder if processor is None else processor)
 
 
+def is_hub_id(text: str, tail: str = "") -> bool:
+    """Whether it has the form owner/name, possibly followed by what the regular expression `tail` describes.
+
+    A relative path may look the same.
+    """
+    return re.fullmatch(rf"\w[\w.-]*/\w[\w.-]*({tail})?", text, re.ASCII) is not None
+
+
 def own_device(name: str | None = None) -> torch.device:
     """The device of this name; without one, this process's GPU (CUDA or MPS) if there is one, else the CPU."""
     if name in {None, "cuda"} and torch.cuda.is_available():
@@ -66,7 +75,7 @@ def own_device(name: str | None = None) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise BackboneError(f"device {name!r} cannot be used ({reason}): choose cpu, cuda or mps.") from None
 
 
@@ -110,10 +119,11 @@ def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[st
         # Without trust_remote_code=False, transformers asks on the terminal whether to run a checkpoint's own code.
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        how = f": `hf download {source} --local-dir FOLDER`, then -b FOLDER" if is_hub_id(source) else ""
         raise BackboneError(
             f"cannot load a backbone from {source!r}: it is neither a folder with a readable config.json nor a hub id "
-            f"that can be reached ({_first_line(error).rstrip('.')}). If you are offline, download it on another "
-            f"machine and pass the folder{_download(source)}."
+            f"that can be reached ({first_line(error)[:200].rstrip('.')}). If you are offline, download it on another "
+            f"machine and pass the folder{how}."
         ) from None
     vision = getattr(config, "vision_config", config)
     if vision.model_type not in FAMILY_SPECS:
@@ -138,19 +148,12 @@ def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[st
                 options["add_pooling_layer"] = False
             model, info = type(trunk).from_pretrained(source, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, TypeError) as error:
-        raise BackboneError(f"cannot load the weights of {source!r}: {_first_line(error)}") from None
+        raise BackboneError(f"cannot load the weights of {source!r}: {first_line(error)[:200]}") from None
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise BackboneError(f"{source!r} is incomplete: encoder weights are missing ({some}, …).")
     assert isinstance(model, nn.Module)
     return model.eval()
-
-
-def _download(source: str) -> str:
-    """The command for that, where the source may be a hub id."""
-    if source.count("/") != 1 or source.startswith((".", "/", "~")) or source.endswith("/"):
-        return ""
-    return f": `hf download {source} --local-dir FOLDER`, then -b FOLDER"
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -160,7 +163,3 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
             raise BackboneError(f"dtype {dtype!r}: choose float32, bfloat16, float16 or float64.")
         return found
     return dtype
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from memoro.console import plain_console, quoted
+from memoro.console import plain_console, quoted, to_json
 from memoro.errors import CompositionError, DataError
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def gather_tasks(files: Iterable[str], option: str = "-t") -> list[Task]:
     `option` is what precedes a file there, nothing for an argument.
     """
     from memoro.regimes.baselinefile import is_baseline, read_baseline
-    from memoro.tasks.taskfile import find_task_file, load_tasks
+    from memoro.tasks.hub import find_task_file
+    from memoro.tasks.taskfile import load_tasks
 
     found: list[tuple[str, Task]] = []
     for file in files:
@@ -113,8 +114,9 @@ def load_models(
 ) -> tuple[Backbone, list[Task | Baseline]]:
     """The backbone of some files or hub ids, and their tasks and baselines."""
     from memoro.regimes.baselinefile import is_baseline, load_baseline, read_baseline
+    from memoro.tasks.hub import find_task_file
     from memoro.tasks.task import Task
-    from memoro.tasks.taskfile import find_task_file, load_tasks
+    from memoro.tasks.taskfile import load_tasks
 
     paths = {file: find_task_file(file) for file in files}
     found: list[tuple[str, Task | BaselineSpec]] = []
@@ -157,7 +159,5 @@ def numbers(text: str, kind: type[Number] = int) -> list[Number]:
 
 
 def print_json(value: Any) -> None:
-    from memoro.evaluation.predictions import to_json
-
     # Lone surrogates, as in undecodable file names, cannot be printed: they become JSON escapes.
     typer.echo(to_json(value, indent=2).encode(errors="backslashreplace").decode())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memoro.cli.options import DeviceOption, Json, TaskBackboneOption, TaskFiles, load_models, share_cores
-from memoro.console import Bar, format_count, format_seconds, plain_console
+from memoro.console import Bar, format_count, format_time, plain_console
 
 if TYPE_CHECKING:
     from memoro.data.unlabelled import Unlabelled
@@ -303,7 +303,7 @@ def _progress(total: int | None, *, quiet: bool = False) -> Iterator[Callable[[i
             speed = done / max(time.monotonic() - began, 1e-9)
             figures = f"{speed:,.0f} images/s"
             if total is not None and done < total:
-                figures += f", about {format_seconds((total - done) / speed)} left"
+                figures += f", about {format_time((total - done) / speed)} left"
             shown.update(count, figures=figures)
 
         yield tick

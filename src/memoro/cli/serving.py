@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import webbrowser
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import Annotated
 
 import typer
 
 from memoro.cli.options import DeviceOption, TaskBackboneOption, load, share_cores
 from memoro.console import format_count, plain_console, quiet_libraries
-
-if TYPE_CHECKING:
-    from memoro.backbones import Backbone, BackboneRecord
 
 app = typer.Typer()
 
@@ -93,11 +91,7 @@ def serve(
     )
     quiet_libraries()
     console = plain_console(stderr=True, soft_wrap=True)
-
-    def load_own(made_for: BackboneRecord | None) -> Backbone:
-        return load(backbone, device, made_for)
-
-    store = open_store(tasks or [], load_own)
+    store = open_store(tasks or [], partial(load, backbone, device))
     model = store.current.model
     console.print(f"{format_count(len(model.names), 'task')} on {model.backbone.name}: {', '.join(model.names) or '-'}")
     if not store.writable:

@@ -36,7 +36,7 @@ def inspect(
     memoro inspect pets.safetensors
     """
     from memoro.evaluation.inspect import inspect_file, inspect_tables
-    from memoro.tasks.taskfile import find_task_file
+    from memoro.tasks.hub import find_task_file
 
     found = inspect_file(find_task_file(file), None if backbone is None else load(backbone, "cpu"))
     record = {**found, "file": file}

@@ -156,6 +156,13 @@ class AnySplits(Labelled, Generic[Images]):
 class Splits(AnySplits[ImageSet]):
     """The splits of a map-style dataset."""
 
+    def to_measure(self) -> tuple[str, ImageSet]:
+        """The images to measure on and the name of their split: test, else val, else `all`, which is train."""
+        for name, images in (("test", self.test), ("val", self.val), ("all", self.train)):
+            if images is not None:
+                return name, images
+        raise DataError(f"{self.name} contains no images.")
+
 
 def unreadable_size(size: int) -> str | None:
     """Why a file of this many bytes cannot be an image, or None."""

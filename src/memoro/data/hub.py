@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from memoro.backbones.load import is_hub_id
 from memoro.data.annotations import RawDataset
-from memoro.errors import DataError
+from memoro.errors import DataError, first_line
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class KnownSet:
     """How many images the official splits have."""
     rule: str
     """Which split is used for what."""
-    hub: str | None
-    label_column: str | None
     fetch: str
     """What to download by hand, and how to arrange it."""
+    hub: str | None = None
+    label_column: str | None = None
     val_is_test: bool = False
     """Its official test labels are secret, so that results are reported on its validation split."""
 
@@ -47,8 +47,6 @@ KNOWN = {
             name="inaturalist2017",
             images={"train": 579_184, "val": 95_986},
             rule=f"the official validation split is the test split; {_CUT}",
-            hub=None,
-            label_column=None,
             fetch="train_val_images.tar.gz and train_val2017.zip from github.com/visipedia/inat_comp/tree/master/2017, "
             "unpacked into one folder, so that train2017.json and val2017.json lie beside train_val_images",
             val_is_test=True,
@@ -57,8 +55,6 @@ KNOWN = {
             name="places365",
             images={"train": 1_803_460, "val": 36_500},
             rule=f"Places365-Standard, 256 px; the official validation split is the test split; {_CUT}",
-            hub=None,
-            label_column=None,
             fetch="places365standard_easyformat.tar from places2.csail.mit.edu/download.html, unpacked: it holds "
             "train/CLASS and val/CLASS",
             val_is_test=True,
@@ -68,7 +64,6 @@ KNOWN = {
             images={"train": 76_128, "val": 10_875, "test": 21_750},
             rule="the fixed train, validation and test splits of TensorFlow Datasets",
             hub="dpdl-benchmark/sun397",
-            label_column=None,
             fetch="SUN397.tar.gz from vision.princeton.edu/projects/2010/SUN as train/CLASS, val/CLASS and test/CLASS",
         ),
     )
@@ -104,10 +99,6 @@ def apply_rule(raw: RawDataset, known: KnownSet) -> RawDataset:
     return replace(raw, splits=splits, notes=(*notes, *raw.notes))
 
 
-def first_line(error: BaseException | None) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def _places() -> list[Path]:
     named = os.environ.get("MEMORO_DATA")
     return [*([Path(named)] if named else []), Path("data")]
@@ -135,13 +126,9 @@ def read_inaturalist(folder: Path) -> dict[str, list[str]]:
     return columns
 
 
-# owner/name, with a split behind a colon: owner/name:train, owner/name:train[:10%]
-_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<split>[\w\[\]:%+. -]+))?", re.ASCII)
-
-
-def is_hub_id(source: str) -> bool:
-    """Whether it could be a dataset of the hub; a relative path may look the same."""
-    return _ID.fullmatch(source) is not None and not source.startswith((".", "-"))
+def is_dataset_id(source: str) -> bool:
+    """Whether it could be a dataset of the hub: owner/name, with a split behind a colon (:train, :train[:10%])."""
+    return is_hub_id(source, r":[\w\[\]:%+. -]+")
 
 
 def is_saved(folder: Path) -> bool:
@@ -158,10 +145,10 @@ def fetch(
     if isinstance(source, Path):
         loaded, name = datasets.load_from_disk(str(source)), str(source)
     elif isinstance(source, str):
-        match = _ID.fullmatch(source)
-        if match is None:
+        if not is_dataset_id(source):
             raise DataError(f"{source!r} is not an id of the hub: those look like owner/name or owner/name:split.")
-        name, split = match["id"], split or match["split"]
+        name, _, own = source.partition(":")
+        split = split or own or None
         try:
             loaded = datasets.load_dataset(name, config, split=split, streaming=streaming)
         except Exception as error:  # the network, the hub and the files each fail in their own ways

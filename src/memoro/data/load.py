@@ -19,13 +19,12 @@ from memoro.data.hub import (
     explain_known,
     fetch,
     find_known,
-    first_line,
-    is_hub_id,
+    is_dataset_id,
     is_saved,
 )
 from memoro.data.splits import build_splits, hold_out
 from memoro.data.tables import TABLE_SUFFIXES, read_manifest, read_tables
-from memoro.errors import DataError
+from memoro.errors import DataError, first_line
 
 _SOURCES = (
     "give a folder of class folders (or of train/ and test/ with class folders), a .zip of one, a .csv or .parquet "
@@ -68,7 +67,7 @@ def _load(source: Any, options: DataOptions, checked: Splits | None = None) -> S
         name, raw = path.stem if path.is_file() else path.resolve().name, _read_path(path, options)
     elif path is not None and str(source) in KNOWN:
         name, raw = str(source), _read_known(KNOWN[str(source)], options)
-    elif path is None or (isinstance(source, str) and is_hub_id(source) and not is_file):
+    elif path is None or (isinstance(source, str) and is_dataset_id(source) and not is_file):
         tables, name = fetch(source, split, options.config)
         raw, split = read_tables(tables, options, name), None
     else:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from memoro.data.columns import IMAGE_COLUMNS, find_image_column
 from memoro.data.folders import ZipImages, open_archive
-from memoro.data.hub import fetch, is_hub_id, is_saved
+from memoro.data.hub import fetch, is_dataset_id, is_saved
 from memoro.data.tables import (
     TABLE_SUFFIXES,
     Places,
@@ -111,7 +111,7 @@ def _expand(places: Sequence[Any]) -> Iterator[Any]:
 
 def _looks_like_hub(place: str, path: Path) -> bool:
     files = IMAGE_SUFFIXES | TABLE_SUFFIXES | _JSON_LINES | {".zip"}
-    return is_hub_id(place) and not path.exists() and path.suffix.lower() not in files
+    return is_dataset_id(place) and not path.exists() and path.suffix.lower() not in files
 
 
 @dataclass(frozen=True)

@@ -162,24 +162,6 @@ def read_outputs(model: TaskModule[Any], outputs: Outputs, top: int | None = Non
     return read_answers(model.kind, model.labels, outputs.logits[model.name], top, **how)
 
 
-def stream_predictions(
-    images: Pictures,
-    passes: Sequence[Pass],
-    names: Sequence[str],
-    *,
-    batch_size: int = 32,
-    top: int | None = None,
-    routing: Routing | None = None,
-) -> Iterator[Prediction]:
-    """The prediction for each image, in order, with the answers in the order of `names`.
-
-    One batch is in memory at a time, at the size that the models take; an image that cannot be read becomes a
-    prediction with an error.
-    """
-    how = AnswerOptions(batch_size, top, routing or Routing())
-    return answer_pictures(list_pictures(images), passes, names, how)
-
-
 @dataclass(frozen=True)
 class AnswerOptions:
     """How images are answered."""
@@ -203,8 +185,11 @@ def answer_pictures(
     how: AnswerOptions,
     decode: Decode | None = None,
 ) -> Iterator[Prediction]:
-    """What `stream_predictions` gives, for images with names. `decode` may use other processes; without it, one batch
-    at a time is decoded here."""
+    """The prediction for each image, in order, with the answers in the order of `names`.
+
+    An image that cannot be read becomes a prediction with an error. `decode` may use other processes; without it, one
+    batch at a time is decoded here, and in memory at the size that the models take.
+    """
     batches = iter(lambda: list(islice(pictures, how.batch_size)), [])
     decoder = new_decoder(passes)
     for batch, decoded in decode(batches) if decode is not None else ((batch, decoder(batch)) for batch in batches):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from memoro.backbones import Backbone
 from memoro.engine.answers import (
+    AnswerOptions,
     Answers,
     Judged,
     Outputs,
@@ -23,8 +24,9 @@ from memoro.engine.answers import (
     Prediction,
     Routing,
     Unfamiliar,
+    answer_pictures,
+    list_pictures,
     read_predictions,
-    stream_predictions,
 )
 from memoro.engine.bank import Bank, build_bank
 from memoro.engine.explain import Explanation, explain_task, read_views
@@ -212,8 +214,8 @@ class Composition(nn.Module):
         """The same as it goes: yields for each image its `image` (path), its `answers` by task, and its `error`, which
         is None where it could be read."""
         names = [self._list[i].name for i in self._pick(tasks)]
-        how: dict[str, Any] = {"batch_size": batch_size, "top": top, "routing": Routing(unfamiliar, false_alarms)}
-        return stream_predictions(images, self.prediction_passes(names), names, **how)
+        how = AnswerOptions(batch_size, top, Routing(unfamiliar, false_alarms))
+        return answer_pictures(list_pictures(images), self.prediction_passes(names), names, how)
 
     def prediction_passes(self, tasks: Sequence[str] | None = None) -> list[Pass]:
         """What `predict` runs: the tasks by preprocessing."""

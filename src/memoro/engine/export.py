@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memoro.engine.answers import Judged
-from memoro.errors import BackboneError, CompositionError, TaskFileError
+from memoro.errors import BackboneError, CompositionError, TaskFileError, first_line
 from memoro.extras import need
 from memoro.heads import probabilities
 from memoro.images import Preprocessing
@@ -141,7 +141,7 @@ def export_onnx(model: Composition, path: str | Path, *, images: bool = False) -
             # The dimension again, by a name that stays.
             onnx = torch.onnx.export(program, dynamo=True, verbose=False, dynamic_shapes={"pixels": {0: "batch"}})
         except Exception as error:  # torch has no common type for what it cannot export
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            reason = first_line(error)[:300]
             raise BackboneError(f"torch cannot export {model.backbone} to ONNX: {reason}") from error
     assert onnx is not None
     _name_parts(onnx.model, graph.input_name, list(outputs))

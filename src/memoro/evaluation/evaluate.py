@@ -130,11 +130,8 @@ def load_test_images(
             quiet=quiet,
         )
     check_labels(task, splits)
-    for name, split in (("test", "test"), ("val", "val"), ("train", "all")):
-        images: ImageSet | None = getattr(splits, name)
-        if images is not None:
-            return splits, images, split, dict(splits.unknown.get(name, {}))
-    raise DataError(f"{splits.name} contains no images.")
+    split, images = splits.to_measure()
+    return splits, images, split, dict(splits.unknown.get("train" if split == "all" else split, {}))
 
 
 def check_labels(task: Task | Baseline, splits: Splits | Streams) -> None:

@@ -16,7 +16,7 @@ from memoro.console import format_count
 from memoro.data.loader import worker_count
 from memoro.data.unlabelled import Chain, Stream
 from memoro.engine.answers import Decode
-from memoro.errors import DataError, MemoroError
+from memoro.errors import DataError, MemoroError, first_line
 from memoro.evaluation.bulk import MANIFEST, Job, Shard, Todo, finish
 from memoro.evaluation.predictions import Tally
 from memoro.extras import need
@@ -115,8 +115,8 @@ def answer_on_ray(
         try:
             ray.init(address, log_to_driver=False, include_dashboard=None if address else False, logging_level="error")
         except (ConnectionError, ValueError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise DataError(f"no Ray cluster at {address or 'RAY_ADDRESS'} ({reason}); see `ray status`.") from None
+            where = address or "RAY_ADDRESS"
+            raise DataError(f"no Ray cluster at {where} ({first_line(error)}); see `ray status`.") from None
     try:
         return _run(ray, job, todo, workers, tick, tell)
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ from typing import Any, BinaryIO
 
 from rich.table import Table
 
-from memoro.console import Cell, format_count, make_table
+from memoro.console import Cell, format_count, make_table, to_json
 from memoro.engine.answers import Prediction
 from memoro.errors import DataError
 
@@ -146,23 +145,6 @@ def _write_json_lines(predictions: Iterable[Prediction], file: BinaryIO, top: in
     for one in predictions:
         rest = {"answers": one.answers} if one.error is None else {"error": one.error}
         _write(file, to_json({"image": one.image, **rest}) + "\n")
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON has no numbers that are not finite: they become null."""
-    try:
-        return json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
-    except ValueError:
-        return json.dumps(finite(value), ensure_ascii=False, indent=indent)
-
-
-def finite(value: Any) -> Any:
-    """The same with None for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write_parquet(

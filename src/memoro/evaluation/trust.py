@@ -174,10 +174,7 @@ def _any_images(source: Any, workers: int | None) -> ImageSet:
         splits = source if isinstance(source, Splits) else load_data(source, **how)
     except DataError:
         return load_unlabelled(source, workers)
-    for images in (splits.test, splits.val, splits.train):
-        if images is not None:
-            return images
-    raise DataError(f"{splits.name} contains no images.")
+    return splits.to_measure()[1]
 
 
 def trust_tables(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
@@ -249,19 +246,13 @@ def _shares(counts: Sequence[int]) -> list[float]:
 
 
 def verify_tasks(
-    model: Composition,
-    data: Mapping[str, Any],
-    *,
-    label_column: str | None = None,
-    batch_size: int = 32,
-    workers: int | None = None,
+    model: Composition, data: Mapping[str, Any], *, label_column: str | None = None
 ) -> dict[str, dict[str, Any]]:
     """For each softmax task with data: its accuracy alone, composed, and with routing.
 
     Then the image goes to the task with the highest score; the answer counts if task and label are right.
     `label_column` is for tables.
     """
-    how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
     candidates = [name for name, task in model.tasks.items() if task.spec.familiarity is not None]
     results = {}
     for name, source in data.items():
@@ -269,9 +260,9 @@ def verify_tasks(
             raise DataError(f"no task {name!r} among {', '.join(model.names)}: write NAME=DATA with one of these.")
         if model.tasks[name].kind != "softmax":
             raise DataError(f"{name!r} is not a softmax task: leave it out of --data.")
-        _, images, split, _ = load_test_images(source, model.tasks[name], label_column, workers, True)
-        alone, targets = collect_outputs(model.alone(name), images, [name], **how)
-        together, _ = collect_outputs(model, images, model.names, **how)
+        _, images, split, _ = load_test_images(source, model.tasks[name], label_column, None, True)
+        alone, targets = collect_outputs(model.alone(name), images, [name])
+        together, _ = collect_outputs(model, images, model.names)
         right = [one.logits[name].argmax(dim=-1) == targets for one in (alone, together)]
         results[name] = {
             "split": split,

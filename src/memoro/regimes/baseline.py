@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Anatomy, Backbone
-from memoro.engine.answers import Answers, Outputs, Pass, Pictures, read_predictions, stream_predictions
+from memoro.engine.answers import (
+    AnswerOptions,
+    Answers,
+    Outputs,
+    Pass,
+    Pictures,
+    answer_pictures,
+    list_pictures,
+    read_predictions,
+)
 from memoro.errors import TrainingError
 from memoro.regimes.dense import Weights
 from memoro.regimes.regime import RATES, Regime, TaskPlan, all_parameters
@@ -168,8 +177,8 @@ class Baseline(TaskModule[BaselineSpec]):
 
     def predict(self, images: Pictures, *, batch_size: int = 32, top: int | None = None) -> list[Answers]:
         """What it answers for each image, by its name, as a composition of one task would."""
-        rows = stream_predictions(images, self.prediction_passes(), [self.name], batch_size=batch_size, top=top)
-        return read_predictions(rows)
+        pictures, how = list_pictures(images), AnswerOptions(batch_size, top)
+        return read_predictions(answer_pictures(pictures, self.prediction_passes(), [self.name], how))
 
     def prediction_passes(self) -> list[Pass]:
         """What `predict` runs: its one pass."""

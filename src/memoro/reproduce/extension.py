@@ -56,7 +56,7 @@ def measure_extension(
             notes.append(f"{size} training images were skipped: {len(own.labels)} classes, none of them with two.")
             continue
         cases: dict[str, tuple[Method, tuple[Task, ...]]] = {f"{one.name}, {ALONE}": (one, ()) for one in methods}
-        cases |= {f"{method}, {name}": (_named(methods, method), (task,)) for (name, method), task in parents.items()}
+        cases |= {f"{one.name}, {name}": (one, (parents[name, one.name],)) for name in sources for one in methods}
         variants = [replace(method, name=name) for name, (method, _) in cases.items()]
         extends = {name: tasks for name, (_, tasks) in cases.items()}
         selected = select_rates(bench, few, variants, budget, extends)
@@ -65,10 +65,6 @@ def measure_extension(
             one.name: {**selected[one.name].to_json(), **summarise(trained[one.name])} for one in variants
         }
     return {"sizes": found, **({"notes": notes} if notes else {}), **describe_splits(own)}
-
-
-def _named(methods: Sequence[Method], name: str) -> Method:
-    return next(method for method in methods if method.name == name)
 
 
 def _tasks_of(splits: Splits, other: Splits | None, child: str) -> tuple[Splits, dict[str, Splits]]:

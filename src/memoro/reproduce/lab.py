@@ -100,13 +100,13 @@ class Lab:
 
     def size(self, name: str) -> Size:
         """How many images a set has, without opening them; of a known set that is not here, the official numbers."""
-        splits = self._list(name)
+        splits = self.listed(name)
         if splits is None:
             images = KNOWN[name].images
             return Size(images["train"], images.get("test", images.get("val", 0)))
         return Size(*(0 if part is None else len(part) for part in (splits.train, splits.test)))
 
-    def _list(self, name: str) -> Splits | None:
+    def listed(self, name: str) -> Splits | None:
         """A set whose images have not been opened; None for a known set that is not here."""
         if name not in self._listed:
             here = name not in KNOWN or self.sets[name] != name or find_known(KNOWN[name]) is not None
@@ -125,7 +125,7 @@ class Lab:
         """A hash of the file names and labels of a set: another set of the same name has another one. Empty for a known
         set that is not here."""
         if name not in self._digests:
-            splits = self._list(name)
+            splits = self.listed(name)
             self._digests[name] = "" if splits is None else _hash(splits)
         return self._digests[name]
 

@@ -98,17 +98,13 @@ class Selection:
     curve: list[tuple[int, float]]
     """(step, held-out accuracy) at the chosen rate."""
 
-    @property
-    def flat(self) -> bool:
-        """Whether the last third of the training no longer raised the accuracy on held-out images."""
-        return is_flat(self.curve)
-
     def to_json(self) -> dict[str, Any]:
         scores = {f"{rate:g}": [round(one, 4) for one in some] for rate, some in self.scores.items()}
         return {"lr": self.lr, "scores": scores, "curve": [(at, round(one, 4)) for at, one in self.curve]}
 
 
 def is_flat(curve: Sequence[tuple[int, float]]) -> bool:
+    """Whether the last third of the training no longer raised the accuracy on held-out images."""
     if len(curve) < 2:
         return False
     last, final = curve[-1]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from memoro.console import format_bytes, format_count
+from memoro.console import format_bytes, format_count, format_time
 from memoro.data.augment import output_size
-from memoro.data.hub import KNOWN, find_known
+from memoro.data.hub import KNOWN
 from memoro.errors import DataError, MemoroError, TrainingError
 from memoro.reproduce.counts import count_flops
 from memoro.reproduce.estimate import Size, base_passes, training_bytes, training_steps
@@ -155,7 +155,7 @@ def _look_for_set(name: str, lab: Lab, log: Log) -> Size | None:
     except MemoroError as error:
         log(f"data: {name}: MISSING ({error})")
         return None
-    there = name not in KNOWN or lab.sets[name] != name or find_known(KNOWN[name]) is not None
+    there = lab.listed(name) is not None
     what = "found" if there else f"MISSING; official numbers are used here. Fetch {KNOWN[name].fetch}"
     log(f"data: {name}: {size.train:,} training images, {size.test:,} to test ({what})")
     return size
@@ -169,10 +169,3 @@ def _look_for_backbone(name: str, lab: Lab, log: Log) -> None:
     except MemoroError as error:
         log(f"backbone: {name}: MISSING ({error})")
         lab.stand_in(name)
-
-
-def format_time(seconds: float) -> str:
-    for unit, length, digits in (("days", 86_400.0, 0), ("h", 3_600.0, 1), ("min", 60.0, 0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.{digits}f} {unit}"
-    return f"{seconds:.0f} s"

@@ -25,10 +25,10 @@ from memoro.evaluation.inspect import describe_task
 from memoro.files import sync_folder
 from memoro.serve.batching import run_pass
 from memoro.serve.options import MAX_INPUT_SIDE, MAX_TASKS
-from memoro.tasks.hub import is_hub_id
+from memoro.tasks.hub import find_task_file, is_task_id
 from memoro.tasks.sections import write_sections
 from memoro.tasks.task import Task
-from memoro.tasks.taskfile import find_task_file, load_tasks, save_task, save_tasks
+from memoro.tasks.taskfile import load_tasks, save_task, save_tasks
 
 ALL = "all"
 """The model of the Open Inference Protocol that stands for all tasks."""
@@ -78,7 +78,7 @@ def _is_folder(place: str | Path) -> bool:
 
 
 def _is_hub_id(place: str | Path) -> bool:
-    return isinstance(place, str) and is_hub_id(place)
+    return isinstance(place, str) and is_task_id(place)
 
 
 def _find_file(place: str | Path) -> Path:

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from memoro.backbones.load import is_hub_id
 from memoro.console import printable
 from memoro.errors import TaskFileError
 from memoro.files import write_whole
 from memoro.plots import MAX_CONFUSION, draw_confusion
-from memoro.tasks.hub import is_hub_id
 from memoro.tasks.task import Task
 
 MAX_LABELS = 50

@@ -199,7 +199,7 @@ def _reduce(values: Tensor, owner: Tensor, tasks: Tensor, how: str) -> Tensor:
     return start.scatter_reduce(1, owner.expand_as(values), values, how)
 
 
-def fit_familiarity(tokens: Tensor, classes: Tensor | None, background: Tensor, *, seed: int = 0) -> Familiarity | None:
+def fit_familiarity(tokens: Tensor, classes: Tensor | None, background: Tensor) -> Familiarity | None:
     """A description of training images from their tokens (n, dim), their classes (n), if each has one, and the mean
     token (dim) of synthetic images.
 
@@ -217,7 +217,7 @@ def fit_familiarity(tokens: Tensor, classes: Tensor | None, background: Tensor, 
     whole = {**_describe(tokens, groups), "background": background}
     if not Familiarity(**whole, distances=torch.ones(1), images=0).valid:
         return None
-    fold = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) % FOLDS
+    fold = torch.randperm(count, generator=torch.Generator().manual_seed(0)) % FOLDS
     found = torch.empty(count)
     for number in range(FOLDS):
         own = fold == number

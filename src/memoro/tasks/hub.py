@@ -2,64 +2,62 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from memoro.errors import TaskFileError
+from memoro.backbones.load import is_hub_id
+from memoro.errors import TaskFileError, first_line
 
 if TYPE_CHECKING:
     from memoro.tasks.task import Task
 
 FILE = "task.safetensors"
 """The task file, or bundle, of a folder or repository."""
-
-# owner/name, with a branch, tag or commit behind an @
-_ID = re.compile(r"(?P<id>\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+MAX_FILE = 2 << 30
 
 
-def is_hub_id(source: str) -> bool:
-    """Whether it has the form of a repository's name; a relative path may look the same."""
-    return _ID.fullmatch(source) is not None and not source.endswith(".safetensors")
+def is_task_id(source: str) -> bool:
+    """Whether it could be a task of the hub: owner/name, with a branch, tag or commit behind an @."""
+    return is_hub_id(source, r"@[\w./-]+") and not source.endswith(".safetensors")
 
 
-def find_file(source: str | Path, revision: str | None = None, *, most: int) -> Path:
+def find_task_file(source: str | Path, revision: str | None = None) -> Path:
     """The task file that is meant by a path, by a folder with a card, or by a hub id such as `owner/name@revision`.
 
     A local path wins over a hub id of the same spelling, and a Path is always local. From the hub only the task file
-    is downloaded, into the hub's own cache, and only if it has at most `most` bytes. Reading the file checks it.
+    is downloaded, into the hub's own cache, and only if it has at most `MAX_FILE` bytes. Reading the file checks it.
     """
     path = Path(source)
     if path.is_dir():
         if not (path / FILE).is_file():
             raise TaskFileError(f"the folder {path} contains no {FILE}: `memoro card` and save_pretrained() write one.")
         return path / FILE
-    if isinstance(source, Path) or path.exists() or not is_hub_id(source):
+    if isinstance(source, Path) or path.exists() or not is_task_id(source):
         return path
-    found = _ID.fullmatch(source)
-    assert found is not None
-    return _download(found["id"], revision or found["revision"], most)
+    name, _, own = source.partition("@")
+    return _download(name, revision or own or None)
 
 
-def _download(name: str, revision: str | None, most: int) -> Path:
+def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         size = hf_hub_download(name, FILE, revision=revision, dry_run=True).file_size
-        if size is not None and size <= most:
+        if size is not None and size <= MAX_FILE:
             return Path(hf_hub_download(name, FILE, revision=revision))
     except Exception as error:  # the network, the hub and the cache each fail in their own ways
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             raise TaskFileError(f"{name} on the hub has no {FILE}, so it is not a task of memoro's.") from None
+        reason = first_line(error)[:200].rstrip(".")
         raise TaskFileError(
-            f"'{name}' is not a file or folder here, and could not be downloaded from the hub ({_reason(error)}). "
+            f"'{name}' is not a file or folder here, and could not be downloaded from the hub ({reason}). "
             f"Online, check the name at huggingface.co/{name}. Offline, run `hf download {name} --local-dir FOLDER` on "
             "another machine and give that folder."
         ) from None
     found = "has no known size" if size is None else f"is {size >> 20} MiB"
-    raise TaskFileError(f"{name}/{FILE} on the hub {found}; task files must not exceed {most >> 20} MiB.")
+    raise TaskFileError(f"{name}/{FILE} on the hub {found}; task files must not exceed {MAX_FILE >> 20} MiB.")
 
 
 def push_task(
@@ -68,7 +66,7 @@ def push_task(
     """Uploads what `save_pretrained` writes; returns the address of the commit."""
     from huggingface_hub import HfApi
 
-    if not is_hub_id(name) or "@" in name:
+    if not is_task_id(name) or "@" in name:
         raise TaskFileError(f"{name!r} is not a name of a repository on the hub: those look like owner/name.")
     with TemporaryDirectory() as folder:
         task.save_pretrained(folder, repo_id=name, **card)
@@ -83,11 +81,8 @@ def push_task(
                 )
             )
         except Exception as error:  # as above
+            reason = first_line(error)[:200].rstrip(".")
             raise TaskFileError(
-                f"could not upload to {name} ({_reason(error)}). Check that you are online and logged in (`hf auth "
+                f"could not upload to {name} ({reason}). Check that you are online and logged in (`hf auth "
                 "login`), and that you may write to this repository."
             ) from None
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from memoro.backbones import BackboneRecord, Fingerprint
-from memoro.errors import MemoroError, TaskFileError
+from memoro.errors import MemoroError, TaskFileError, first_line
 from memoro.files import write_whole
 from memoro.heads import HeadKind
 from memoro.images import Preprocessing
@@ -92,10 +92,9 @@ def open_file(path: str | Path, content: str, most: int) -> Iterator[tuple[Any, 
                     raise TaskFileError(f"contains {held}.")
             yield file, record
     except (SafetensorError, OSError, ValueError, RecursionError, OverflowError, MemoryError) as error:
-        brief = (str(error).splitlines() or [""])[0][:160] or type(error).__name__
         raise TaskFileError(
-            f"cannot read {path} as a task file ({brief}). It may be truncated or written by another program: download "
-            "it again, or convert it with `memoro import`."
+            f"cannot read {path} as a task file ({first_line(error)[:160]}). It may be truncated or written by another "
+            "program: download it again, or convert it with `memoro import`."
         ) from None
     except MemoroError as error:
         raise TaskFileError(f"{path}: {error}") from None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone, BackboneRecord
-from memoro.errors import TaskFileError
+from memoro.errors import TaskFileError, first_line
 from memoro.tasks.spec import check_name
 from memoro.tasks.task import Task, TaskSpec
 
@@ -91,7 +91,7 @@ def _read_state(path: Path) -> Mapping[str, Tensor]:
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the unpickler raises nearly every type on foreign input
-        reason = (str(error).splitlines() or [""])[0][:160]
+        reason = first_line(error)[:160]
         raise TaskFileError(f"{path} cannot be read safely as a state dict ({reason}).") from None
     state = state.get("state_dict", state) if isinstance(state, Mapping) else state
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memoro.errors import TaskFileError
 from memoro.tasks.card import write_card
-from memoro.tasks.hub import FILE, find_file
+from memoro.tasks.hub import FILE, MAX_FILE, find_task_file
 from memoro.tasks.record import (
     check_content,
     open_file,
@@ -31,7 +31,6 @@ from memoro.tasks.sections import read_sections, section_tensors, write_sections
 from memoro.tasks.spec import MAX_CELLS, MAX_RANK, by_name, check_name
 from memoro.tasks.task import LOW_RANK, MemoryNorm, Parent, Task, TaskSpec, Widths, content_hashes
 
-MAX_FILE = 2 << 30
 MAX_TASKS = 10_000
 MAX_WIDTH = 1 << 20
 
@@ -108,11 +107,6 @@ def load_tasks(
         if len({spec.name for spec in specs}) < len(specs):
             raise TaskFileError("the file contains two tasks of one name.")
     return [task.to(device) for task in tasks]
-
-
-def find_task_file(source: str | Path, revision: str | None = None) -> Path:
-    """The file that `load_tasks` reads: see `find_file`."""
-    return find_file(source, revision, most=MAX_FILE)
 
 
 def save_pretrained(tasks: Sequence[Task], folder: str | Path, **card: Any) -> Path:

@@ -56,10 +56,10 @@ class Trainer:
         *,
         cache: Cache | None = None,
         processes: Processes = ALONE,
-        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.backbone, self.specs, self.options = backbone, specs, options or TrainOptions()
-        self.cache, self.processes, self.callbacks = cache, processes, list(callbacks)
+        self.cache, self.processes = cache, processes
+        self.callbacks: list[Callback] = []
         self.loaders = Loaders(backbone, specs, cache, self.options.workers, processes)
         self.groups, self.runs = build_groups(specs, self.loaders, halving=self.options.halving)
         self.checkpoint = self.options.checkpoint

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from memoro.console import Bar
 from memoro.errors import TrainingError
 from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion
-from memoro.files import write_whole
+from memoro.files import left_behind, write_whole
 from memoro.plots import draw_confusion, drawable, save_figure
 from memoro.training.fit import FitResult
 from memoro.training.group import RunGroup
@@ -89,9 +89,8 @@ class RunFolder:
         """Drops lines from after the checkpoint: a killed run wrote them, and they are computed again."""
         kept, progress = [], {group.name: group.progress for group in groups}
         with _disk_errors(self.path):
-            for name in (CHECKPOINT, METRICS):
-                for rest in self.path.glob(f".{name}.*.part"):  # left by a kill while the file was written
-                    rest.unlink()
+            for rest in (*left_behind(self.path / CHECKPOINT), *left_behind(self.metrics)):
+                rest.unlink()
             for line in self.metrics.read_bytes().splitlines() if self.metrics.is_file() else []:
                 try:
                     entry = json.loads(line)

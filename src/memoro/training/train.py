@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,14 +15,13 @@ from rich.table import Table
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
-from memoro.console import format_bytes, format_count, make_table, quoted
+from memoro.console import finite, format_bytes, format_count, make_table, quoted
 from memoro.data import Augment, ImageSet
 from memoro.engine.composition import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, format_worst, name_split
-from memoro.evaluation.predictions import finite
 from memoro.evaluation.trust import SKETCH
-from memoro.files import keep_copy
+from memoro.files import keep_copy, left_behind
 from memoro.regimes import METHODS, Baseline, TaskPlan, find_regime
 from memoro.regimes.baselinefile import save_baseline
 from memoro.tasks.task import Task
@@ -203,7 +201,7 @@ def train(
         options.note(compare_labels(start, splits))
         sets[name] = replace(splits, notes=(*splits.notes, OPTIMISTIC))
     files = {} if target is None else {name: _file_of(name, target, several=len(sets) > 1) for name in sets}
-    leftovers = [part for file in files.values() for part in file.parent.glob(f".{glob.escape(file.name[:40])}.*.part")]
+    leftovers = [part for file in files.values() for part in left_behind(file)]
     compared = choose_folds(list(sets.values()), grid, folds, recipe, options)
     preprocessing = preprocessing_of(backbone, options, None if start is None else start.spec.preprocessing)
     sweeps = [
