@@ -53,17 +53,5 @@ def _run_adapted(anatomy: Anatomy, weights: Weights, pixels: Tensor) -> Tensor:
     return run_dense(adapted, weights, pixels)
 
 
-ADAPTER = Method(
-    "adapter",
-    "bottlenecks after attention and MLP of each layer, and head",
-    ("width",),
-    _shape_adapters,
-    _run_adapted,
-)
-ADAPTER_MEMORY = Method(
-    "adapter+memory-full",
-    "adapters and what memory-full trains",
-    ("cells", "width"),
-    _shape_both,
-    _run_adapted,
-)
+ADAPTER = Method("adapter", ("width",), _shape_adapters, _run_adapted)
+ADAPTER_MEMORY = Method("adapter+memory-full", ("cells", "width"), _shape_both, _run_adapted)

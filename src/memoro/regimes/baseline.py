@@ -49,7 +49,6 @@ class Method:
     """What distinguishes the regimes that change base tokens."""
 
     name: str
-    summary: str
     sizes: tuple[str, ...]
     """The sizes of a plan that it reads."""
     shapes: Callable[[Backbone, Mapping[str, int]], Shapes]
@@ -63,7 +62,7 @@ class Method:
     @property
     def regime(self) -> Regime:
         sizes = {"cells": 5, "from_layer": 0, "rank": 8}
-        return Regime(self.name, self.summary, self.make, lambda depth: sizes, all_parameters, False, self.rates)
+        return Regime(self.name, self.make, lambda depth: sizes, all_parameters, False, self.rates)
 
     def build(self, backbone: Backbone, plan: TaskPlan) -> Baseline:
         """An untrained model. Sizes that the plan leaves open are the regime's own."""

@@ -24,12 +24,4 @@ def _copy(backbone: Backbone, plan: TaskPlan, dtype: torch.dtype) -> Parts:
     return Parts(made.anatomy, made.weights, stored=made.anatomy.tensors)
 
 
-FULL = Method(
-    "full",
-    "all weights of a copy of the encoder, and head",
-    (),
-    _shapes,
-    run_copy,
-    _copy,
-    rates={**RATES, "adamw": (0.00001, 0.00003, 0.0001)},
-)
+FULL = Method("full", (), _shapes, run_copy, _copy, rates={**RATES, "adamw": (0.00001, 0.00003, 0.0001)})

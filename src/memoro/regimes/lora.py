@@ -1,4 +1,4 @@
-"""`lora` and `lora-all`: PEFT's LoRA on matrices of a copy of the encoder, and a head."""
+"""`lora` and `lora-all`: PEFT's LoRA on queries and values, or all matrices, of a copy of the encoder, and a head."""
 
 from __future__ import annotations
 
@@ -78,10 +78,9 @@ def _find_targets(backbone: Backbone, made: TrainableCopy, places: Places) -> di
     return {place: owners[id(weight)] for place, weight in places.items()}
 
 
-def _method(name: str, summary: str, places: Callable[[Anatomy], Places]) -> Method:
+def _method(name: str, places: Callable[[Anatomy], Places]) -> Method:
     return Method(
         name,
-        summary,
         ("rank",),
         lambda backbone, sizes: _shapes(places(backbone.anatomy), sizes["rank"]),
         run_copy,
@@ -89,5 +88,5 @@ def _method(name: str, summary: str, places: Callable[[Anatomy], Places]) -> Met
     )
 
 
-LORA = _method("lora", "PEFT's LoRA on queries and values of each layer, and head", _attention_places)
-LORA_ALL = _method("lora-all", "PEFT's LoRA on all matrices of each layer, and head", _all_places)
+LORA = _method("lora", _attention_places)
+LORA_ALL = _method("lora-all", _all_places)

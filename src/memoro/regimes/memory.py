@@ -1,4 +1,5 @@
-"""`head`, `memory` and `side`: base tokens stay as they are, so what these regimes train composes."""
+"""`head`, `memory` (class token, memory cells and head, masked: the paper's) and `side` (class token, low-rank weights
+and head; memory cells if asked for): base tokens stay as they are, so what these regimes train composes."""
 
 from __future__ import annotations
 
@@ -45,7 +46,6 @@ def _head_parameters(task: Task) -> dict[str, nn.Parameter]:
 
 HEAD = Regime(
     "head",
-    "a linear head on the backbone's final class token",
     # A fork at the last layer: it composes like any other.
     lambda backbone, plan: _make_plain(backbone, replace(plan, cells=0, from_layer=backbone.depth), "head"),
     lambda depth: {"cells": 0, "from_layer": depth, "rank": 0},
@@ -54,14 +54,12 @@ HEAD = Regime(
 )
 MEMORY = Regime(
     "memory",
-    "class token, memory cells and head, masked (the paper's)",
     lambda backbone, plan: _make_plain(backbone, plan, "memory"),
     lambda depth: {"cells": 5, "from_layer": 0, "rank": 0},
     all_parameters,
 )
 SIDE = Regime(
     "side",
-    "class token, low-rank weights of its own and head; memory cells if asked for",
     _make,
     lambda depth: {"cells": 0, "from_layer": depth * 2 // 3, "rank": 8},
     all_parameters,

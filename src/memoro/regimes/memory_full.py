@@ -1,4 +1,5 @@
-"""`memory-full`: patches and class token attend to memory too, as in the paper before it masks. `class-full`, `vpt`."""
+"""`memory-full`: patches and class token attend to memory too, as in the paper before it masks. `class-full`: the
+model's own class token alone. `vpt`: prompts for each layer (VPT-deep)."""
 
 from __future__ import annotations
 
@@ -30,12 +31,6 @@ def _shape_class(backbone: Backbone, sizes: Mapping[str, int]) -> Shapes:
     return {"class_token": (backbone.dim,)}
 
 
-MEMORY_FULL = Method(
-    "memory-full",
-    "class token, memory cells and head; all tokens attend to memory",
-    ("cells",),
-    shape_memory,
-    run_dense,
-)
-CLASS_FULL = Method("class-full", "the model's own class token and head, no mask", (), _shape_class, run_dense)
-VPT = Method("vpt", "VPT-deep: prompts (cells) for each layer and head", ("cells",), _shape_prompts, run_dense)
+MEMORY_FULL = Method("memory-full", ("cells",), shape_memory, run_dense)
+CLASS_FULL = Method("class-full", (), _shape_class, run_dense)
+VPT = Method("vpt", ("cells",), _shape_prompts, run_dense)

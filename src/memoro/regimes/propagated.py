@@ -38,17 +38,5 @@ def _run(anatomy: Anatomy, weights: Weights, pixels: Tensor) -> Tensor:
     return read_token(anatomy, tokens[:, :own])
 
 
-PROPAGATED = Method(
-    "propagated",
-    "class token, memory that goes from layer to layer, head",
-    ("cells",),
-    _shape_once,
-    _run,
-)
-PROPAGATED_ADDITIVE = Method(
-    "propagated-additive",
-    "the same, with learned values added to memory at each layer",
-    ("cells",),
-    shape_memory,
-    _run,
-)
+PROPAGATED = Method("propagated", ("cells",), _shape_once, _run)
+PROPAGATED_ADDITIVE = Method("propagated-additive", ("cells",), shape_memory, _run)

@@ -38,7 +38,6 @@ class Regime:
     """The contract of a regime. A new one is registered in `REGIMES`."""
 
     name: str
-    summary: str
     make: Callable[[Backbone, TaskPlan], Any]
     """The untrained Task, or Baseline where the regime does not compose, from a plan with all sizes."""
     sizes: Callable[[int], Mapping[str, int]]
