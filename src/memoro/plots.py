@@ -69,7 +69,10 @@ def draw_panels(
         axes.grid(alpha=0.25)
     for axes in grid.flat[len(panels) :]:
         axes.axis("off")
-    figure.legend(list(drawn.values()), [drawable(name) for name in drawn], loc="outside lower center", ncols=4)
+    labels = [drawable(name) for name in drawn]
+    entry = 0.7 + 0.08 * max(map(len, labels), default=0)  # inches: a line, the gaps around it, and characters
+    fitting = max(1, min(4, int(figure.get_figwidth() / entry)))
+    figure.legend(list(drawn.values()), labels, loc="outside lower center", ncols=fitting)
     return save_figure(figure, path)
 
 
