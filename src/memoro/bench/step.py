@@ -17,7 +17,7 @@ from memoro.regimes import METHODS, REGIMES, TaskPlan
 from memoro.training.cached import Cache
 from memoro.training.group import RunSpec
 from memoro.training.loop import Trainer
-from memoro.training.recipe import Recipe, TrainOptions
+from memoro.training.recipe import TrainOptions, find_recipe
 
 Step = Callable[[], object]
 
@@ -77,7 +77,8 @@ def build_step(setting: Setting, candidate: Candidate, folder: Path) -> tuple[St
     splits = _random_images(folder / "images", setting)
     cells = 0 if candidate.regime == "side" else setting.cells
     plan = TaskPlan("bench", splits.labels, cells=cells, from_layer=candidate.fork)
-    recipe = Recipe(steps=1_000_000, batch_size=setting.batch, views=1)
+    _, own = find_recipe(None, candidate.regime)
+    recipe = replace(own, steps=1_000_000, batch_size=setting.batch, views=1)
     tasks = [regime.build(backbone, replace(plan, seed=seed)) for seed in range(candidate.runs)]
     specs = [RunSpec(task, recipe, regime, splits, backbone.preprocessing.at(side)) for task in tasks]
     cache = Cache(folder / "features") if candidate.cached else None
