@@ -24,6 +24,7 @@ import memoro
 from memoro.data import Augment
 from memoro.reproduce.measure import FOLDS, Bench, Budget, limit_training, measure_methods
 from memoro.reproduce.methods import ADAMW, Method
+from memoro.reproduce.report import format_values
 from memoro.training import Cache, TrainOptions
 from reports import load_results, load_splits, make_parser, table, write_report
 
@@ -104,7 +105,7 @@ def format_entry(entry: Mapping[str, Any] | None) -> str:
         return ""
     if entry["mean"] is None:  # screened only
         return f"*{max(entry['folds'].values()):.3f}* ({entry['lr']:g})"
-    return f"{entry['mean']:.3f} ± {statistics.pstdev(entry['test']):.3f} ({entry['lr']:g})"
+    return f"{format_values(entry['test'])} ({entry['lr']:g})"
 
 
 def write(results: dict[str, Any], options: argparse.Namespace) -> None:

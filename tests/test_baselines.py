@@ -77,7 +77,6 @@ def test_the_registry() -> None:
     }  # fmt: skip
     assert {name for name, regime in REGIMES.items() if regime.composes} == {"head", "memory", "side"}
     assert set(REGIMES) == {"head", "memory", "side", *METHODS}
-    assert all(name == regime.name for name, regime in REGIMES.items())
 
 
 # ------------------------------------------------------------------------------------------------ what is trained

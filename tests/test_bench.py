@@ -74,6 +74,7 @@ def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyP
         [(group, [batch])] = taken
         assert len(batch.targets) == 2
         assert isinstance(batch, CachedBatch) == candidate.cached
+        assert group.recipe.optimizer == ("adamw" if candidate.regime in {"side", "lora", "lora-all"} else "sgd")
         steps.append(candidate.name)
         own(trainer, taken)
         assert not any(run.diverged for run in group.runs)

@@ -47,10 +47,9 @@ HEAD = Method("head", "head", (0.01, 0.03, 0.1, 0.3, 1.0))
 
 
 MEMORY_RATES = (0.003, 0.01)
-"""With AdamW, for memory with the mask and without it: the same optimiser on both sides. In short trainings, SGD is
-either far from done or, at 0.3, some seeds collapse."""
+"""With AdamW, as for memory without the mask. In short trainings with SGD, some seeds collapse at 0.3."""
 UNMASKED_RATES = (0.001, 0.003)
-"""For cells that all tokens see: at 0.01, two of three seeds collapsed on rsscn7."""
+"""With AdamW, for cells that all tokens see: at 0.01, two of three seeds collapsed on rsscn7."""
 
 
 def memory(cells: int) -> Method:

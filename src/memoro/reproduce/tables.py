@@ -115,9 +115,10 @@ def _table4(records: Records, scale: Scale) -> Report:
     found = accuracies(records, methods, scale)
     report = accuracy_report("Table 4: memory and adapters", INTRO["table4"], found, names)
     if found:
-        row, first = next(iter(found.items()))
-        counted = [[name, f"{first[name].result['parameters']:,}"] for name in names if name in first]
-        report.lines += ["", *markdown_table(["method", f"parameters without head ({row.backbone})"], counted)]
+        backbone = next(iter(found)).backbone
+        known = {name: one for row, own in found.items() if row.backbone == backbone for name, one in own.items()}
+        counted = [[name, f"{known[name].result['parameters']:,}"] for name in names if name in known]
+        report.lines += ["", *markdown_table(["method", f"parameters without head ({backbone})"], counted)]
     return report
 
 
