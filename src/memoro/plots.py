@@ -50,6 +50,7 @@ def draw_panels(
 ) -> Path:
     """Panels side by side, each with lines of points and error bars; one legend for all."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     columns = min(4, len(panels))
     rows = -(-len(panels) // columns)
@@ -66,6 +67,8 @@ def draw_panels(
         axes.set(xlabel=xlabel, ylabel=ylabel)
         if log:
             axes.set_xscale("log")
+        elif all(float(point[0]).is_integer() for points in lines.values() for point in points):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.25)
     for axes in grid.flat[len(panels) :]:
         axes.axis("off")
