@@ -63,9 +63,13 @@ def report_forks(records: Records, scale: Scale) -> Report:
             drawn = {
                 line: [(name, x) for name in (*names, "head") if (x := places[name]) is not None]
                 for line, names in lines.items()
+                if any(name in cells for name in names[1:])  # the ends alone would be a straight line
             }
             panels.update(panels_of({row: cells}, drawn))
-    report.figures["accuracy over the fork"] = figure_of(by_fork, "fork, as a fraction of the depth", "test accuracy")
+    if by_fork:
+        report.figures["accuracy over the fork"] = figure_of(
+            by_fork, "fork, as a fraction of the depth", "test accuracy"
+        )
     if by_cost:
         report.figures["accuracy over the cost"] = figure_of(by_cost, "MFLOP per image", "test accuracy")
     return report
