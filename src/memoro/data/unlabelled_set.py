@@ -18,14 +18,16 @@ def load_unlabelled(place: Any, workers: int | None) -> ImageSet:
     """The readable images of a place as a set, for what needs no labels: each has a row of none."""
     source = open_unlabelled([place])
     keys = tuple(source.keys())
-    raw = RawDataset("regression", {"train": RawSplit(Pictures(source, keys), range(len(keys)), [()] * len(keys))}, ())
+    raw = RawDataset(
+        "regression", {"train": RawSplit(UnlabelledImages(source, keys), range(len(keys)), [()] * len(keys))}, ()
+    )
     images = build_splits(raw, str(place), DataOptions(val_fraction=0, workers=workers, quiet=True)).train
     assert images is not None
     return images
 
 
 @dataclass(frozen=True)
-class Pictures:
+class UnlabelledImages:
     """The images of a source by number, as sets read them."""
 
     images: Unlabelled
