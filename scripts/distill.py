@@ -78,27 +78,44 @@ class Labels:
         return F.cross_entropy(logits.masked_fill(others, -1e9)[labelled], labels[labelled])
 
 
+def spread_evenly(tokens: Tensor, whiten: float) -> Tensor:
+    """The matrix (dim, dim) that scales centred tokens (n, dim) to a mean variance of 1.
+
+    With `whiten` 0, each channel has the same variance; with 1, each principal direction; in between, a direction of
+    little variance counts more than by its variance. Classes that look alike are told apart by such directions.
+    """
+    tokens = tokens.double()
+    channels = 1 / (tokens.std(0) + 1e-3)
+    scaled = tokens * channels
+    variances, directions = torch.linalg.eigh(scaled.T @ scaled / len(scaled))
+    variances = variances.clamp(min=1e-3 * float(variances.mean()))
+    matrix = channels[:, None] * (directions * variances ** (-whiten / 2))
+    return (matrix / (tokens @ matrix).square().mean().sqrt()).float()
+
+
 class Matcher(nn.Module):
     """The student with linear maps from its width to the teacher's and to the labels, which are dropped at the end."""
 
     class_mean: Tensor
-    class_std: Tensor
+    class_scale: Tensor
     patch_mean: Tensor
     patch_std: Tensor
 
-    def __init__(self, student: Any, tokens: Tensor, classes: int) -> None:
+    def __init__(self, student: Any, tokens: Tensor, classes: int, whiten: float) -> None:
         super().__init__()
         self.vit, width, dim = student.vit, student.config.hidden_size, tokens.shape[-1]
         self.class_map, self.patch_map = nn.Linear(width, dim), nn.Linear(width, dim)
         self.label_map = nn.Linear(width, max(classes, 1))
         # tokens are compared in units of their own spread, so that no loud channel drowns the quiet ones
-        for name, part in (("class", tokens[:, 0]), ("patch", tokens[:, 1:].flatten(0, 1))):
-            self.register_buffer(f"{name}_mean", part.mean(0))
-            self.register_buffer(f"{name}_std", part.std(0) + 1e-3)
+        first, rest = tokens[:, 0], tokens[:, 1:].flatten(0, 1)
+        self.register_buffer("class_mean", first.mean(0))
+        self.register_buffer("class_scale", spread_evenly(first - first.mean(0), whiten))
+        self.register_buffer("patch_mean", rest.mean(0))
+        self.register_buffer("patch_std", rest.std(0) + 1e-3)
 
     def standard(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         first, rest = tokens[:, 0], tokens[:, 1:]
-        return (first - self.class_mean) / self.class_std, (rest - self.patch_mean) / self.patch_std
+        return (first - self.class_mean) @ self.class_scale, (rest - self.patch_mean) / self.patch_std
 
     @torch.no_grad()
     def solve_maps(self, pixels: Tensor, tokens: Tensor) -> None:
@@ -194,8 +211,9 @@ def parse() -> argparse.Namespace:
     add("--work", type=Path, default=Path("distill-work"), help="folder for cache and checkpoint")
     add("--classes", type=Path, help="source whose folders the classifier learns (default: first of --data)")
     add("--resume", action="store_true", help="go on from the checkpoint in --work")
-    add("--start", choices=("shrink", "random"), default="shrink", help="narrow copy of teacher, or noise")
+    add("--start", default="shrink", help="shrink: narrow copy of the teacher; random; or a finished model's folder")
     add("--shrink-images", type=int, default=1024, help="images that the narrow copy is fitted on")
+    add("--whiten", type=float, default=0.5, help="how evenly the class token's directions count, from 0 to 1")
     add("--class-weight", type=float, default=2.0, help="weight of class tokens; patch tokens have 1")
     add("--label-weight", type=float, default=0.1, help="weight of the labels of sources with class folders")
     add("--limit-views", type=int, help="let the teacher see only the first so many views of the plan")
@@ -232,11 +250,14 @@ def main() -> None:
     if args.teacher_only:
         return
 
-    student = ViTForImageClassification(ViTConfig(**STUDENT)).eval()
-    sample = np.random.default_rng(args.seed).permutation(cache.done)[:1024]
+    if args.start in {"shrink", "random"}:
+        student = ViTForImageClassification(ViTConfig(**STUDENT)).eval()
+    else:
+        student = ViTForImageClassification.from_pretrained(args.start, dtype=torch.float32).eval()
+    sample = np.sort(np.random.default_rng(args.seed).permutation(cache.done)[:4096])
     pixels, tokens = to_tensor(cache.pixels[sample]), torch.from_numpy(cache.tokens[sample]).float()
     labels = Labels(sources, plan, args.seed)
-    matcher = Matcher(student, tokens, len(labels.source_of_class))
+    matcher = Matcher(student, tokens, len(labels.source_of_class), args.whiten)
     if not (args.resume and (args.work / "checkpoint.pt").exists()):
         if args.start == "shrink":
             shrink(teacher, student, cache.pixels[: min(args.shrink_images, cache.done)])

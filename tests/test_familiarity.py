@@ -12,7 +12,14 @@ from trust import draw, fit
 
 from memoro.engine.answers import Routing
 from memoro.evaluation.trust import auroc, false_positives
-from memoro.tasks.familiarity import SHRINKAGE, Familiarity, FamiliarityBank, fit_familiarity
+from memoro.tasks.familiarity import (
+    CONFIDENCE,
+    CONFIDENCE_IN_SCORE,
+    SHRINKAGE,
+    Familiarity,
+    FamiliarityBank,
+    fit_familiarity,
+)
 
 
 def test_the_distance_is_that_of_a_dense_gaussian() -> None:
@@ -46,6 +53,31 @@ def test_own_images_are_familiar_and_others_are_not() -> None:
     assert 0.0 <= float((shares < 0.01).double().mean()) < 0.03
     assert float((bank.judge(other)[1] < 0.01).double().mean()) > 0.95
     assert auroc(-bank.measure(own)[:, 0], -bank.measure(other)[:, 0]) > 0.99
+
+
+def test_sure_answers_are_more_familiar() -> None:
+    tokens, targets = draw(400, 29, 5, seed=0)
+    plain = fit(tokens, targets)
+    assert plain is not None
+    assert plain.out_of_fold is not None
+    assert plain.out_of_fold.shape == (400,)
+    assert torch.equal(plain.out_of_fold.sort().values, plain.distances)
+    sure = torch.rand(400, generator=torch.Generator().manual_seed(0)).log()
+    found = plain.with_confidence(plain.out_of_fold, sure)
+    assert found.confidence == CONFIDENCE
+    assert torch.allclose(found.distances, (plain.out_of_fold * sure.exp() ** -CONFIDENCE).sort().values)
+
+    assert plain.with_confidence(plain.out_of_fold[:99], sure[:99]) is plain, "too few: it would be coarse"
+    new, other = draw(7, 29, 5, seed=1)[0], torch.linspace(0.1, 1.0, 7).log()
+    bank, log_probabilities = FamiliarityBank([found, plain]), torch.stack([other, other], dim=1)
+    distances, ignored = bank.measure(new, log_probabilities), bank.measure(new)
+    assert torch.allclose(distances[:, 0], ignored[:, 0] * other.exp() ** -CONFIDENCE)
+    assert torch.equal(distances[:, 1], ignored[:, 1]), "held-out images without answers: answers do not count"
+    scores, shares = bank.judge(new, log_probabilities)
+    unsure, fewer = bank.judge(new, log_probabilities - 3)
+    assert bool((fewer[:, 0] < shares[:, 0]).any())
+    assert bool((fewer[:, 0] <= shares[:, 0]).all())
+    assert torch.allclose(scores - unsure, torch.full((7, 2), 3 * CONFIDENCE_IN_SCORE / 29), atol=1e-4)
 
 
 def test_several_tasks_are_judged_as_each_alone() -> None:

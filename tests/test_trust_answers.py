@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from memoro.cli import app
 from memoro.errors import CompositionError, DataError
 from memoro.evaluation.trust import evaluate_trust
 from memoro.tasks.calibration import Calibration
-from memoro.tasks.familiarity import Familiarity
+from memoro.tasks.familiarity import CONFIDENCE_IN_SCORE, Familiarity
 from memoro.tasks.task import Task
 
 __all__ = ["colours", "known"]  # fixtures
@@ -53,7 +54,11 @@ def test_predict_marks_drops_or_keeps(backbone: Backbone, known: Task) -> None:
     for answers in marked:
         assert (answers["pets"]["familiarity"], answers["pets"]["unfamiliar"]) == (1.0, False)
         assert (answers["rooms"]["familiarity"], answers["rooms"]["unfamiliar"]) == (0.0, True)
-        assert answers["pets"]["score"] == pytest.approx(answers["rooms"]["score"])  # the same class means
+        # the same class means: the scores differ by how sure the answers are
+        sure = [math.log(answers[name]["probability"]) for name in ("pets", "rooms")]
+        more = CONFIDENCE_IN_SCORE * (sure[0] - sure[1]) / backbone.dim
+        assert answers["pets"]["score"] - answers["rooms"]["score"] == pytest.approx(more, abs=1e-5)
+        assert more != 0
         assert "familiarity" not in answers["plain"]
     assert [list(answers) for answers in model.predict(images, unfamiliar="drop")] == [["pets", "plain"]] * 3
     kept = model.predict(images, unfamiliar="keep")

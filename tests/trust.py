@@ -38,6 +38,9 @@ def known(backbone: Backbone) -> Task:
     """A task with both sections."""
     task = random_task(backbone, "pets")
     familiarity = fit(*draw(150, backbone.dim, 3, seed=0))
+    assert familiarity is not None
+    assert familiarity.out_of_fold is not None
+    familiarity = familiarity.with_confidence(familiarity.out_of_fold, torch.linspace(-1, 0, 150))
     task.describe(calibration=Calibration((1.7,), (), (), 90, "4 folds"), familiarity=familiarity)
     return task
 

@@ -13,8 +13,11 @@ from torch import Tensor
 from distillation.sources import Source
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the student's: ImageNet's
-MIXED, FILTERED = 0.25, 0.4
-"""Probability that a crop is mixed with another image, and that it goes through a filter."""
+MIXED, FILTERED, QUARTERS = 0.3, 0.3, 0.4
+"""Probability that a crop is mixed with other images, that it goes through a filter, and that a mixed view is four
+images side by side: small images are then as sharp as photographs."""
+FINEST = 0.5
+"""The smallest crop has this share of a view's pixels: smaller ones would be blurred."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,12 @@ def plan_views(sources: list[Source], seed: int) -> list[View]:
     return [view for _, _, view in sorted(keyed, key=lambda item: item[:2])]
 
 
-def random_box(size: tuple[int, int], rng: np.random.Generator) -> tuple[float, float, float, float]:
-    """The box of a random crop, sides between 3:4 and 4:3: at least 10 % of a photograph, 30 % of a small image."""
+def random_box(size: tuple[int, int], side: int, rng: np.random.Generator) -> tuple[float, float, float, float]:
+    """The box of a random crop, sides between 3:4 and 4:3: small in large photographs, at least 30 % of small images."""
     width, height = size
-    smallest = 0.1 if min(size) >= 128 else 0.3
+    smallest = min(0.3, FINEST * side**2 / (width * height))
     for _ in range(10):
-        area, ratio = width * height * rng.uniform(smallest, 1.0), (4 / 3) ** rng.uniform(-1, 1)
+        area, ratio = width * height * smallest ** rng.uniform(0, 1), (4 / 3) ** rng.uniform(-1, 1)
         w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
         if w <= width and h <= height:
             x, y = rng.uniform(0, width - w), rng.uniform(0, height - h)
@@ -86,18 +89,31 @@ def cut_one(sources: list[Source], plan: list[View], row: int, side: int, seed: 
     if view.number == 0:
         return image.resize(square, bicubic)
     mixed = rng.random() < MIXED
-    cut = image.resize(square, bicubic, random_box(image.size, rng))
+    cut = image.resize(square, bicubic, random_box(image.size, side, rng))
     if rng.random() < FILTERED:
         cut = random_filter(cut, rng)
-    if mixed:
-        other = plan[int(rng.integers(len(plan)))]
-        if (second := sources[other.source].read(other.name)) is None:
+    return mix(cut, sources, plan, rng) if mixed else cut
+
+
+def mix(cut: Image.Image, sources: list[Source], plan: list[View], rng: np.random.Generator) -> Image.Image | None:
+    """A view together with others of the plan: four side by side, one over the other, or one pasted into the other."""
+    square, bicubic = cut.size, Image.Resampling.BICUBIC
+    quarters = rng.random() < QUARTERS
+    others = []
+    for row in rng.integers(len(plan), size=3 if quarters else 1):
+        if (image := sources[plan[row].source].read(plan[row].name)) is None:
             return None
-        second = second.resize(square, bicubic, random_box(second.size, rng))
-        if rng.random() < 0.5:
-            return Image.blend(cut, second, rng.uniform(0.2, 0.5))
-        box = tuple(round(edge) for edge in random_box(square, rng))
-        cut.paste(second.crop(box), box)
+        others.append(image.resize(square, bicubic, random_box(image.size, square[0], rng)))
+    if quarters:
+        x, y = (int(edge * rng.uniform(0.35, 0.65)) for edge in square)
+        boxes = (0, 0, x, y), (x, 0, square[0], y), (0, y, x, square[1]), (x, y, *square)
+        for box, image in zip(boxes, [cut.copy(), *others], strict=True):
+            cut.paste(image.resize((box[2] - box[0], box[3] - box[1]), bicubic), box)
+        return cut
+    if rng.random() < 0.5:
+        return Image.blend(cut, others[0], rng.uniform(0.2, 0.5))
+    box = tuple(round(edge) for edge in random_box(square, square[0], rng))
+    cut.paste(others[0].crop(box), box)
     return cut
 
 

@@ -15,6 +15,7 @@ from memoro.bench.dense import DenseMask
 from memoro.bench.models import CLASSES
 from memoro.console import make_table
 from memoro.engine.composition import compose
+from memoro.heads import best_log_probability
 from memoro.tasks.familiarity import FamiliarityBank, fit_familiarity
 from memoro.tasks.task import new_task
 
@@ -59,12 +60,14 @@ def bench_engine(
         torch.randn(1000, backbone.dim), torch.arange(1000) % CLASSES, torch.zeros(backbone.dim)
     )
     assert described is not None
-    token = torch.randn(batch, backbone.dim).to(backbone.device, backbone.dtype)
+    token, logits = (torch.randn(batch, n).to(backbone.device, backbone.dtype) for n in (backbone.dim, CLASSES))
     with torch.no_grad():
         candidates: dict[str, Callable[[], object]] = {"base": lambda: backbone.original(pixels)}
         for count in counts:
             bank = FamiliarityBank([described] * count, backbone.device)
-            candidates[f"familiarity {count}"] = lambda bank=bank: bank.judge(token)  # type: ignore[misc]
+            candidates[f"familiarity {count}"] = lambda bank=bank, count=count: bank.judge(  # type: ignore[misc]
+                token, torch.stack([best_log_probability("softmax", logits) for _ in range(count)], dim=1)
+            )
         for fork in forks:
             for count in sorted({1, *counts}):
                 sizes: dict[str, Any] = {"cells": cells, "rank": rank, "from_layer": fork}

@@ -55,8 +55,7 @@ def build_bank(anatomy: Anatomy, tasks: Sequence[Task]) -> Bank:
         return Bank(weight.new_zeros(0, anatomy.dim), (None,) * anatomy.depth, ({},) * anatomy.depth)
     tokens = torch.stack([task.class_token.to(weight) for task in tasks])
     memory = (_layer_memory(block, tasks, layer, weight) for layer, block in enumerate(anatomy.blocks))
-    lora = (_layer_lora(tasks, layer, weight) for layer in range(anatomy.depth))
-    return Bank(tokens, tuple(memory), tuple(lora))
+    return Bank(tokens, tuple(memory), tuple(_stack_lora(tasks, anatomy.depth, weight)))
 
 
 def bank_offsets(tasks: Sequence[Task], layer: int) -> dict[int, int]:
@@ -77,17 +76,26 @@ def lora_members(tasks: Sequence[Task], layer: int) -> dict[int, list[int]]:
     return members
 
 
-def _layer_lora(tasks: Sequence[Task], layer: int, like: Tensor) -> dict[int, LowRank]:
-    found = {}
-    for rank, members in lora_members(tasks, layer).items():
-        own = [tasks[i] for i in members]
-        stacked = {
-            name: torch.stack([task.lora[name][layer - task.from_layer] for task in own]).to(like)
-            for name in own[0].lora
-        }
-        names = dict.fromkeys(name[:-2] for name in stacked)
-        found[rank] = LowRank({name: (stacked[f"{name}_A"], stacked[f"{name}_B"]) for name in names})
-    return found
+def _stack_lora(tasks: Sequence[Task], depth: int, like: Tensor) -> list[dict[int, LowRank]]:
+    """The low-rank weights of all tasks at each layer. Tasks of the same rank and fork are stacked with all their
+    layers at once: the gradient of a layer taken from each task would be as large as the whole task."""
+    kinds: dict[tuple[int, int], list[Task]] = {}
+    for task in sorted((task for task in tasks if task.rank), key=lambda task: task.from_layer):
+        kinds.setdefault((task.rank, task.from_layer), []).append(task)
+    layers: list[dict[int, dict[str, list[Tensor]]]] = [{} for _ in range(depth)]
+    for (rank, fork), own in kinds.items():
+        for name in own[0].lora:
+            stacked = torch.stack([task.lora[name] for task in own], dim=1).to(like).unbind()
+            for layer, weights in enumerate(stacked, start=fork):
+                layers[layer].setdefault(rank, {}).setdefault(name, []).append(weights)
+    return [{rank: _join(parts) for rank, parts in ranks.items()} for ranks in layers]
+
+
+def _join(parts: Mapping[str, Sequence[Tensor]]) -> LowRank:
+    """Low-rank weights of one rank at one layer, from those of each fork."""
+    whole = {name: tensors[0] if len(tensors) == 1 else torch.cat(list(tensors)) for name, tensors in parts.items()}
+    names = dict.fromkeys(name[:-2] for name in whole)
+    return LowRank({name: (whole[f"{name}_A"], whole[f"{name}_B"]) for name in names})
 
 
 def _in_bank(tasks: Sequence[Task], layer: int) -> list[int]:

@@ -166,9 +166,18 @@ class Composition(nn.Module):
         known, bank = self._known
         if bank is None:
             return Outputs(answers, {}, tokens)
-        scores, shares = bank.judge(ends.entering)
+        scores, shares = bank.judge(ends.entering, self._confidence(known, answers, ends.entering))
         rows = [(self._list[i].name, known.index(i)) for i in wanted if i in known]
         return Outputs(answers, {name: Judged(scores[:, row], shares[:, row]) for name, row in rows}, tokens)
+
+    def _confidence(self, known: Sequence[int], answers: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """How sure some tasks are of their answers (b, tasks): the log-probability of the best label, 0 for tasks that
+        were not asked."""
+        found = []
+        for task in (self._list[i] for i in known):
+            asked = task.name in answers
+            found.append(task.best_log_probability(answers[task.name]) if asked else like.new_zeros(len(like)).float())
+        return torch.stack(found, dim=1)
 
     @cached_property
     def _known(self) -> tuple[list[int], FamiliarityBank | None]:

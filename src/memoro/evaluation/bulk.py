@@ -97,7 +97,11 @@ class Predictor:
 def _hash(model: Task | Baseline) -> str:
     """Of a model's weights and of what is reported beside its logits."""
     calibration, familiarity = (getattr(model.spec, name, None) for name in ("calibration", "familiarity"))
-    record = {"content": model.content_hash(), "calibration": None if calibration is None else asdict(calibration)}
+    record = {
+        "content": model.content_hash(),
+        "calibration": None if calibration is None else asdict(calibration),
+        "confidence": None if familiarity is None else familiarity.confidence,
+    }
     return hash_record(record, {} if familiarity is None else familiarity.tensors)
 
 

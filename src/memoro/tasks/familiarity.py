@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,12 @@ NEAREST = 1e-3
 """Distances to the background are at least this, so that they can be divided by."""
 FALSE_ALARMS = 0.01
 """Share of a task's own images that may be called unfamiliar."""
+CONFIDENCE = 0.5
+"""Power of the best label's probability in distances: an answer that is half as sure is 1.4 times as far."""
+MIN_ANSWERS = 100
+"""Held-out images with answers of the task, below which they do not count: familiarity would be coarse."""
+CONFIDENCE_IN_SCORE = 10.0
+"""Weight of its logarithm in scores."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +61,24 @@ class Familiarity:
     """Variance within classes, along each of the other directions."""
     images: int
     """How many held-out images `distances` stands for."""
+    confidence: float = 0.0
+    """Power of the best label's probability that distances are divided by. 0: the task's answers do not count, because
+    its held-out images have none."""
+    out_of_fold: Tensor | None = None
+    """(n) distance of each image that it was fitted on to a description without it, whatever the task answers. A file
+    does not have it."""
+
+    def with_confidence(self, distances: Tensor, log_probabilities: Tensor) -> Familiarity:
+        """The same with distances that depend on how sure the task's answers are.
+
+        Takes the distances (n) of held-out images, and the log-probability (n) of the best label of each by weights
+        that did not learn from it. Nothing changes for fewer than `MIN_ANSWERS` of them.
+        """
+        if len(distances) < MIN_ANSWERS:
+            return self
+        far = distances.cpu() * (-CONFIDENCE * log_probabilities.cpu()).exp()
+        found = replace(self, distances=_quantiles(far), images=len(far), confidence=CONFIDENCE)
+        return found if found.valid else self
 
     def limit(self, false_alarms: float = FALSE_ALARMS) -> float:
         """The distance beyond which an image is unfamiliar, as `Routing.mark` decides; infinite where none is."""
@@ -75,6 +99,7 @@ class Familiarity:
             and bool(((lengths - 1).abs() <= 0.05).all())
             and float(self.variances.min()) >= SMALLEST
             and float(self.distances[0]) >= 0
+            and 0 <= self.confidence <= 1
             and bool((self.distances[1:] >= self.distances[:-1]).all())
         )
 
@@ -135,7 +160,9 @@ class FamiliarityBank:
         self.weights = torch.cat([one.variances.float().reciprocal() for one in items]).to(device)
         self.offsets, self.readers = torch.cat(offsets).to(device), torch.cat(readers).to(device)
         self.shifts, self.squares = torch.cat(shifts).to(device), torch.cat(squares).to(device)
-        self.residual = torch.tensor([one.residual for one in items], device=device)
+        self.residual, self.confidence = (
+            torch.tensor([getattr(one, name) for one in items], device=device) for name in ("residual", "confidence")
+        )
         self.held_out, self.lengths = held_out.to(device), torch.tensor(lengths, device=device)
         self.classes = torch.tensor([len(one.means) for one in items], device=device)
         numbers = torch.arange(len(items), device=device)
@@ -157,8 +184,9 @@ class FamiliarityBank:
         found = [(one.means.double() @ one.directions.double() + one.center - origin) @ whiten for one in items]
         self.whiten, self.prototypes = whiten.float().to(device), torch.cat(found).float().to(device)
 
-    def measure(self, tokens: Tensor) -> Tensor:
-        """The distance of each image to each task's training images (b, tasks), from its token (b, dim)."""
+    def measure(self, tokens: Tensor, log_probabilities: Tensor | None = None) -> Tensor:
+        """The distance of each image to each task's training images (b, tasks), from its token (b, dim) and the
+        log-probability of each task's best label (b, tasks); without them, whatever the tasks answer."""
         tokens = tokens.float() - self.origin
         squares = (tokens @ self.directions.T - self.offsets).square()
         along, scaled = (_sum(part, self.direction_task, self.center) for part in (squares, squares * self.weights))
@@ -167,17 +195,21 @@ class FamiliarityBank:
         nearest = _reduce(gaps, self.class_task, self.center, "amin") + scaled
         distances = nearest.clamp(min=0) + rest.clamp(min=0) / self.residual
         away: Tensor = (tokens.unsqueeze(1) - self.background).norm(dim=-1)
-        return (distances / away.clamp(min=NEAREST)).clamp(max=LARGEST)
+        distances = distances / away.clamp(min=NEAREST)
+        if log_probabilities is not None:
+            distances = distances * (-self.confidence * log_probabilities).exp()
+        return distances.clamp(max=LARGEST)
 
-    def judge(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each image and task (b, tasks): the score, and the familiarity.
+    def judge(self, tokens: Tensor, log_probabilities: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Of each image and task (b, tasks): the score, and the familiarity. Takes what `measure` takes.
 
         The score compares the tasks of the bank: the highest one tells whose image it is. It is the log-density per
         dimension, up to a constant, of a mixture of the task's classes, with one covariance for all classes of all
-        tasks: with one for each task, those with diverse images would claim too many (results/trust.md). The
-        familiarity is about one task alone: the share of its own held-out images that look at least as strange.
+        tasks: with one for each task, those with diverse images would claim too many (results/trust.md). A task that is
+        sure of its answer has a higher one. The familiarity is about one task alone: the share of its own held-out
+        images that look at least as strange.
         """
-        distances = self.measure(tokens)
+        distances = self.measure(tokens, log_probabilities)
         # Not searchsorted, which ONNX does not have.
         shares = (self.held_out >= distances.unsqueeze(-1)).sum(dim=-1) / self.lengths
         whitened = (tokens.float() - self.origin) @ self.whiten
@@ -187,6 +219,8 @@ class FamiliarityBank:
         largest = _reduce(exponents, self.class_task, self.center, "amax")
         total = _sum((exponents - largest[:, self.class_task]).exp(), self.class_task, self.center)
         densities = largest + total.log() - self.classes.log()
+        if log_probabilities is not None:
+            densities = densities + CONFIDENCE_IN_SCORE * log_probabilities
         return densities / tokens.shape[1], shares
 
 
@@ -224,11 +258,16 @@ def fit_familiarity(tokens: Tensor, classes: Tensor | None, background: Tensor) 
         fields = {**_describe(tokens[~own], groups[~own]), "background": background}
         part = Familiarity(**fields, distances=torch.ones(1), images=0)
         found[own] = FamiliarityBank([part]).measure(tokens[own])[:, 0]
-    found = found.sort().values
-    if count > MAX_SCORES:
-        found = found[torch.linspace(0, count - 1, MAX_SCORES).round().long()]
-    known = Familiarity(**whole, distances=found, images=count)
+    known = Familiarity(**whole, distances=_quantiles(found), images=count, out_of_fold=found)
     return known if known.valid else None
+
+
+def _quantiles(distances: Tensor) -> Tensor:
+    """The distances in ascending order; at most `MAX_SCORES` of them."""
+    found = distances.sort().values
+    if len(found) > MAX_SCORES:
+        found = found[torch.linspace(0, len(found) - 1, MAX_SCORES).round().long()]
+    return found
 
 
 def _describe(tokens: Tensor, groups: Tensor) -> dict[str, Any]:

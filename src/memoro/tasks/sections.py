@@ -36,6 +36,7 @@ def write_sections(spec: TaskSpec, prefix: str) -> tuple[dict[str, Any], dict[st
             "scores": len(own.distances),
             "residual": own.residual,
             "images": own.images,
+            "confidence": own.confidence,
         }
         record["familiarity"] = {**section, "checksum": hash_record(section, own.tensors)}
         tensors = write_tensors(spec.name, own.tensors, prefix + PREFIX)
@@ -85,8 +86,9 @@ def _read_calibration(section: Mapping[str, Any], spec: TaskSpec) -> Calibration
 def _read_familiarity(section: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> Familiarity:
     residual = read_number(section, "residual", SMALLEST, LARGEST)
     images = read_whole(section, "images", 1, MAX_IMAGES)
+    confidence = read_number(section, "confidence", 0.0, 1.0) if "confidence" in section else 0.0
     _check_sum(section, tensors, name, "familiarity")
-    return _check_values(Familiarity(**tensors, residual=residual, images=images), name)
+    return _check_values(Familiarity(**tensors, residual=residual, images=images, confidence=confidence), name)
 
 
 def _check_values(familiarity: Familiarity, name: str) -> Familiarity:

@@ -331,8 +331,9 @@ def evaluate_runs(trainer: Trainer) -> list[FitResult]:
         out, targets = answers[id(run), spec.final[0]]
         seen = bool(run.task.spec.training.keys() - {"seed"})  # it was trained before, on images that may be these
         _describe(spec, run)
-        add_calibration(run.task, answers.get((id(run), "val")), "validation", seen=seen)
-        describer.add_familiarity(spec, run)
+        validated = answers.get((id(run), "val"))
+        add_calibration(run.task, validated, "validation", seen=seen)
+        describer.add_familiarity(spec, run, None if validated is None else validated[0])
         split = spec.final[0]
         metrics = {"split": split, **measure_task(run.task, out, targets, fitted_on=split == "val")}
         run.task.describe(metrics=recorded(run.task.kind, metrics, out, targets))

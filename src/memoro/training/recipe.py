@@ -110,8 +110,8 @@ class Recipe:
             for name, parameter in parameters.items()
         ]
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(groups, weight_decay=self.weight_decay, foreach=False)
-        return torch.optim.SGD(groups, momentum=self.momentum, weight_decay=self.weight_decay, foreach=False)
+            return torch.optim.AdamW(groups, weight_decay=self.weight_decay, fused=True)
+        return torch.optim.SGD(groups, momentum=self.momentum, weight_decay=self.weight_decay, fused=True)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -24,7 +24,7 @@ from memoro.tasks.task import Task
 from memoro.training.fit import FitResult, train_runs
 from memoro.training.group import RunSpec
 from memoro.training.recipe import Recipe, TrainOptions
-from memoro.training.trust import add_calibration
+from memoro.training.trust import add_calibration, add_confidence
 from memoro.training.warmstart import start_from
 
 Sizes = tuple[int | None, ...]
@@ -87,13 +87,18 @@ class SweepSpec:
         """What the settings are compared by."""
         return f"{f'{self.folds}-fold' if self.folds else 'validation'} {COLUMNS[MAIN_FIGURE[self.splits.kind]]}"
 
+    @property
+    def held_out(self) -> list[Index]:
+        """The training images of each fold."""
+        assert isinstance(self.splits.train, ImageSet)
+        number = fold_numbers(self.splits.train, self.folds, self.recipe.data_seed)
+        return [np.flatnonzero(number == fold) for fold in range(self.folds) if (number == fold).any()]
+
     def runs(self, backbone: Backbone) -> list[tuple[Setting, RunSpec]]:
         """The runs of each setting: one for each fold, then one that learns from all images."""
         parts: list[Index | None] = [None]
         if self.folds:
-            assert isinstance(self.splits.train, ImageSet)
-            number = fold_numbers(self.splits.train, self.folds, self.recipe.data_seed)
-            held_out = [np.flatnonzero(number == fold) for fold in range(self.folds) if (number == fold).any()]
+            held_out = self.held_out
             if not held_out:
                 raise TrainingError(f"{self.splits.name}: folds need at least two images of a class: set folds to 0.")
             parts = [*held_out, None]
@@ -237,6 +242,7 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
     targets = torch.cat([fold.targets for fold in folds if fold.targets is not None])
     judged = score(splits.kind, measure(splits.kind, splits.labels, logits, targets))
     add_calibration(whole.task, (logits, targets), f"{len(folds)} folds", seen=sweep.start is not None)
+    add_confidence(whole.task, logits, np.concatenate(sweep.held_out))
     if splits.test is None:
         parts = [fold.images for fold in folds if isinstance(fold.images, ImageSet)]
         images = replace(parts[0], rows=np.concatenate([part.rows for part in parts]), targets=targets)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from memoro.data import ImageSet
 from memoro.engine.background import background_token
 from memoro.engine.streams import entering_token
-from memoro.evaluation.logits import collect_logits
+from memoro.evaluation.logits import Batches, collect_logits
 from memoro.regimes import Baseline
 from memoro.tasks.calibration import describe_calibration, fit_calibration
-from memoro.tasks.familiarity import Familiarity, fit_familiarity
+from memoro.tasks.familiarity import MIN_ANSWERS, Familiarity, FamiliarityBank, fit_familiarity
 from memoro.tasks.task import Task
 from memoro.training.cached import CachedLoader
 from memoro.training.group import RunSpec, content_key
@@ -41,6 +43,16 @@ def add_calibration(
     task.describe(calibration=found, training={**task.spec.training, "calibration": text})
 
 
+def add_confidence(task: Task | Baseline, logits: Tensor, index: npt.NDArray[np.int64]) -> None:
+    """Lets familiarity depend on how sure a calibrated task's answers are, from the logits of held-out training images
+    and their places among all."""
+    known = task.spec.familiarity if isinstance(task, Task) else None
+    if known is None or known.out_of_fold is None or len(known.out_of_fold) != len(index):
+        return
+    if task.spec.calibration is not None:
+        task.describe(familiarity=known.with_confidence(known.out_of_fold[index], task.best_log_probability(logits)))
+
+
 class Describer:
     """Describes the training images of runs; runs over the same images and labels share a description."""
 
@@ -49,9 +61,14 @@ class Describer:
         self._tokens: dict[Any, tuple[Tensor, Tensor]] = {}
         """Of the training images, and the background."""
         self._done: dict[Any, Familiarity | None] = {}
+        self._far: dict[Any, Tensor] = {}
+        """Distances of validation images."""
 
-    def add_familiarity(self, spec: RunSpec, run: Run) -> None:
-        """Gives a run's task the description of its training images, and records what it is made from."""
+    def add_familiarity(self, spec: RunSpec, run: Run, val_logits: Tensor | None) -> None:
+        """Gives a run's task the description of its training images, and records what it is made from.
+
+        `val_logits` are its answers to the validation images, if it has any and is calibrated on them.
+        """
         images = spec.train
         if isinstance(spec.task, Baseline) or spec.held_out is not None:
             return
@@ -62,23 +79,34 @@ class Describer:
             if (*key, id(spec.splits)) not in self._done:
                 samples = torch.linspace(0, len(images) - 1, min(len(images), MOST_IMAGES)).round().long()
                 if key not in self._tokens:
-                    tokens = self._read(spec, run, images, samples)
+                    group = next(group for group in self._trainer.groups if any(run is other for other in group.runs))
+                    tokens = self._read(spec, group.loader, images, samples)
                     self._tokens[key] = tokens, background_token(self._trainer.backbone, spec.preprocessing)
                 classes = images.targets[samples] if spec.splits.kind == "softmax" else None
                 tokens, background = self._tokens[key]
                 self._done[(*key, id(spec.splits))] = fit_familiarity(tokens, classes, background)
             found = self._done[(*key, id(spec.splits))]
-            text = (
-                "none: too few images, or tokens out of range"
-                if found is None
-                else f"{found.images} training images, out of fold"
-            )
+            text = "none: too few images, or tokens out of range"
+            if found is not None:
+                text = f"{found.images} training images, out of fold"
+                if val_logits is not None and len(val_logits) >= MIN_ANSWERS and spec.task.spec.calibration is not None:
+                    sure = spec.task.best_log_probability(val_logits)
+                    found = found.with_confidence(self._measure_val(spec, run, found), sure)
+                    text = f"{len(images)} training images, {found.images} validation images"
         spec.task.describe(familiarity=found, training={**spec.task.spec.training, "familiarity": text})
 
-    def _read(self, spec: RunSpec, run: Run, images: ImageSet, samples: Tensor) -> Tensor:
-        """The tokens (n, dim) of some training images: kept ones, or computed."""
+    def _measure_val(self, spec: RunSpec, run: Run, found: Familiarity) -> Tensor:
+        """The distances (n) of the validation images, whatever the task answers."""
+        images = spec.splits.val
+        assert isinstance(images, ImageSet)
+        if id(found) not in self._far:
+            tokens = self._read(spec, run.val_loader, images, torch.arange(len(images)))
+            self._far[id(found)] = FamiliarityBank([found]).measure(tokens)[:, 0]
+        return self._far[id(found)]
+
+    def _read(self, spec: RunSpec, loader: Batches | None, images: ImageSet, samples: Tensor) -> Tensor:
+        """The tokens (n, dim) of some images of a loader: kept ones, or computed."""
         trainer = self._trainer
-        loader = next(group.loader for group in trainer.groups if any(run is other for other in group.runs))
         if isinstance(loader, CachedLoader):
             return loader.entering_tokens(samples.tolist())
         part = trainer.loaders.evaluation(spec, images.subset(samples.numpy()), keep=False)
