@@ -1,9 +1,9 @@
 """Measures familiarity, calibration and routing on several sets, and compares what familiarity could be computed from.
 
-    python scripts/measure_trust.py a.zip b.zip --backbone FOLDER --side a --out results/trust.md --work trust-work
+    python scripts/measure_trust.py a.zip b.zip --backbone FOLDER --out results/trust.md --work trust-work
 
-A head is trained for each set, and a task of regime `side` for those after `--side`. Task files and features are kept
-in the work folder, so a later call computes only what is missing; results of other backbones stay in the report.
+A task is trained for each set, with `memoro train`'s defaults but for one learning rate. Task files and features are
+kept in the work folder, so a later call computes only what is missing; results of other backbones stay in the report.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.nn.functional import linear, normalize
 import memoro
 from distillation.classifier import solve_classifier
 from memoro.bench.clock import best_times
-from memoro.data import Augment, ImageSet, Loader, Splits
+from memoro.data import ImageSet, Loader, Splits
 from memoro.engine.streams import BasePass
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure
 from memoro.evaluation.trust import auroc, false_positives
-from memoro.heads import probabilities
+from memoro.heads import best_log_probability, probabilities
 from memoro.images import synthetic_image
-from memoro.tasks.familiarity import FALSE_ALARMS, FamiliarityBank, fit_familiarity
+from memoro.tasks.familiarity import CONFIDENCE, FALSE_ALARMS, Familiarity, FamiliarityBank, fit_familiarity
 from memoro.tasks.task import Task
 from memoro.training.cached import CachedLoader, fill_caches
 from memoro.training.run import build_forward
@@ -43,8 +43,7 @@ HELD_OUT = 3
 """Classes of a set that are left out, one at a time."""
 STRENGTH = 0.03
 """What scikit-learn calls C, of the classifiers without a class."""
-LAYERS = 2
-"""Of a `side` task."""
+RATE = 0.001
 TASKS = 100
 Score = Callable[[Tensor], Tensor]
 
@@ -55,16 +54,12 @@ def cap(images: ImageSet | None, most: int) -> ImageSet:
     return images.subset(np.sort(np.random.default_rng(0).permutation(len(images))[:most]))
 
 
-def train_task(regime: str, name: str, splits: Splits, backbone: memoro.Backbone, options: argparse.Namespace) -> Task:
+def train_task(name: str, splits: Splits, backbone: memoro.Backbone, options: argparse.Namespace) -> Task:
     """The task of a set, from its file if that is there."""
-    file = options.work / f"{name}-{regime}.safetensors"
+    file = options.work / f"{name}.safetensors"
     if not file.is_file():
-        # Plain views only: one pass over the images serves all trainings and measurements.
-        how: dict[str, Any] = {"views": 1, "augment": Augment(crop="none", flip=0), "image_size": options.image_size}
-        if regime == "side":
-            how |= {"optimizer": "adamw", "from_layer": backbone.depth - LAYERS}
-        cache = memoro.Cache(options.work / "features")
-        memoro.train(splits, backbone=backbone, task=name, regime=regime, out=file, quiet=True, cache=cache, **how)
+        how: dict[str, Any] = {"image_size": options.image_size, "cache": memoro.Cache(options.work / "features")}
+        memoro.train(splits, backbone=backbone, task=name, lr=RATE, out=file, quiet=True, **how)
     return memoro.load_task(file)
 
 
@@ -143,7 +138,9 @@ FITS: dict[str, Callable[[Tensor, Tensor, Tensor], Score]] = {
 }
 RELATIVE = ("low rank", "full covariance")
 """Relative to the background. Both are compared without it as well."""
-SHIPPED = f"low rank, relative, {TOKENS['entering']}"
+SURE = "low rank, relative, answers count"
+SHIPPED = f"{SURE}, {TOKENS['entering']}"
+TOKEN_ONLY = f"low rank, relative, {TOKENS['entering']}"
 REFERENCE = f"full covariance, relative, {TOKENS['entering']}"
 
 
@@ -172,8 +169,14 @@ def compare(judge: Callable[[Mapping[str, Any]], Tensor], name: str, test: Mappi
     return {f"{name} / {other}": (auroc(own, found), false_positives(own, found)) for other, found in others.items()}
 
 
+def with_answers(found: Familiarity, tokens: Tensor, log_probabilities: Tensor) -> Tensor:
+    """What is shipped: the distance also depends on how sure the task's answers are."""
+    bank = FamiliarityBank([replace(found, confidence=CONFIDENCE)])
+    return -bank.measure(tokens, log_probabilities.unsqueeze(1))[:, 0]
+
+
 def compare_scores(
-    train: Mapping[str, Any], test: Mapping[str, Any], background: Mapping[str, Tensor]
+    tasks: Mapping[str, Task], train: Mapping[str, Any], test: Mapping[str, Any], background: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
     """By method and ordered pair of sets."""
     found: dict[str, dict[str, Any]] = {}
@@ -185,6 +188,13 @@ def compare_scores(
         for how, score in LOGITS.items():
             pairs = compare(lambda data, score=score, name=name: score(data["logits"][name]), name, test)  # type: ignore[misc]
             found.setdefault(how, {}).update(pairs)
+        described = tasks[name].spec.familiarity
+        assert described is not None
+
+        def judge(data: Mapping[str, Any], name: str = name, described: Familiarity = described) -> Tensor:
+            return with_answers(described, data["entering"], tasks[name].best_log_probability(data["logits"][name]))
+
+        found.setdefault(SHIPPED, {}).update(compare(judge, name, test))
     return found
 
 
@@ -199,8 +209,11 @@ def hold_out(train: Mapping[str, Any], test: Mapping[str, Any], background: Tens
         targets = torch.unique(train["targets"][kept], return_inverse=True)[1]
         scores = fit_scores(train["entering"][kept], targets, background)
         values = {how: score(test["entering"]) for how, score in scores.items()}
-        head = solve_classifier(train["final"][kept], targets, len(labels) - 1, STRENGTH)
-        values |= {how: score(linear(test["final"], *head)) for how, score in LOGITS.items()}
+        logits = linear(test["final"], *solve_classifier(train["final"][kept], targets, len(labels) - 1, STRENGTH))
+        values |= {how: score(logits) for how, score in LOGITS.items()}
+        described = fit_familiarity(train["entering"][kept], targets, background)
+        assert described is not None
+        values[SURE] = with_answers(described, test["entering"], best_log_probability("softmax", logits))
         for how, value in values.items():
             found.setdefault(how, []).append(auroc(value[~mine], value[mine]))
     return {how: mean(values) for how, values in found.items()}
@@ -219,7 +232,8 @@ def measure_tasks(tasks: Mapping[str, Task], test: Mapping[str, Any]) -> dict[st
         assert familiarity is not None
         before = measure("softmax", task.labels, logits, targets)
         after = measure("softmax", task.labels, calibration.apply(logits), targets)
-        shares = FamiliarityBank([familiarity]).judge(test[name]["entering"])[1]
+        sure = task.best_log_probability(logits).unsqueeze(1)
+        shares = FamiliarityBank([familiarity]).judge(test[name]["entering"], sure)[1]
         results[name] = {
             "images": len(targets),
             "accuracy": before["accuracy"],
@@ -230,30 +244,12 @@ def measure_tasks(tasks: Mapping[str, Task], test: Mapping[str, Any]) -> dict[st
             "bytes": familiarity.bytes,
         }
         if name in routed:
-            right = bank.judge(test[name]["entering"])[0].argmax(dim=1) == routed.index(name)
+            answers = [tasks[other].best_log_probability(test[name]["logits"][other]) for other in routed]
+            scores, _ = bank.judge(test[name]["entering"], torch.stack(answers, dim=1))
+            right = scores.argmax(dim=1) == routed.index(name)
             results[name]["found"] = float(right.double().mean())
             results[name]["not told"] = float((right & (logits.argmax(dim=-1) == targets)).double().mean())
     return results
-
-
-def measure_side(name: str, task: Task, train: Any, test: Mapping[str, Any], background: Tensor) -> dict[str, Any]:
-    """Of a task with weights of its own: what differs from the head."""
-    key = f"{name} (side)"
-    logits, targets, calibration = test[name]["logits"][key], test[name]["targets"], task.spec.calibration
-    assert calibration is not None
-    score = low_rank(train[name]["entering"], train[name]["targets"], background)
-    judges = {
-        "familiarity": lambda data: score(data["entering"]),
-        **{how: lambda data, own=own: own(data["logits"][key]) for how, own in LOGITS.items()},
-    }
-    before = measure("softmax", task.labels, logits, targets)
-    after = measure("softmax", task.labels, calibration.apply(logits), targets)
-    return {
-        "accuracy": before["accuracy"],
-        "ece before": before["calibration_error"],
-        "ece after": after["calibration_error"],
-        **{how: mean(pair[0] for pair in compare(judge, name, test).values()) for how, judge in judges.items()},  # type: ignore[arg-type]
-    }
 
 
 def measure_cost(backbone: memoro.Backbone, task: Task, options: argparse.Namespace) -> float:
@@ -261,8 +257,13 @@ def measure_cost(backbone: memoro.Backbone, task: Task, options: argparse.Namesp
     assert task.spec.familiarity is not None
     bank = FamiliarityBank([task.spec.familiarity] * TASKS)
     pixels, token = torch.randn(8, 3, options.image_size, options.image_size), torch.randn(8, backbone.dim)
+    logits = torch.randn(8, len(task.labels))
+
+    def judge() -> object:
+        return bank.judge(token, torch.stack([task.best_log_probability(logits) for _ in range(TASKS)], dim=1))
+
     with torch.no_grad():
-        best = best_times({"base": lambda: backbone.original(pixels), "judge": lambda: bank.judge(token)}, 5)
+        best = best_times({"base": lambda: backbone.original(pixels), "judge": judge}, 5)
     return best["judge"] / best["base"]
 
 
@@ -272,7 +273,7 @@ def is_alike(pair: str) -> bool:
 
 def describe(results: Mapping[str, Any]) -> list[str]:
     """The part of the report about one backbone: what has been measured so far."""
-    parts = {"pairs": _pairs, "tasks": _tasks, "side": _side, "held_out": _held_out}
+    parts = {"pairs": _pairs, "tasks": _tasks, "held_out": _held_out}
     lines = [
         f"## {results['backbone']}",
         "",
@@ -296,13 +297,14 @@ def _pairs(pairs: Mapping[str, Any]) -> list[str]:
         alike = ", ".join(f"{value[0]:.3f}" for pair, value in found.items() if is_alike(pair))
         rows.append([how, f"{mean(values.values()):.4f}", f"{values[worst]:.3f} ({worst})", f"{rate:.3f}", alike])
     rows.sort(key=lambda row: row[1], reverse=True)
-    shipped, reference = (
-        mean(value[0] for pair, value in pairs[how].items() if not is_alike(pair)) for how in (SHIPPED, REFERENCE)
+    token_only, reference = (
+        mean(value[0] for pair, value in pairs[how].items() if not is_alike(pair)) for how in (TOKEN_ONLY, REFERENCE)
     )
     return [
         f"**Own test images against those of another set**, {sum(not is_alike(pair) for pair in pairs[SHIPPED])} "
         "ordered pairs; beside them cifar10 and cifar100, which show the same kind of picture. What memoro ships is "
-        f"*{SHIPPED}*; the full covariance does not fit into a task file, and gains {reference - shipped:.4f}.",
+        f"*{SHIPPED}*: the distance is divided by the square root of the best label's probability. The full covariance "
+        f"does not fit into a task file, and gains {reference - token_only:.4f} where answers do not count.",
         "",
         *table(["score", "mean AUROC", "worst pair", "mean FPR at 95 % recall", "cifar10 and cifar100"], rows),
     ]
@@ -320,8 +322,8 @@ def _tasks(tasks: Mapping[str, Any]) -> list[str]:
     told, untold = (mean(found[key] for found in routed) for key in ("accuracy", "not told"))
     same = "are" if all(found["same answers"] for found in tasks.values()) else "are not"
     return [
-        f"**Tasks**, a head for each set. Expected calibration error (ece) over 15 bins, before and after calibration; "
-        f"the answers {same} the same. `not told`: the image goes to the task with the highest score of {len(routed)} "
+        "**Tasks**, one of regime `side` for each set. Expected calibration error (ece) over 15 bins, before and after "
+        f"calibration; the answers {same} the same. `not told`: the image goes to the task with the highest score of {len(routed)} "
         "(without cifar10), and its answer is right; `found`: the task is right. `false alarms`: own images with a "
         f"familiarity below {FALSE_ALARMS}. `bytes`: what familiarity adds to the file. Mean accuracy of the "
         f"{len(routed)}: {told:.3f} told, {untold:.3f} not told.",
@@ -330,15 +332,6 @@ def _tasks(tasks: Mapping[str, Any]) -> list[str]:
             ["task", "test images", *keys],
             [*(line(name, found["images"], found) for name, found in tasks.items()), line("mean", "", middle)],
         ),
-    ]
-
-
-def _side(side: Mapping[str, Any]) -> list[str]:
-    columns = ("accuracy", "ece before", "ece after", "familiarity", "energy", "softmax")
-    return [
-        f"**Tasks of regime `side`**, rank 8 in the last {LAYERS} layers, AdamW. AUROC: mean over the other sets.",
-        "",
-        *table(["task", *columns], [[name, *(f"{own[key]:.3f}" for key in columns)] for name, own in side.items()]),
     ]
 
 
@@ -360,7 +353,6 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=112)
     parser.add_argument("--most", type=int, default=2000, help="training images of a set, at most")
     parser.add_argument("--most-test", type=int, default=600, help="test images of a set, at most")
-    parser.add_argument("--side", nargs="*", default=[], help="names of sets to train a `side` task for as well")
     parser.add_argument("--work", type=Path, default=Path("trust-work"), help="folder for task files and features")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -369,18 +361,14 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     sets: dict[str, Splits] = {}
     tasks: dict[str, Task] = {}
-    side: dict[str, Task] = {}
     for source in options.data:
         name, splits = Path(source).stem, memoro.load_data(source, val_fraction=0, quiet=True, screen=False)
         sets[name] = replace(splits, train=cap(splits.train, options.most), test=cap(splits.test, options.most_test))
-        tasks[name] = train_task("head", name, sets[name], backbone, options)
-        if name in options.side:
-            side[f"{name} (side)"] = train_task("side", name, sets[name], backbone, options)
+        tasks[name] = train_task(name, sets[name], backbone, options)
         print(name, tasks[name].spec.metrics.get("accuracy"), flush=True)
-    read = {**tasks, **side}
-    train = {name: read_set(cap(splits.train, options.most), read, backbone, options) for name, splits in sets.items()}
+    train = {name: read_set(cap(splits.train, options.most), tasks, backbone, options) for name, splits in sets.items()}
     test = {
-        name: read_set(cap(splits.test, options.most_test), read, backbone, options) for name, splits in sets.items()
+        name: read_set(cap(splits.test, options.most_test), tasks, backbone, options) for name, splits in sets.items()
     }
     background = read_background(backbone, options)
     results = load_results(options.out)
@@ -388,12 +376,8 @@ def main() -> None:
     own = {"backbone": Path(options.backbone).name, **setting}
     results[own["backbone"]] = own
     parts: dict[str, Callable[[], Any]] = {
-        "pairs": lambda: compare_scores(train, test, background),
+        "pairs": lambda: compare_scores(tasks, train, test, background),
         "tasks": lambda: measure_tasks(tasks, test),
-        "side": lambda: {
-            name: measure_side(name, side[f"{name} (side)"], train, test, background["entering"])
-            for name in options.side
-        },
         "held_out": lambda: {name: hold_out(train[name], test[name], background["entering"]) for name in sets},
         "cost": lambda: measure_cost(backbone, next(iter(tasks.values())), options),
     }

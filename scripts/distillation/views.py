@@ -44,7 +44,7 @@ def plan_views(sources: list[Source], seed: int) -> list[View]:
 
 
 def random_box(size: tuple[int, int], side: int, rng: np.random.Generator) -> tuple[float, float, float, float]:
-    """The box of a random crop, sides between 3:4 and 4:3: small in large photographs, at least 30 % of small images."""
+    """The box of a random crop, sides between 3:4 and 4:3: small in photographs, at least 30 % of small images."""
     width, height = size
     smallest = min(0.3, FINEST * side**2 / (width * height))
     for _ in range(10):

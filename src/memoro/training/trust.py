@@ -46,10 +46,9 @@ def add_calibration(
 def add_confidence(task: Task | Baseline, logits: Tensor, index: npt.NDArray[np.int64]) -> None:
     """Lets familiarity depend on how sure a calibrated task's answers are, from the logits of held-out training images
     and their places among all."""
-    known = task.spec.familiarity if isinstance(task, Task) else None
-    if known is None or known.out_of_fold is None or len(known.out_of_fold) != len(index):
-        return
-    if task.spec.calibration is not None:
+    known = task.spec.familiarity if isinstance(task, Task) and task.spec.calibration is not None else None
+    if known is not None and known.out_of_fold is not None and len(known.out_of_fold) == len(index):
+        assert isinstance(task, Task)
         task.describe(familiarity=known.with_confidence(known.out_of_fold[index], task.best_log_probability(logits)))
 
 
