@@ -323,9 +323,9 @@ def _tasks(tasks: Mapping[str, Any]) -> list[str]:
     same = "are" if all(found["same answers"] for found in tasks.values()) else "are not"
     return [
         "**Tasks**, one of regime `side` for each set. Expected calibration error (ece) over 15 bins, before and after "
-        f"calibration; the answers {same} the same. `not told`: the image goes to the task with the highest score of {len(routed)} "
-        "(without cifar10), and its answer is right; `found`: the task is right. `false alarms`: own images with a "
-        f"familiarity below {FALSE_ALARMS}. `bytes`: what familiarity adds to the file. Mean accuracy of the "
+        f"calibration; the answers {same} the same. `not told`: the image goes to the task with the highest score of "
+        f"{len(routed)} (without cifar10), and its answer is right; `found`: the task is right. `false alarms`: own "
+        f"images with a familiarity below {FALSE_ALARMS}. `bytes`: what familiarity adds to the file. Mean accuracy of the "
         f"{len(routed)}: {told:.3f} told, {untold:.3f} not told.",
         "",
         *table(
