@@ -378,7 +378,7 @@ def calibrate(
             reason = describe_calibration(None, len(held)).removeprefix("none: ")
             log(f"the calibration stays as it is: {reason}.")
         else:
-            if familiarity is not None and familiarity.out_of_fold is not None:
+            if task.kind == "softmax" and familiarity is not None and familiarity.out_of_fold is not None:
                 sure = best_log_probability(task.kind, calibration.apply(answers.logits[task.name].float()))
                 changes["familiarity"] = familiarity.with_confidence(familiarity.out_of_fold[-len(held) :], sure)
             changes["calibration"] = calibration

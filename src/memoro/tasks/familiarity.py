@@ -40,6 +40,7 @@ class Familiarity:
     All classes have the same covariance: some principal directions, and one variance for all others. The distance of
     an image is the squared Mahalanobis distance of its token to the nearest mean, divided by the token's distance to
     the background: a task with diverse images is near to every plain image, and a plain image is near the background.
+    An image that the task is unsure about is further away (`confidence`).
 
     The token is the base's class token as it enters the last layer, which is less specialised than the final one
     (results/trust.md).

@@ -46,9 +46,10 @@ def add_calibration(
 def add_confidence(task: Task | Baseline, logits: Tensor, index: npt.NDArray[np.int64]) -> None:
     """Lets familiarity depend on how sure a calibrated task's answers are, from the logits of held-out training images
     and their places among all."""
-    known = task.spec.familiarity if isinstance(task, Task) and task.spec.calibration is not None else None
+    if not isinstance(task, Task) or task.kind != "softmax" or task.spec.calibration is None:
+        return
+    known = task.spec.familiarity
     if known is not None and known.out_of_fold is not None and len(known.out_of_fold) == len(index):
-        assert isinstance(task, Task)
         task.describe(familiarity=known.with_confidence(known.out_of_fold[index], task.best_log_probability(logits)))
 
 
@@ -88,7 +89,9 @@ class Describer:
             text = "none: too few images, or tokens out of range"
             if found is not None:
                 text = f"{found.images} training images, out of fold"
-                if val_logits is not None and len(val_logits) >= MIN_ANSWERS and spec.task.spec.calibration is not None:
+                known = val_logits is not None and len(val_logits) >= MIN_ANSWERS
+                if known and spec.task.kind == "softmax" and spec.task.spec.calibration is not None:
+                    assert val_logits is not None
                     sure = spec.task.best_log_probability(val_logits)
                     found = found.with_confidence(self._measure_val(spec, run, found), sure)
                     text = f"{len(images)} training images, {found.images} validation images"
