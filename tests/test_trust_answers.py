@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 import memoro
 from memoro.backbones import Backbone
 from memoro.cli import app
+from memoro.engine.streams import entering_token
 from memoro.errors import CompositionError, DataError
 from memoro.evaluation.trust import evaluate_trust
 from memoro.tasks.calibration import Calibration
-from memoro.tasks.familiarity import CONFIDENCE_IN_SCORE, Familiarity
+from memoro.tasks.familiarity import CONFIDENCE, CONFIDENCE_IN_SCORE, Familiarity, FamiliarityBank
 from memoro.tasks.task import Task
 
 __all__ = ["colours", "known"]  # fixtures
@@ -92,6 +93,37 @@ def test_numbers_have_intervals_and_labels_thresholds(backbone: Backbone) -> Non
     value = answers["age"]["values"]["years"]
     assert answers["age"]["intervals"]["years"] == pytest.approx([value - 2.5, value + 2.5])
     assert answers["tags"]["labels"] == ["a"]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_held_out_answers_count_in_familiarity(colours: Path, tmp_path: Path, split: str) -> None:
+    """Where enough images are held out: those of all folds, or of the validation split."""
+    generator = np.random.default_rng(1)
+    shutil.copytree(colours / "own" / "train", tmp_path / "own" / "train")
+    for label, tint in (("red", (40, 0, 0)), ("blue", (0, 0, 40))):
+        (tmp_path / "own" / split / label).mkdir(parents=True, exist_ok=True)
+        for number in range(50):
+            pixels = 60 + np.array(tint) + generator.integers(-15, 15, (20, 20, 3))
+            Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "own" / split / label / f"new {number}.png")
+    quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": [0.01, 0.1], "image_size": 20}
+    task = memoro.train(tmp_path / "own", backbone=str(colours / "vit"), task="own", folds=2, **quick).task
+    found = task.spec.familiarity
+    assert found is not None
+    assert (found.images, found.confidence) == (140 if split == "train" else 100, CONFIDENCE)
+    assert task.spec.calibration is not None
+    assert task.spec.calibration.images == found.images
+    file = memoro.save_task(task, tmp_path / "own.safetensors")
+    model = memoro.compose(memoro.load_backbone(str(colours / "vit")), [memoro.load_task(file)])
+    files = sorted((colours / "own" / "test").rglob("*.png"))
+    pixels = torch.stack([task.spec.preprocessing.to_tensor(Image.open(file)) for file in files])
+    tokens = entering_token(model.backbone.anatomy, pixels)
+    sure = task.best_log_probability(model(pixels)["own"]).unsqueeze(1)
+    judged, bank = model.run(pixels).judged["own"], FamiliarityBank([found])
+    scores, shares = bank.judge(tokens, sure)
+    assert torch.equal(judged.familiarity, shares[:, 0])
+    assert torch.equal(judged.score, scores[:, 0])
+    assert not torch.allclose(judged.score, bank.judge(tokens)[0][:, 0])
+    assert not torch.equal(bank.measure(tokens, sure), bank.measure(tokens))
 
 
 def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:
