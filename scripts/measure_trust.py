@@ -29,9 +29,9 @@ from memoro.engine.streams import BasePass
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure
 from memoro.evaluation.trust import auroc, false_positives
-from memoro.heads import best_log_probability, probabilities
+from memoro.heads import energy, probabilities
 from memoro.images import synthetic_image
-from memoro.tasks.familiarity import CONFIDENCE, FALSE_ALARMS, Familiarity, FamiliarityBank, fit_familiarity
+from memoro.tasks.familiarity import FALSE_ALARMS, FOLDS, Familiarity, FamiliarityBank, fit_familiarity
 from memoro.tasks.task import Task
 from memoro.training.cached import CachedLoader, fill_caches
 from memoro.training.run import build_forward
@@ -170,10 +170,9 @@ def compare(judge: Callable[[Mapping[str, Any]], Tensor], name: str, test: Mappi
     return {f"{name} / {other}": (auroc(own, found), false_positives(own, found)) for other, found in others.items()}
 
 
-def with_answers(found: Familiarity, tokens: Tensor, log_probabilities: Tensor) -> Tensor:
-    """What is shipped: the distance also depends on how sure the task's answers are."""
-    bank = FamiliarityBank([replace(found, confidence=CONFIDENCE)])
-    return -bank.measure(tokens, log_probabilities.unsqueeze(1))[:, 0]
+def with_answers(found: Familiarity, tokens: Tensor, logits: Tensor) -> Tensor:
+    """What is shipped: the distance also depends on the energy of the task's answers."""
+    return -FamiliarityBank([found]).measure(tokens, energy("softmax", logits).unsqueeze(1))[:, 0]
 
 
 def compare_scores(
@@ -193,10 +192,20 @@ def compare_scores(
         assert described is not None
 
         def judge(data: Mapping[str, Any], name: str = name, described: Familiarity = described) -> Tensor:
-            return with_answers(described, data["entering"], tasks[name].best_log_probability(data["logits"][name]))
+            return with_answers(described, data["entering"], data["logits"][name])
 
         found.setdefault(SHIPPED, {}).update(compare(judge, name, test))
     return found
+
+
+def cross_fit(tokens: Tensor, targets: Tensor, classes: int) -> Tensor:
+    """Logits (n, classes) of classifiers that did not see the image."""
+    fold, found = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0)) % FOLDS, []
+    for number in range(FOLDS):
+        found.append(
+            linear(tokens, *solve_classifier(tokens[fold != number], targets[fold != number], classes, STRENGTH))
+        )
+    return torch.stack(found)[fold, torch.arange(len(tokens))]
 
 
 def hold_out(train: Mapping[str, Any], test: Mapping[str, Any], background: Tensor) -> dict[str, float]:
@@ -214,7 +223,9 @@ def hold_out(train: Mapping[str, Any], test: Mapping[str, Any], background: Tens
         values |= {how: score(logits) for how, score in LOGITS.items()}
         described = fit_familiarity(train["entering"][kept], targets, background)
         assert described is not None
-        values[SURE] = with_answers(described, test["entering"], best_log_probability("softmax", logits))
+        assert described.out_of_fold is not None
+        held = energy("softmax", cross_fit(train["final"][kept], targets, len(labels) - 1))
+        values[SURE] = with_answers(described.with_answers(described.out_of_fold, held), test["entering"], logits)
         for how, value in values.items():
             found.setdefault(how, []).append(auroc(value[~mine], value[mine]))
     return {how: mean(values) for how, values in found.items()}
@@ -233,8 +244,8 @@ def measure_tasks(tasks: Mapping[str, Task], test: Mapping[str, Any]) -> dict[st
         assert familiarity is not None
         before = measure("softmax", task.labels, logits, targets)
         after = measure("softmax", task.labels, calibration.apply(logits), targets)
-        sure = task.best_log_probability(logits).unsqueeze(1)
-        shares = FamiliarityBank([familiarity]).judge(test[name]["entering"], sure)[1]
+        energies = energy("softmax", logits).unsqueeze(1)
+        shares = FamiliarityBank([familiarity]).judge(test[name]["entering"], energies)[1]
         results[name] = {
             "images": len(targets),
             "accuracy": before["accuracy"],
@@ -245,7 +256,7 @@ def measure_tasks(tasks: Mapping[str, Task], test: Mapping[str, Any]) -> dict[st
             "bytes": familiarity.bytes,
         }
         if name in routed:
-            answers = [tasks[other].best_log_probability(test[name]["logits"][other]) for other in routed]
+            answers = [energy("softmax", test[name]["logits"][other]) for other in routed]
             scores, _ = bank.judge(test[name]["entering"], torch.stack(answers, dim=1))
             right = scores.argmax(dim=1) == routed.index(name)
             results[name]["found"] = float(right.double().mean())
@@ -261,7 +272,7 @@ def measure_cost(backbone: memoro.Backbone, task: Task, options: argparse.Namesp
     logits = torch.randn(8, len(task.labels))
 
     def judge() -> object:
-        return bank.judge(token, torch.stack([task.best_log_probability(logits) for _ in range(TASKS)], dim=1))
+        return bank.judge(token, torch.stack([energy("softmax", logits) for _ in range(TASKS)], dim=1))
 
     with torch.no_grad():
         best = best_times({"base": lambda: backbone.original(pixels), "judge": judge}, 5)
@@ -304,8 +315,8 @@ def _pairs(pairs: Mapping[str, Any]) -> list[str]:
     return [
         f"**Own test images against those of another set**, {sum(not is_alike(pair) for pair in pairs[SHIPPED])} "
         "ordered pairs; beside them cifar10 and cifar100, which show the same kind of picture. What memoro ships is "
-        f"*{SHIPPED}*: the distance is divided by the square root of the best label's probability. The full covariance "
-        f"does not fit into a task file, and gains {reference - token_only:.4f} where answers do not count.",
+        f"*{SHIPPED}*: the distance grows where the answer has less energy than those to held-out images. The full "
+        f"covariance does not fit into a task file, and gains {reference - token_only:.4f} where answers do not count.",
         "",
         *table(["score", "mean AUROC", "worst pair", "mean FPR at 95 % recall", "cifar10 and cifar100"], rows),
     ]

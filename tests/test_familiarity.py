@@ -13,8 +13,8 @@ from trust import draw, fit
 from memoro.engine.answers import Routing
 from memoro.evaluation.trust import auroc, false_positives
 from memoro.tasks.familiarity import (
-    CONFIDENCE,
-    CONFIDENCE_IN_SCORE,
+    IN_DISTANCE,
+    IN_SCORE,
     SHRINKAGE,
     Familiarity,
     FamiliarityBank,
@@ -55,29 +55,33 @@ def test_own_images_are_familiar_and_others_are_not() -> None:
     assert auroc(-bank.measure(own)[:, 0], -bank.measure(other)[:, 0]) > 0.99
 
 
-def test_sure_answers_are_more_familiar() -> None:
+def test_answers_with_energy_are_more_familiar() -> None:
     tokens, targets = draw(400, 29, 5, seed=0)
     plain = fit(tokens, targets)
     assert plain is not None
     assert plain.out_of_fold is not None
     assert plain.out_of_fold.shape == (400,)
     assert torch.equal(plain.out_of_fold.sort().values, plain.distances)
-    sure = torch.rand(400, generator=torch.Generator().manual_seed(0)).log()
-    found = plain.with_confidence(plain.out_of_fold, sure)
-    assert found.confidence == CONFIDENCE
-    assert torch.allclose(found.distances, (plain.out_of_fold * sure.exp() ** -CONFIDENCE).sort().values)
+    energies = 7 + 3 * torch.randn(400, generator=torch.Generator().manual_seed(0))
+    found = plain.with_answers(plain.out_of_fold, energies)
+    mean, spread = found.energy
+    assert (mean, spread) == pytest.approx((float(energies.mean()), float(energies.std())))
+    dense = (plain.out_of_fold.log() - IN_DISTANCE * (energies - mean) / spread).exp()
+    assert torch.allclose(found.distances, dense.sort().values)
+    assert plain.with_answers(plain.out_of_fold[:99], energies[:99]) is plain, "too few: it would be coarse"
+    assert plain.with_answers(plain.out_of_fold, torch.zeros(400)) is plain, "all the same: nothing to learn from"
 
-    assert plain.with_confidence(plain.out_of_fold[:99], sure[:99]) is plain, "too few: it would be coarse"
-    new, other = draw(7, 29, 5, seed=1)[0], torch.linspace(0.1, 1.0, 7).log()
-    bank, log_probabilities = FamiliarityBank([found, plain]), torch.stack([other, other], dim=1)
-    distances, ignored = bank.measure(new, log_probabilities), bank.measure(new)
-    assert torch.allclose(distances[:, 0], ignored[:, 0] * other.exp() ** -CONFIDENCE)
-    assert torch.equal(distances[:, 1], ignored[:, 1]), "held-out images without answers: answers do not count"
-    scores, shares = bank.judge(new, log_probabilities)
-    unsure, fewer = bank.judge(new, log_probabilities - 3)
-    assert bool((fewer[:, 0] < shares[:, 0]).any())
-    assert bool((fewer[:, 0] <= shares[:, 0]).all())
-    assert torch.allclose(scores - unsure, torch.full((7, 2), 3 * CONFIDENCE_IN_SCORE / 29), atol=1e-4)
+    new, low = draw(7, 29, 5, seed=1)[0], torch.full((7,), mean - spread)
+    bank, both = FamiliarityBank([found, plain]), torch.stack([low, low], dim=1)
+    distances, ignored = bank.measure(new, both), bank.measure(new)
+    assert torch.allclose(distances[:, 0], ignored[:, 0] * math.exp(IN_DISTANCE))
+    assert torch.equal(distances[:, 1], ignored[:, 1]), "no held-out answers: answers do not count"
+    scores, shares = bank.judge(new, both)
+    higher, more = bank.judge(new, both + 1000 * spread)
+    assert bool((more[:, 0] > shares[:, 0]).any())
+    assert bool((more[:, 0] >= shares[:, 0]).all())
+    assert torch.allclose(higher[:, 0] - scores[:, 0], torch.full((7,), 1.5 * IN_SCORE / 29), atol=1e-4)
+    assert torch.equal(higher[:, 1], scores[:, 1])
 
 
 def test_several_tasks_are_judged_as_each_alone() -> None:

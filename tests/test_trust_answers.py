@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from memoro.engine.streams import entering_token
 from memoro.errors import CompositionError, DataError
 from memoro.evaluation.trust import evaluate_trust
 from memoro.tasks.calibration import Calibration
-from memoro.tasks.familiarity import CONFIDENCE, CONFIDENCE_IN_SCORE, Familiarity, FamiliarityBank
+from memoro.tasks.familiarity import Familiarity, FamiliarityBank
 from memoro.tasks.task import Task
 
 __all__ = ["colours", "known"]  # fixtures
@@ -55,11 +54,7 @@ def test_predict_marks_drops_or_keeps(backbone: Backbone, known: Task) -> None:
     for answers in marked:
         assert (answers["pets"]["familiarity"], answers["pets"]["unfamiliar"]) == (1.0, False)
         assert (answers["rooms"]["familiarity"], answers["rooms"]["unfamiliar"]) == (0.0, True)
-        # the same class means: the scores differ by how sure the answers are
-        sure = [math.log(answers[name]["probability"]) for name in ("pets", "rooms")]
-        more = CONFIDENCE_IN_SCORE * (sure[0] - sure[1]) / backbone.dim
-        assert answers["pets"]["score"] - answers["rooms"]["score"] == pytest.approx(more, abs=1e-5)
-        assert more != 0
+        assert answers["pets"]["score"] == pytest.approx(answers["rooms"]["score"])  # the same class means
         assert "familiarity" not in answers["plain"]
     assert [list(answers) for answers in model.predict(images, unfamiliar="drop")] == [["pets", "plain"]] * 3
     kept = model.predict(images, unfamiliar="keep")
@@ -109,7 +104,8 @@ def test_held_out_answers_count_in_familiarity(colours: Path, tmp_path: Path, sp
     task = memoro.train(tmp_path / "own", backbone=str(colours / "vit"), task="own", folds=2, **quick).task
     found = task.spec.familiarity
     assert found is not None
-    assert (found.images, found.confidence) == (140 if split == "train" else 100, CONFIDENCE)
+    assert found.images == (140 if split == "train" else 100)
+    assert found.energy[1] > 0
     assert task.spec.calibration is not None
     assert task.spec.calibration.images == found.images
     file = memoro.save_task(task, tmp_path / "own.safetensors")
@@ -117,13 +113,13 @@ def test_held_out_answers_count_in_familiarity(colours: Path, tmp_path: Path, sp
     files = sorted((colours / "own" / "test").rglob("*.png"))
     pixels = torch.stack([task.spec.preprocessing.to_tensor(Image.open(file)) for file in files])
     tokens = entering_token(model.backbone.anatomy, pixels)
-    sure = task.best_log_probability(model(pixels)["own"]).unsqueeze(1)
+    energies = model(pixels)["own"].logsumexp(dim=-1, keepdim=True)
     judged, bank = model.run(pixels).judged["own"], FamiliarityBank([found])
-    scores, shares = bank.judge(tokens, sure)
+    scores, shares = bank.judge(tokens, energies)
     assert torch.equal(judged.familiarity, shares[:, 0])
     assert torch.equal(judged.score, scores[:, 0])
     assert not torch.allclose(judged.score, bank.judge(tokens)[0][:, 0])
-    assert not torch.equal(bank.measure(tokens, sure), bank.measure(tokens))
+    assert not torch.equal(bank.measure(tokens, energies), bank.measure(tokens))
 
 
 def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:

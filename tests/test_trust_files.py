@@ -34,7 +34,7 @@ def test_sections_are_kept_and_leave_the_content_as_it_is(known: Task, tmp_path:
     assert mine is not None
     assert kept is not None
     assert all(torch.equal(mine.tensors[name], tensor) for name, tensor in kept.tensors.items())
-    assert (kept.residual, kept.images, kept.confidence) == (mine.residual, 150, 0.5)
+    assert (kept.residual, kept.images, kept.energy) == (mine.residual, 150, mine.energy)
     assert memoro.save_task(back, tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
     back.describe(calibration=None, familiarity=None)
     plain = memoro.load_task(memoro.save_task(back, path))
@@ -120,8 +120,10 @@ ATTACKS: dict[str, tuple[Any, str]] = {
     "more classes than labels": (put("familiarity", classes=4), "classes"),
     "other shape": (put("familiarity", scores=7), "shape"),
     "negative residual": (put("familiarity", residual=-1.0), "residual"),
-    "hostile confidence": (put("familiarity", confidence=50.0), "confidence"),
-    "confidence of text": (put("familiarity", confidence="1"), "confidence"),
+    "huge energy": (put("familiarity", energy=[1e30, 1.0]), "energy"),
+    "negative spread of energies": (put("familiarity", energy=[0.0, -1.0]), "energy"),
+    "energy of text": (put("familiarity", energy=["1", 1.0]), "energy"),
+    "three energies": (put("familiarity", energy=[1.0, 1.0, 1.0]), "energy"),
     "another width": (another_width, "shape"),
     "NaN": (scale("center", float("nan")), "NaN"),
     "infinity": (scale("means", float("inf")), "NaN or infinity"),

@@ -40,7 +40,7 @@ def known(backbone: Backbone) -> Task:
     familiarity = fit(*draw(150, backbone.dim, 3, seed=0))
     assert familiarity is not None
     assert familiarity.out_of_fold is not None
-    familiarity = familiarity.with_confidence(familiarity.out_of_fold, torch.linspace(-1, 0, 150))
+    familiarity = familiarity.with_answers(familiarity.out_of_fold, torch.linspace(-1, 1, 150))
     task.describe(calibration=Calibration((1.7,), (), (), 90, "4 folds"), familiarity=familiarity)
     return task
 

@@ -35,13 +35,14 @@ def probabilities(kind: HeadKind, logits: Tensor) -> Tensor:
     return logits.sigmoid() if kind == "multilabel" else logits
 
 
-def best_log_probability(kind: HeadKind, logits: Tensor) -> Tensor:
-    """The log-probability (…) of the best label, at most 0, from logits (…, labels): how sure an answer is.
+def energy(kind: HeadKind, logits: Tensor) -> Tensor:
+    """The log of the sum of the exponentials of logits (…, labels): high where one of them is. What is often called
+    energy is its negative.
 
     0 for several labels and for numbers, whose answers are not one of a few.
     """
     logits = logits.float()
-    return logits.log_softmax(dim=-1).amax(dim=-1) if kind == "softmax" else logits.new_zeros(logits.shape[:-1])
+    return logits.logsumexp(dim=-1) if kind == "softmax" else logits.new_zeros(logits.shape[:-1])
 
 
 def loss_sum(

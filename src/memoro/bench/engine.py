@@ -15,7 +15,7 @@ from memoro.bench.dense import DenseMask
 from memoro.bench.models import CLASSES
 from memoro.console import make_table
 from memoro.engine.composition import compose
-from memoro.heads import best_log_probability
+from memoro.heads import energy
 from memoro.tasks.familiarity import FamiliarityBank, fit_familiarity
 from memoro.tasks.task import new_task
 
@@ -66,7 +66,7 @@ def bench_engine(
         for count in counts:
             bank = FamiliarityBank([described] * count, backbone.device)
             candidates[f"familiarity {count}"] = lambda bank=bank, count=count: bank.judge(  # type: ignore[misc]
-                token, torch.stack([best_log_probability("softmax", logits) for _ in range(count)], dim=1)
+                token, torch.stack([energy("softmax", logits) for _ in range(count)], dim=1)
             )
         for fork in forks:
             for count in sorted({1, *counts}):

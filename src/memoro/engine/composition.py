@@ -34,6 +34,7 @@ from memoro.engine.plan import Plan, build_plan
 from memoro.engine.streams import BaseTokens, run_streams
 from memoro.engine.verify import Verification, verify_composition
 from memoro.errors import CompositionError
+from memoro.heads import energy
 from memoro.images import Preprocessing
 from memoro.tasks.familiarity import FALSE_ALARMS, FamiliarityBank
 from memoro.tasks.mask import Lineage, trace_lineage
@@ -166,17 +167,15 @@ class Composition(nn.Module):
         known, bank = self._known
         if bank is None:
             return Outputs(answers, {}, tokens)
-        scores, shares = bank.judge(ends.entering, self._confidence(known, answers, ends.entering))
+        scores, shares = bank.judge(ends.entering, self._energies(known, answers, ends.entering))
         rows = [(self._list[i].name, known.index(i)) for i in wanted if i in known]
         return Outputs(answers, {name: Judged(scores[:, row], shares[:, row]) for name, row in rows}, tokens)
 
-    def _confidence(self, known: Sequence[int], answers: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """How sure some tasks are of their answers (b, tasks): the log-probability of the best label, 0 for tasks that
-        were not asked."""
-        found = []
-        for task in (self._list[i] for i in known):
-            asked = task.name in answers
-            found.append(task.best_log_probability(answers[task.name]) if asked else like.new_zeros(len(like)).float())
+    def _energies(self, known: Sequence[int], answers: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """The energies of some tasks' answers (b, tasks), 0 for tasks that were not asked."""
+        nothing = torch.zeros_like(like[:, 0], dtype=torch.float32)
+        tasks = [self._list[i] for i in known]
+        found = [energy(task.kind, answers[task.name]) if task.name in answers else nothing for task in tasks]
         return torch.stack(found, dim=1)
 
     @cached_property

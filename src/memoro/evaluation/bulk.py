@@ -100,7 +100,7 @@ def _hash(model: Task | Baseline) -> str:
     record = {
         "content": model.content_hash(),
         "calibration": None if calibration is None else asdict(calibration),
-        "confidence": None if familiarity is None else familiarity.confidence,
+        "energy": None if familiarity is None else familiarity.energy,
     }
     return hash_record(record, {} if familiarity is None else familiarity.tensors)
 

@@ -22,7 +22,7 @@ from memoro.errors import DataError
 from memoro.evaluation.evaluate import load_test_images
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure_task
-from memoro.heads import best_log_probability, probabilities
+from memoro.heads import energy, probabilities
 from memoro.regimes import Baseline
 from memoro.tasks.calibration import describe_calibration, fit_calibration
 from memoro.tasks.familiarity import FALSE_ALARMS, fit_familiarity
@@ -379,8 +379,8 @@ def calibrate(
             log(f"the calibration stays as it is: {reason}.")
         else:
             if task.kind == "softmax" and familiarity is not None and familiarity.out_of_fold is not None:
-                sure = best_log_probability(task.kind, calibration.apply(answers.logits[task.name].float()))
-                changes["familiarity"] = familiarity.with_confidence(familiarity.out_of_fold[-len(held) :], sure)
+                energies = energy(task.kind, answers.logits[task.name])
+                changes["familiarity"] = familiarity.with_answers(familiarity.out_of_fold[-len(held) :], energies)
             changes["calibration"] = calibration
             facts["calibration"] = describe_calibration(calibration, len(held))
             log(f"calibration: from {format_count(calibration.images, 'image')}; they must be new to the task")

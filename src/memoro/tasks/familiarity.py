@@ -25,12 +25,12 @@ NEAREST = 1e-3
 """Distances to the background are at least this, so that they can be divided by."""
 FALSE_ALARMS = 0.01
 """Share of a task's own images that may be called unfamiliar."""
-CONFIDENCE = 0.5
-"""Power of the best label's probability in distances: an answer that is half as sure is 1.4 times as far."""
 MIN_ANSWERS = 100
 """Held-out images with answers of the task, below which they do not count: familiarity would be coarse."""
-CONFIDENCE_IN_SCORE = 10.0
-"""Weight of its logarithm in scores."""
+IN_DISTANCE, IN_SCORE = 0.2, 10.0
+"""How much the energy of an answer counts, in its standard deviations: in the logarithm of a distance, and in a score,
+to which answers that are more certain than most add no more than `MOST_CERTAIN`."""
+MOST_CERTAIN, LEAST_CERTAIN = 0.5, -20.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Familiarity:
     All classes have the same covariance: some principal directions, and one variance for all others. The distance of
     an image is the squared Mahalanobis distance of its token to the nearest mean, divided by the token's distance to
     the background: a task with diverse images is near to every plain image, and a plain image is near the background.
-    An image that the task is unsure about is further away (`confidence`).
+    An image whose answer has less energy than those of held-out images is further away.
 
     The token is the base's class token as it enters the last layer, which is less specialised than the final one
     (results/trust.md).
@@ -62,23 +62,25 @@ class Familiarity:
     """Variance within classes, along each of the other directions."""
     images: int
     """How many held-out images `distances` stands for."""
-    confidence: float = 0.0
-    """Power of the best label's probability that distances are divided by. 0: the task's answers do not count, because
-    its held-out images have none."""
+    energy: tuple[float, float] = (0.0, 0.0)
+    """Mean and standard deviation of the energy (`heads.energy`) of the task's answers to held-out images. 0 and 0: its
+    answers do not count, because too few images were held out."""
     out_of_fold: Tensor | None = None
     """(n) distance of each image that it was fitted on to a description without it, whatever the task answers. A file
     does not have it."""
 
-    def with_confidence(self, distances: Tensor, log_probabilities: Tensor) -> Familiarity:
-        """The same with distances that depend on how sure the task's answers are.
+    def with_answers(self, distances: Tensor, energies: Tensor) -> Familiarity:
+        """The same with distances that depend on the task's answers.
 
-        Takes the distances (n) of held-out images, and the log-probability (n) of the best label of each by weights
-        that did not learn from it. Nothing changes for fewer than `MIN_ANSWERS` of them.
+        Takes the distances (n) of held-out images, and the energies (n) of the answers to them by weights that did not
+        learn from them. Nothing changes for fewer than `MIN_ANSWERS` of them, or if all energies are the same.
         """
-        if len(distances) < MIN_ANSWERS:
+        values = energies.double().cpu()
+        if len(values) < MIN_ANSWERS or not float(values.std()) > 0:
             return self
-        far = distances.cpu() * (-CONFIDENCE * log_probabilities.cpu()).exp()
-        found = replace(self, distances=_quantiles(far), images=len(far), confidence=CONFIDENCE)
+        statistics = float(values.mean()), float(values.std())
+        far = distances.cpu() * _spread(standardise(energies.cpu(), *statistics))
+        found = replace(self, distances=_quantiles(far), images=len(far), energy=statistics)
         return found if found.valid else self
 
     def limit(self, false_alarms: float = FALSE_ALARMS) -> float:
@@ -100,7 +102,8 @@ class Familiarity:
             and bool(((lengths - 1).abs() <= 0.05).all())
             and float(self.variances.min()) >= SMALLEST
             and float(self.distances[0]) >= 0
-            and 0 <= self.confidence <= 1
+            and abs(self.energy[0]) <= LARGEST
+            and 0 <= self.energy[1] <= LARGEST
             and bool((self.distances[1:] >= self.distances[:-1]).all())
         )
 
@@ -161,9 +164,8 @@ class FamiliarityBank:
         self.weights = torch.cat([one.variances.float().reciprocal() for one in items]).to(device)
         self.offsets, self.readers = torch.cat(offsets).to(device), torch.cat(readers).to(device)
         self.shifts, self.squares = torch.cat(shifts).to(device), torch.cat(squares).to(device)
-        self.residual, self.confidence = (
-            torch.tensor([getattr(one, name) for one in items], device=device) for name in ("residual", "confidence")
-        )
+        self.residual = torch.tensor([one.residual for one in items], device=device)
+        self.energy = torch.tensor([one.energy for one in items], device=device)
         self.held_out, self.lengths = held_out.to(device), torch.tensor(lengths, device=device)
         self.classes = torch.tensor([len(one.means) for one in items], device=device)
         numbers = torch.arange(len(items), device=device)
@@ -185,9 +187,9 @@ class FamiliarityBank:
         found = [(one.means.double() @ one.directions.double() + one.center - origin) @ whiten for one in items]
         self.whiten, self.prototypes = whiten.float().to(device), torch.cat(found).float().to(device)
 
-    def measure(self, tokens: Tensor, log_probabilities: Tensor | None = None) -> Tensor:
-        """The distance of each image to each task's training images (b, tasks), from its token (b, dim) and the
-        log-probability of each task's best label (b, tasks); without them, whatever the tasks answer."""
+    def measure(self, tokens: Tensor, energies: Tensor | None = None) -> Tensor:
+        """The distance of each image to each task's training images (b, tasks), from its token (b, dim) and the energy
+        of each task's answer (b, tasks); without energies, whatever the tasks answer."""
         tokens = tokens.float() - self.origin
         squares = (tokens @ self.directions.T - self.offsets).square()
         along, scaled = (_sum(part, self.direction_task, self.center) for part in (squares, squares * self.weights))
@@ -197,20 +199,20 @@ class FamiliarityBank:
         distances = nearest.clamp(min=0) + rest.clamp(min=0) / self.residual
         away: Tensor = (tokens.unsqueeze(1) - self.background).norm(dim=-1)
         distances = distances / away.clamp(min=NEAREST)
-        if log_probabilities is not None:
-            distances = distances * (-self.confidence * log_probabilities).exp()
+        if energies is not None:
+            distances = distances * _spread(standardise(energies, *self.energy.T))
         return distances.clamp(max=LARGEST)
 
-    def judge(self, tokens: Tensor, log_probabilities: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def judge(self, tokens: Tensor, energies: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Of each image and task (b, tasks): the score, and the familiarity. Takes what `measure` takes.
 
         The score compares the tasks of the bank: the highest one tells whose image it is. It is the log-density per
         dimension, up to a constant, of a mixture of the task's classes, with one covariance for all classes of all
-        tasks: with one for each task, those with diverse images would claim too many (results/trust.md). A task that is
-        sure of its answer has a higher one. The familiarity is about one task alone: the share of its own held-out
+        tasks: with one for each task, those with diverse images would claim too many (results/trust.md). A task whose
+        answer has little energy has a lower one. The familiarity is about one task alone: the share of its own held-out
         images that look at least as strange.
         """
-        distances = self.measure(tokens, log_probabilities)
+        distances = self.measure(tokens, energies)
         # Not searchsorted, which ONNX does not have.
         shares = (self.held_out >= distances.unsqueeze(-1)).sum(dim=-1) / self.lengths
         whitened = (tokens.float() - self.origin) @ self.whiten
@@ -220,9 +222,21 @@ class FamiliarityBank:
         largest = _reduce(exponents, self.class_task, self.center, "amax")
         total = _sum((exponents - largest[:, self.class_task]).exp(), self.class_task, self.center)
         densities = largest + total.log() - self.classes.log()
-        if log_probabilities is not None:
-            densities = densities + CONFIDENCE_IN_SCORE * log_probabilities
+        if energies is not None:
+            densities = densities + IN_SCORE * standardise(energies, *self.energy.T).clamp(max=MOST_CERTAIN)
         return densities / tokens.shape[1], shares
+
+
+def standardise(energies: Tensor, mean: Tensor | float, spread: Tensor | float) -> Tensor:
+    """Energies in standard deviations of those of held-out images; 0 where those are not known."""
+    spread = torch.as_tensor(spread, device=energies.device)
+    known = (energies - mean) / spread.clamp(min=SMALLEST)
+    return torch.where(spread > 0, known.clamp(LEAST_CERTAIN, -LEAST_CERTAIN), 0.0)
+
+
+def _spread(standardised: Tensor) -> Tensor:
+    """What distances are multiplied by."""
+    return (-IN_DISTANCE * standardised).exp()
 
 
 def _sum(values: Tensor, owner: Tensor, tasks: Tensor) -> Tensor:

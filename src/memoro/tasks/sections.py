@@ -36,7 +36,7 @@ def write_sections(spec: TaskSpec, prefix: str) -> tuple[dict[str, Any], dict[st
             "scores": len(own.distances),
             "residual": own.residual,
             "images": own.images,
-            "confidence": own.confidence,
+            "energy": list(own.energy),
         }
         record["familiarity"] = {**section, "checksum": hash_record(section, own.tensors)}
         tensors = write_tensors(spec.name, own.tensors, prefix + PREFIX)
@@ -86,9 +86,12 @@ def _read_calibration(section: Mapping[str, Any], spec: TaskSpec) -> Calibration
 def _read_familiarity(section: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> Familiarity:
     residual = read_number(section, "residual", SMALLEST, LARGEST)
     images = read_whole(section, "images", 1, MAX_IMAGES)
-    confidence = read_number(section, "confidence", 0.0, 1.0) if "confidence" in section else 0.0
+    bounds = ((-LARGEST, LARGEST), (0.0, LARGEST))
+    stated = read_list(section, "energy", 2, 2) if "energy" in section else (0.0, 0.0)
+    mean, spread = (read_number({"energy": one}, "energy", *own) for one, own in zip(stated, bounds, strict=True))
     _check_sum(section, tensors, name, "familiarity")
-    return _check_values(Familiarity(**tensors, residual=residual, images=images, confidence=confidence), name)
+    found = Familiarity(**tensors, residual=residual, images=images, energy=(mean, spread))
+    return _check_values(found, name)
 
 
 def _check_values(familiarity: Familiarity, name: str) -> Familiarity:

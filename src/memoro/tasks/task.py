@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memoro.backbones import Anatomy, Backbone, BackboneRecord
 from memoro.errors import CompositionError, TaskError
-from memoro.heads import HeadKind, best_log_probability
+from memoro.heads import HeadKind
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import Familiarity
 from memoro.tasks.spec import INIT_STD, MAX_CELLS, MAX_RANK, ModelSpec, TaskModule, check_labels, check_name
@@ -166,12 +166,6 @@ class Task(TaskModule[TaskSpec]):
             if name.startswith(LOW_RANK) and parameter.dtype == torch.float32:
                 rounded = parameter.detach().half().float()
                 parameter.data = rounded if torch.isfinite(rounded).all() else parameter.data
-
-    def best_log_probability(self, logits: Tensor) -> Tensor:
-        """How sure the task is of its answers (b), from its logits (b, labels): the calibrated log-probability of the
-        best label."""
-        calibration = self.spec.calibration
-        return best_log_probability(self.kind, logits if calibration is None else calibration.apply(logits.float()))
 
     def prepare_training(self, backbone: Backbone) -> None:
         """Called when a training starts: moves the task to the backbone's device and records what it extends.

@@ -24,7 +24,7 @@ from memoro.tasks.task import Task
 from memoro.training.fit import FitResult, train_runs
 from memoro.training.group import RunSpec
 from memoro.training.recipe import Recipe, TrainOptions
-from memoro.training.trust import add_calibration, add_confidence
+from memoro.training.trust import add_answers, add_calibration
 from memoro.training.warmstart import start_from
 
 Sizes = tuple[int | None, ...]
@@ -242,7 +242,7 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
     targets = torch.cat([fold.targets for fold in folds if fold.targets is not None])
     judged = score(splits.kind, measure(splits.kind, splits.labels, logits, targets))
     add_calibration(whole.task, (logits, targets), f"{len(folds)} folds", seen=sweep.start is not None)
-    add_confidence(whole.task, logits, np.concatenate(sweep.held_out))
+    add_answers(whole.task, logits, np.concatenate(sweep.held_out))
     if splits.test is None:
         parts = [fold.images for fold in folds if isinstance(fold.images, ImageSet)]
         images = replace(parts[0], rows=np.concatenate([part.rows for part in parts]), targets=targets)

@@ -13,6 +13,7 @@ from memoro.data import ImageSet
 from memoro.engine.background import background_token
 from memoro.engine.streams import entering_token
 from memoro.evaluation.logits import Batches, collect_logits
+from memoro.heads import energy
 from memoro.regimes import Baseline
 from memoro.tasks.calibration import describe_calibration, fit_calibration
 from memoro.tasks.familiarity import MIN_ANSWERS, Familiarity, FamiliarityBank, fit_familiarity
@@ -43,14 +44,14 @@ def add_calibration(
     task.describe(calibration=found, training={**task.spec.training, "calibration": text})
 
 
-def add_confidence(task: Task | Baseline, logits: Tensor, index: npt.NDArray[np.int64]) -> None:
-    """Lets familiarity depend on how sure a calibrated task's answers are, from the logits of held-out training images
-    and their places among all."""
-    if not isinstance(task, Task) or task.kind != "softmax" or task.spec.calibration is None:
+def add_answers(task: Task | Baseline, logits: Tensor, index: npt.NDArray[np.int64]) -> None:
+    """Lets the familiarity of a calibrated task depend on its answers, from the logits of held-out training images and
+    their places among all."""
+    if not isinstance(task, Task) or task.spec.calibration is None:
         return
     known = task.spec.familiarity
     if known is not None and known.out_of_fold is not None and len(known.out_of_fold) == len(index):
-        task.describe(familiarity=known.with_confidence(known.out_of_fold[index], task.best_log_probability(logits)))
+        task.describe(familiarity=known.with_answers(known.out_of_fold[index], energy(task.kind, logits)))
 
 
 class Describer:
@@ -89,12 +90,11 @@ class Describer:
             text = "none: too few images, or tokens out of range"
             if found is not None:
                 text = f"{found.images} training images, out of fold"
-                known = val_logits is not None and len(val_logits) >= MIN_ANSWERS
-                if known and spec.task.kind == "softmax" and spec.task.spec.calibration is not None:
-                    assert val_logits is not None
-                    sure = spec.task.best_log_probability(val_logits)
-                    found = found.with_confidence(self._measure_val(spec, run, found), sure)
-                    text = f"{len(images)} training images, {found.images} validation images"
+                if val_logits is not None and len(val_logits) >= MIN_ANSWERS and spec.task.spec.calibration is not None:
+                    energies = energy(spec.task.kind, val_logits)
+                    answered = found.with_answers(self._measure_val(spec, run, found), energies)
+                    if answered is not found:
+                        found, text = answered, f"{found.images} training images, {answered.images} validation images"
         spec.task.describe(familiarity=found, training={**spec.task.spec.training, "familiarity": text})
 
     def _measure_val(self, spec: RunSpec, run: Run, found: Familiarity) -> Tensor:
