@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pillow_heif
 import pytest
 from PIL import Image
 
@@ -170,3 +171,17 @@ def test_rotated_jpeg_comes_out_upright(tmp_path: Path) -> None:
     assert upright.size == (16, 32)
     assert upright.getpixel((8, 4)) == (255, 255, 255)
     assert upright.getpixel((8, 28)) == (0, 0, 0)
+
+
+def test_images_are_recognised_by_their_first_bytes(tmp_path: Path) -> None:
+    for label in ("cat", "dog"):
+        for number, form in enumerate(("JPEG", "AVIF", "HEIF")):
+            place = tmp_path / "set" / label / f"{number}"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            pillow_heif.register_heif_opener()  # to save: memoro opens these without
+            picture(number + 3 * (label == "dog"), (36, 24)).save(place, form)
+        (tmp_path / "set" / label / "notes.txt").write_text("not one")
+    splits = load_data(tmp_path / "set", val_fraction=0)
+    assert splits.train is not None
+    assert len(splits.train) == 6
+    assert any("files that are not images were left out: 2 .txt" in note for note in splits.notes)

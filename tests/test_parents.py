@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_task
+from families import CASES
 from reproduction_checkpoint import save_checkpoint
 from test_train_recipe import save_squares
 
@@ -136,3 +137,12 @@ def test_a_long_chain_does_not_recurse(backbone: Backbone) -> None:
     for number in range(1200):
         chain.append(memoro.new_task(backbone, str(number), ["a", "b"], cells=0, from_layer=5, extends=chain[-1:]))
     assert chain[-1].parents[0].content == chain[-2].content_hash()
+
+
+def test_parents_must_be_of_this_backbone(backbone: Backbone, squares: Path) -> None:
+    other = memoro.load_backbone(next(case for case in CASES if case.name == "vit").model(seed=8))
+    foreign = random_task(other, "foreign")
+    child, stranger = memoro.new_task(backbone, "t", LABELS, extends=[foreign]), memoro.new_task(other, "t", LABELS)
+    for task in (child, stranger):
+        with pytest.raises(CompositionError, match="other weights"):
+            memoro.fit(backbone, task, squares, **OPTIONS)

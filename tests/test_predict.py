@@ -25,7 +25,6 @@ from test_cli_words import Shell, shell  # noqa: F401
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.data import load_data
 from memoro.engine.answers import Decoder, Prediction
 from memoro.errors import CompositionError, ImageError
 from memoro.evaluation.predictions import FORMS, write_predictions
@@ -141,19 +140,6 @@ def test_damaged_heic_is_an_image_or_an_image_error() -> None:
         except ImageError:
             outcomes.add("refused")
     assert outcomes == {"RGB", "refused"}
-
-
-def test_training_folders_recognise_images_by_their_first_bytes(tmp_path: Path) -> None:
-    for label in ("cat", "dog"):
-        for number in range(3):
-            place = tmp_path / "set" / label / f"{number}"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(encoded(picture(number + 3 * (label == "dog")), ["JPEG", "AVIF", "HEIF"][number]))
-        (tmp_path / "set" / label / "notes.txt").write_text("not one")
-    splits = load_data(tmp_path / "set", val_fraction=0)
-    assert splits.train is not None
-    assert len(splits.train) == 6
-    assert any("files that are not images were left out: 2 .txt" in note for note in splits.notes)
 
 
 # -------------------------------------------------------------------------------------------------- probabilities

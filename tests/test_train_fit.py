@@ -18,7 +18,7 @@ from torch import Tensor
 import memoro
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import Augment, Splits, load_data
-from memoro.errors import CompositionError, DataError, TrainingError
+from memoro.errors import DataError, TrainingError
 from memoro.regimes import REGIMES, TaskPlan, find_regime
 from memoro.tasks.task import Task, new_task
 from memoro.training import FitResult, Recipe, RunSpec, fit, train_runs
@@ -373,16 +373,6 @@ def test_a_child_learns_over_a_parent_that_does_not_move(double: Backbone, squar
         TrainingError, match=r"'child' was loaded from a file without its parent 'parent'.*create it again"
     ):
         fit(double, loaded[1], squares, epochs=1, **QUICK)
-
-
-def test_parents_must_be_of_this_backbone(backbone: Backbone, squares: Path) -> None:
-    from families import CASES
-
-    other = load_backbone(next(case for case in CASES if case.name == "vit").model(seed=8))
-    foreign = random_task(other, "foreign")
-    for task in (new_task(backbone, "t", LABELS, extends=[foreign]), new_task(other, "t", LABELS)):
-        with pytest.raises(CompositionError, match="other weights"):
-            fit(backbone, task, squares, epochs=1, **QUICK)
 
 
 def test_saved_loaded_and_composed_it_says_the_same(backbone: Backbone, squares: Path, tmp_path: Path) -> None:
