@@ -20,7 +20,7 @@ from memoro.backbones import Backbone
 from memoro.cli import app
 from memoro.engine.streams import entering_token
 from memoro.errors import CompositionError, DataError
-from memoro.evaluation.trust import evaluate_trust
+from memoro.evaluation.trust import calibrate, evaluate_trust
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import Familiarity, FamiliarityBank
 from memoro.tasks.task import Task
@@ -120,6 +120,10 @@ def test_held_out_answers_count_in_familiarity(colours: Path, tmp_path: Path, sp
     assert torch.equal(judged.score, scores[:, 0])
     assert not torch.allclose(judged.score, bank.judge(tokens)[0][:, 0])
     assert not torch.equal(bank.measure(tokens, energies), bank.measure(tokens))
+    if split == "val":
+        calibrate(model.backbone, task, tmp_path / "own", workers=0)
+        assert task.spec.training["familiarity"] == "140 images of own, out of fold; answers to 100 of them"
+        assert task.spec.familiarity.energy[1] > 0
 
 
 def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:

@@ -380,7 +380,10 @@ def calibrate(
         else:
             if task.kind == "softmax" and familiarity is not None and familiarity.out_of_fold is not None:
                 energies = energy(task.kind, answers.logits[task.name])
-                changes["familiarity"] = familiarity.with_answers(familiarity.out_of_fold[-len(held) :], energies)
+                answered = familiarity.with_answers(familiarity.out_of_fold[-len(held) :], energies)
+                if answered is not familiarity:
+                    changes["familiarity"] = answered
+                    facts["familiarity"] += f"; answers to {answered.images} of them"
             changes["calibration"] = calibration
             facts["calibration"] = describe_calibration(calibration, len(held))
             log(f"calibration: from {format_count(calibration.images, 'image')}; they must be new to the task")

@@ -79,7 +79,7 @@ class Familiarity:
         if len(values) < MIN_ANSWERS or not float(values.std()) > 0:
             return self
         statistics = float(values.mean()), float(values.std())
-        far = distances.cpu() * _spread(standardise(energies.cpu(), *statistics))
+        far = distances.cpu() * _factor(standardise(energies.cpu(), *statistics))
         found = replace(self, distances=_quantiles(far), images=len(far), energy=statistics)
         return found if found.valid else self
 
@@ -200,7 +200,7 @@ class FamiliarityBank:
         away: Tensor = (tokens.unsqueeze(1) - self.background).norm(dim=-1)
         distances = distances / away.clamp(min=NEAREST)
         if energies is not None:
-            distances = distances * _spread(standardise(energies, *self.energy.T))
+            distances = distances * _factor(standardise(energies, *self.energy.T))
         return distances.clamp(max=LARGEST)
 
     def judge(self, tokens: Tensor, energies: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -234,8 +234,8 @@ def standardise(energies: Tensor, mean: Tensor | float, spread: Tensor | float) 
     return torch.where(spread > 0, known.clamp(LEAST_CERTAIN, -LEAST_CERTAIN), 0.0)
 
 
-def _spread(standardised: Tensor) -> Tensor:
-    """What distances are multiplied by."""
+def _factor(standardised: Tensor) -> Tensor:
+    """What the distances of images are multiplied by, from the standardised energies of the answers to them."""
     return (-IN_DISTANCE * standardised).exp()
 
 
