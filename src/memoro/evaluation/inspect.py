@@ -61,7 +61,8 @@ def describe_task(task: Task, backbone: Backbone | None = None) -> dict[str, Any
 
 def _familiarity(found: Familiarity) -> dict[str, Any]:
     sizes = {"directions": len(found.directions), "classes": len(found.means), "bytes": found.bytes}
-    return {**sizes, "images": found.images, "step": 1 / min(found.images, len(found.distances))}
+    step = 1 / min(found.images, len(found.distances))
+    return {**sizes, "images": found.images, "answers": found.energy[1] > 0, "step": step}
 
 
 def _part_bytes(task: Task) -> dict[str, int]:
@@ -167,7 +168,7 @@ def _familiarity_text(found: dict[str, Any] | None) -> Cell:
     coarse = f"; coarse, in steps of {found['step']:.2f}" if found["images"] < 100 else ""
     return [
         f"{found['classes']} means, {found['directions']} directions ({format_bytes(found['bytes'])})",
-        f"compared with {found['images']} own images{coarse}",
+        f"compared with {found['images']} own images{' and the answers to them' if found['answers'] else ''}{coarse}",
     ]
 
 
