@@ -2,13 +2,14 @@
 
     python scripts/distill.py --teacher HUB_ID_OR_FOLDER --data a.zip b.zip photos/ --out memoro-tiny/
 
-Three ideas make that possible with a few ten thousand images:
+Four ideas make that possible with a few ten thousand images:
 
 1. The teacher sees every view (a crop of an image) once. Its tokens are kept on disk, so an epoch of the
    student costs no teacher time. Both cut an image into the same grid, so patch tokens can be compared too.
 2. The student does not start from noise but as a narrow copy of the teacher, fitted layer by layer with least
    squares (`shrink`): gradient descent only has to repair what the narrowing lost.
 3. Small sources get more views per image than large ones, so no source drowns the others.
+4. In the end, the class token gets coordinates that a linear head learns quickly (`whiten_output`).
 
 Sources are zip files or folders of images. Where a source has a `train/` folder, only that is read: `test/`
 and `val/` stay unseen. Cache and checkpoint are kept in `--work`; with `--resume` the same command goes on.
@@ -40,6 +41,7 @@ from distillation.sources import Source
 from distillation.teacher import Teacher
 from distillation.tokencache import TokenCache
 from distillation.views import View, is_mixed, plan_views, to_tensor
+from distillation.whitening import whiten_output
 
 STUDENT: dict[str, Any] = {
     "image_size": 112,
@@ -78,10 +80,10 @@ class Labels:
         return F.cross_entropy(logits.masked_fill(others, -1e9)[labelled], labels[labelled])
 
 
-def spread_evenly(tokens: Tensor, whiten: float) -> Tensor:
+def spread_evenly(tokens: Tensor, even: float) -> Tensor:
     """The matrix (dim, dim) that scales centred tokens (n, dim) to a mean variance of 1.
 
-    With `whiten` 0, each channel has the same variance; with 1, each principal direction; in between, a direction of
+    With `even` 0, each channel has the same variance; with 1, each principal direction; in between, a direction of
     little variance counts more than by its variance. Classes that look alike are told apart by such directions.
     """
     tokens = tokens.double()
@@ -89,7 +91,7 @@ def spread_evenly(tokens: Tensor, whiten: float) -> Tensor:
     scaled = tokens * channels
     variances, directions = torch.linalg.eigh(scaled.T @ scaled / len(scaled))
     variances = variances.clamp(min=1e-3 * float(variances.mean()))
-    matrix = channels[:, None] * (directions * variances ** (-whiten / 2))
+    matrix = channels[:, None] * (directions * variances ** (-even / 2))
     return (matrix / (tokens @ matrix).square().mean().sqrt()).float()
 
 
@@ -101,7 +103,7 @@ class Matcher(nn.Module):
     patch_mean: Tensor
     patch_std: Tensor
 
-    def __init__(self, student: Any, tokens: Tensor, classes: int, whiten: float) -> None:
+    def __init__(self, student: Any, tokens: Tensor, classes: int, even: float) -> None:
         super().__init__()
         self.vit, width, dim = student.vit, student.config.hidden_size, tokens.shape[-1]
         self.class_map, self.patch_map = nn.Linear(width, dim), nn.Linear(width, dim)
@@ -109,7 +111,7 @@ class Matcher(nn.Module):
         # tokens are compared in units of their own spread, so that no loud channel drowns the quiet ones
         first, rest = tokens[:, 0], tokens[:, 1:].flatten(0, 1)
         self.register_buffer("class_mean", first.mean(0))
-        self.register_buffer("class_scale", spread_evenly(first - first.mean(0), whiten))
+        self.register_buffer("class_scale", spread_evenly(first - first.mean(0), even))
         self.register_buffer("patch_mean", rest.mean(0))
         self.register_buffer("patch_std", rest.std(0) + 1e-3)
 
@@ -213,7 +215,7 @@ def parse() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the checkpoint in --work")
     add("--start", default="shrink", help="shrink: narrow copy of the teacher; random; or a finished model's folder")
     add("--shrink-images", type=int, default=1024, help="images that the narrow copy is fitted on")
-    add("--whiten", type=float, default=0.5, help="how evenly the class token's directions count, from 0 to 1")
+    add("--even", type=float, default=0.5, help="how evenly the class token's directions count in the loss, from 0 to 1")
     add("--class-weight", type=float, default=2.0, help="weight of class tokens; patch tokens have 1")
     add("--label-weight", type=float, default=0.1, help="weight of the labels of sources with class folders")
     add("--limit-views", type=int, help="let the teacher see only the first so many views of the plan")
@@ -257,13 +259,14 @@ def main() -> None:
     sample = np.sort(np.random.default_rng(args.seed).permutation(cache.done)[:4096])
     pixels, tokens = to_tensor(cache.pixels[sample]), torch.from_numpy(cache.tokens[sample]).float()
     labels = Labels(sources, plan, args.seed)
-    matcher = Matcher(student, tokens, len(labels.source_of_class), args.whiten)
+    matcher = Matcher(student, tokens, len(labels.source_of_class), args.even)
     if not (args.resume and (args.work / "checkpoint.pt").exists()):
         if args.start == "shrink":
             shrink(teacher, student, cache.pixels[: min(args.shrink_images, cache.done)])
         matcher.solve_maps(pixels, tokens)
     del teacher
     train(matcher, cache, labels, args)
+    whiten_output(student, pixels)
     add_classifier(student, Source(args.classes) if args.classes else sources[0], args.seed)
     export(student, args.out)
     print(f"written: {args.out}", flush=True)

@@ -130,6 +130,35 @@ def test_zip_and_folder_give_the_same_views(distill: ModuleType, data: Path, tmp
         assert np.array_equal(one, other)
 
 
+def test_whitened_output_has_the_same_layers_in_other_coordinates(distill: ModuleType) -> None:
+    from distillation.whitening import POWER, whiten_output
+
+    torch.manual_seed(0)
+    student = distill.ViTForImageClassification(distill.ViTConfig(**distill.STUDENT)).eval().requires_grad_(False)
+    for norm in (module for module in student.modules() if isinstance(module, torch.nn.LayerNorm)):
+        norm.weight.uniform_(0.5, 2.0)
+        norm.bias.uniform_(-1.0, 1.0)
+    student.double()
+    pixels = torch.randn(200, 3, 8, 8, dtype=torch.double)
+
+    def states() -> list[torch.Tensor]:
+        return list(student.vit(pixels, output_hidden_states=True).hidden_states)
+
+    before = states()
+    whiten_output(student, pixels)
+    after = states()
+    products = [[state[0] @ state[0].T for state in found] for found in (before, after)]
+    assert all(torch.allclose(old, new, atol=1e-10) for old, new in zip(*products, strict=True))  # a rotation only
+    assert not torch.allclose(before[-1], after[-1], atol=0.1)
+    tokens = student.vit(pixels).last_hidden_state[:, 0]
+    assert tokens.mean(0).abs().max() < 1e-8  # rounding, of which weak directions are scaled up
+    assert tokens.square().mean().item() == pytest.approx(1)
+    # No direction is weaker than the variances that were there, to the power that is left of them.
+    normed = torch.nn.functional.layer_norm(before[-1][:, 0], (12,))
+    old, new = (torch.linalg.eigvalsh(torch.cov(x.T))[1:] for x in (normed, tokens))
+    assert new.max() / new.min() < 2 * (old.max() / old.min()) ** (1 - POWER)
+
+
 def test_source_without_training_images_is_refused(distill: ModuleType, tmp_path: Path) -> None:
     save_classes(tmp_path / "data" / "test", {"a": 2})
     with pytest.raises(SystemExit, match="no training images"):
