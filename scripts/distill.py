@@ -215,7 +215,9 @@ def parse() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the checkpoint in --work")
     add("--start", default="shrink", help="shrink: narrow copy of the teacher; random; or a finished model's folder")
     add("--shrink-images", type=int, default=1024, help="images that the narrow copy is fitted on")
-    add("--even", type=float, default=0.5, help="how evenly the class token's directions count in the loss, from 0 to 1")
+    add(
+        "--even", type=float, default=0.5, help="how evenly the class token's directions count in the loss, from 0 to 1"
+    )
     add("--class-weight", type=float, default=2.0, help="weight of class tokens; patch tokens have 1")
     add("--label-weight", type=float, default=0.1, help="weight of the labels of sources with class folders")
     add("--limit-views", type=int, help="let the teacher see only the first so many views of the plan")

@@ -129,6 +129,10 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         "Views of each image, used in turn: the plain one, then random ones. 0: a new random view every epoch.", min=0,
         show_default="the recipe's: 1 or, paper, 4",
     ),
+    "ensemble": _option(
+        int, 1, _CHOOSING,
+        "Average the answers of this many runs from different seeds: more accurate; each adds a token.", min=1,
+    ),
     "val_fraction": _option(float, 0.15, _CHOOSING, "Fraction of train to hold out if there is no validation split."),
     "folds": _option(
         int | None, None, _CHOOSING, "Cross-validation folds for comparing runs; 0: a validation split.",

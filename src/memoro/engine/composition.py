@@ -36,6 +36,7 @@ from memoro.engine.verify import Verification, verify_composition
 from memoro.errors import CompositionError
 from memoro.heads import energy
 from memoro.images import Preprocessing
+from memoro.tasks.ensemble import split_members
 from memoro.tasks.familiarity import FALSE_ALARMS, FamiliarityBank
 from memoro.tasks.mask import Lineage, trace_lineage
 from memoro.tasks.task import Task, content_hashes
@@ -66,6 +67,10 @@ class Composition(nn.Module):
                     getattr(task, "not_composable", f"{task!r} is not a task; use load_task() or new_task().")
                 )
             task.spec.check_backbone(backbone)
+            if live and task.members > 1:
+                raise CompositionError(
+                    f"{task.name!r} is an ensemble, which cannot be trained: compose it without live."
+                )
         super().__init__()
         super().train(False)
         self.backbone = backbone
@@ -76,11 +81,14 @@ class Composition(nn.Module):
         self.base = backbone.module
         for number, task in enumerate(self._list):
             self.add_module(str(number), task)
+        self._streams = self._list if live else tuple(member for task in self._list for member in split_members(task))
+        counts = [1 if live else task.members for task in self._list]
+        self._stream_lineage, self._members = self._lineage.split(counts)
         # Memory does not depend on the image: its keys and values are computed here, once.
         self._frozen_bank: Bank | None = None
         if not live:
             with torch.no_grad():
-                self._frozen_bank = build_bank(backbone.anatomy, self._list)
+                self._frozen_bank = build_bank(backbone.anatomy, self._streams)
         self._plans: dict[tuple[int, ...], Plan] = {}
 
     @property
@@ -133,18 +141,20 @@ class Composition(nn.Module):
     def _run(
         self, pixel_values: Tensor, tasks: Sequence[str] | None, any_size: bool, seconds: list[float] | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], BaseTokens]:
-        """What `forward` gives, the final-normed token (b, dim) that each task's head reads, and the base's tokens."""
+        """What `forward` gives, the final-normed tokens (b, members * dim) that each task's head reads, and the base's
+        tokens."""
         pixels, wanted = self.backbone.check_pixels(pixel_values), self._pick(tasks)
         if not any_size:
             self.check_size(tasks, (pixels.shape[-2], pixels.shape[-1]))
         plan = self._plan(wanted)
         base, stream, ends = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), seconds=seconds)
         answers, tokens = {"base": base}, dict[str, Tensor]()
-        row = {task: position for position, task in enumerate(plan.order)}
+        row = {member: position for position, member in enumerate(plan.order)}
         for i in wanted:
             assert stream is not None
             name, head = self._list[i].name, self._list[i].head
-            tokens[name] = stream[:, row[i]]
+            own = [stream[:, row[member]] for member in self._members[i]]
+            tokens[name] = own[0] if len(own) == 1 else torch.cat(own, dim=1)
             answers[name] = head(tokens[name].to(head.weight))
         return answers, tokens, ends
 
@@ -257,7 +267,8 @@ class Composition(nn.Module):
             images = pixels.to(self.backbone.dtype)
         pixels = self.backbone.check_pixels(images)
         with torch.no_grad():
-            found = explain_task(self.backbone.anatomy, pixels, self._plan((index,)), self._bank(), self._list, index)
+            plan, members = self._plan((index,)), self._members[index]
+            found = explain_task(self.backbone.anatomy, pixels, plan, self._bank(), self._streams, members)
         return replace(found, images=tuple(views))
 
     def verify(self, pixel_values: Tensor) -> Verification:
@@ -295,7 +306,7 @@ class Composition(nn.Module):
         raise CompositionError("a composition cannot be changed: train tasks with fit(), then compose them again.")
 
     def _bank(self) -> Bank:
-        return build_bank(self.backbone.anatomy, self._list) if self._frozen_bank is None else self._frozen_bank
+        return build_bank(self.backbone.anatomy, self._streams) if self._frozen_bank is None else self._frozen_bank
 
     def _pick(self, names: Sequence[str] | None) -> tuple[int, ...]:
         if names is None:
@@ -310,7 +321,9 @@ class Composition(nn.Module):
     def _plan(self, wanted: tuple[int, ...]) -> Plan:
         plan = self._plans.get(wanted)
         if plan is None:
-            plan = build_plan(self._lineage, self._list, wanted, self.backbone.depth, self.backbone.device)
+            members = [member for i in wanted for member in self._members[i]]
+            backbone = self.backbone
+            plan = build_plan(self._stream_lineage, self._streams, members, backbone.depth, backbone.device)
             if len(self._plans) < 256:  # threads may build the same plan twice; either one is right
                 self._plans[wanted] = plan
         return plan

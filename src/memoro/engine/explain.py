@@ -94,38 +94,37 @@ def read_views(images: Pictures, preprocessing: Preprocessing) -> tuple[Tensor, 
 
 
 def explain_task(
-    anatomy: Anatomy, pixels: Tensor, plan: Plan, bank: Bank, tasks: Sequence[Task], index: int
+    anatomy: Anatomy, pixels: Tensor, plan: Plan, bank: Bank, tasks: Sequence[Task], members: Sequence[int]
 ) -> Explanation:
-    """The attention of task `index` on these images, from a plan that computes it."""
-    task, batch, heads = tasks[index], len(pixels), anatomy.heads
+    """The attention of a task on these images, from a plan that computes it: the mean over its members."""
+    task, batch, heads = tasks[members[0]], len(pixels), anatomy.heads
     if task.from_layer == anatomy.depth:
         return explain_base(anatomy, pixels, task.name)
     layers: list[int] = []
     base: list[Tensor] = []
     itself: list[Tensor] = []
     memory: list[Tensor] = []
-    parents: dict[str, list[Tensor]] = {tasks[i].name: [] for i in plan.order if i != index}
+    parents: dict[str, list[Tensor]] = {tasks[i].name: [] for i in plan.order if i not in members}
 
     def watch(layer: int, attention: Attention) -> None:
         group = attention.group
         rows = [plan.order[row] for row in group.rows.tolist()]
-        if index not in rows:
+        if members[0] not in rows:  # all members see equally much, so they are in one group
             return
-        at = rows.index(index)
-        seen = [index] if group.tokens is None else [plan.order[row] for row in group.tokens[at].tolist()]
-        tokens = attention.tokens[:, :, at]
-        cells = tokens.new_zeros(batch, heads, 0) if attention.cells is None else attention.cells[:, :, at]
+        at = [rows.index(member) for member in members]
+        seen = [members[0]] if group.tokens is None else [plan.order[row] for row in group.tokens[at[0]].tolist()]
+        tokens = attention.tokens[:, :, at].mean(dim=2)
+        cells = tokens.new_zeros(batch, heads, 0) if attention.cells is None else attention.cells[:, :, at].mean(dim=2)
         own, *others = torch.split(cells, [tasks[i].cells for i in seen], dim=-1)
         layers.append(layer)
-        base.append(attention.base[:, :, at])
+        base.append(attention.base[:, :, at].mean(dim=2))
         itself.append(tokens[..., 0])
         memory.append(own)
-        found = {
-            tasks[i].name: tokens[..., place] + part.sum(dim=-1)
-            for place, (i, part) in enumerate(zip(seen[1:], others, strict=True), start=1)
-        }
+        found = {name: torch.zeros_like(tokens[..., 0]) for name in parents}
+        for place, (i, part) in enumerate(zip(seen[1:], others, strict=True), start=1):
+            found[tasks[i].name] += tokens[..., place] + part.sum(dim=-1)
         for name, weights in parents.items():
-            weights.append(found.get(name, torch.zeros_like(tokens[..., 0])))
+            weights.append(found[name])
 
     def stack(parts: list[Tensor], *tail: int) -> Tensor:
         return torch.stack(parts) if parts else pixels.new_zeros(0, batch, heads, *tail)

@@ -47,6 +47,7 @@ def describe_task(task: Task, backbone: Backbone | None = None) -> dict[str, Any
     own = {
         "cells": spec.cells,
         "rank": spec.rank,
+        "members": spec.members,
         "from_layer": spec.from_layer,
         "memory_norm": spec.memory_norm,
         "parents": [parent.name for parent in task.parents],
@@ -127,6 +128,8 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
         rows["memory"] = f"{entry['cells']} cells per layer, {norm} the norm" if entry["cells"] else "none"
         rows["own weights"] = f"rank {entry['rank']}" if entry["rank"] else "none"
         rows["stream"] = _layers(entry["from_layer"], backbone["depth"])
+        if entry["members"] > 1:
+            rows["ensemble"] = f"{entry['members']} members, whose answers are averaged"
         rows["extends"] = ", ".join(entry["parents"]) or "nothing"
         rows |= {"calibration": _calibration_text(entry), "familiarity": _familiarity_text(entry["familiarity"])}
     sizes = ", ".join(f"{part} {format_bytes(size)}" for part, size in entry.get("parts", {}).items())

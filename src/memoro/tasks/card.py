@@ -120,6 +120,7 @@ def _describe(task: Task, picture: str | None) -> Iterator[str]:
     more = f", … ({len(spec.labels)} in all)" if len(spec.labels) > MAX_LABELS else ""
     yield f"## {_text(task.name)}"
     stream = f"{spec.cells} memory cells per layer, rank {spec.rank}, from layer {spec.from_layer}"
+    stream += "" if spec.members == 1 else f", an ensemble of {spec.members} members"
     yield f"Head: {spec.kind}, {stream}. Labels: {labels}{more}."
     if task.parents:
         names = ", ".join(_text(parent.name) for parent in task.parents)

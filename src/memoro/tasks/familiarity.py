@@ -65,6 +65,9 @@ class Familiarity:
     energy: tuple[float, float] = (0.0, 0.0)
     """Mean and standard deviation of the energy (`heads.energy`) of the task's answers to held-out images. 0 and 0: its
     answers do not count, because too few images were held out."""
+    validated: Tensor | None = None
+    """(n) distance of each validation image, whatever the task answers, where its answers to those count. A file does
+    not have it."""
     out_of_fold: Tensor | None = None
     """(n) distance of each image that it was fitted on to a description without it, whatever the task answers. A file
     does not have it."""

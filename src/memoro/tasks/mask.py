@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from itertools import chain
+from itertools import accumulate, chain
 
 from memoro.errors import CompositionError
 
@@ -25,6 +25,17 @@ class Lineage:
         extend. Two streams meet from the layer on where both exist.
         """
         return task, *(other for other in self.ancestors[task] if self.forks[other] <= layer)
+
+    def split(self, counts: Sequence[int]) -> tuple[Lineage, list[range]]:
+        """The lineage of the members of these tasks, `counts[i]` of task i, and the members of each task.
+
+        A member sees all members of its task's ancestors, and none of its own task's.
+        """
+        ends = list(accumulate(counts))
+        members = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        older = [tuple(chain.from_iterable(members[task] for task in found)) for found in self.ancestors]
+        tasks = [task for task, count in enumerate(counts) for _ in range(count)]
+        return Lineage(tuple(older[task] for task in tasks), tuple(self.forks[task] for task in tasks)), members
 
     def closure(self, tasks: Sequence[int]) -> tuple[int, ...]:
         """The tasks and everything that they need, in index order."""

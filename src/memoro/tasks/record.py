@@ -23,7 +23,10 @@ from memoro.heads import HeadKind
 from memoro.images import Preprocessing
 from memoro.tasks.spec import ModelSpec, check_labels, check_name
 
-FORMAT = 2
+FORMAT = 3
+"""The newest that can be read. Only ensembles need it."""
+PLAIN_FORMAT = 2
+"""What everything else is written as, so that older versions can read it."""
 KEY = "memoro"
 MAX_HEADER = 64 << 20
 MAX_DIM = 16_384
@@ -41,7 +44,7 @@ CONTENTS = {
 
 def write_file(path: str | Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Writes a file whose bytes depend on its content only; returns its path. A crash leaves the old file as it was."""
-    whole = {"format": FORMAT, **record}
+    whole = {"format": PLAIN_FORMAT, **record}
     try:
         text = json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:

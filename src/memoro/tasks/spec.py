@@ -24,6 +24,7 @@ MAX_NAME_BYTES = 200
 """In UTF-8: file names end at 255, and have a suffix."""
 MAX_CELLS = 4096
 MAX_RANK = 1024
+MAX_MEMBERS = 64
 INIT_STD = 0.02  # PAPER: memory starts as N(0, 0.02); with zeros the cells of a layer would stay identical
 
 

@@ -60,6 +60,8 @@ class TaskSpec(ModelSpec):
     alone; 0: it has none."""
     widths: Widths | None = None
     """None for rank 0, which does not depend on it."""
+    members: int = 1
+    """Of an ensemble: how many tokens it has, each with its own memory and low-rank weights. The head reads all."""
     calibration: Calibration | None = None
     familiarity: Familiarity | None = None
 
@@ -75,10 +77,11 @@ class TaskSpec(ModelSpec):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each of its tensors."""
         dim, classes, layers = self.backbone.dim, len(self.labels), self.backbone.depth - self.from_layer
+        each = (self.members,) if self.members > 1 else ()
         shapes: dict[str, tuple[int, ...]] = {
-            "class_token": (dim,),
-            "memory": (layers, self.cells, dim),
-            "head.weight": (classes, dim),
+            "class_token": (*each, dim),
+            "memory": (*each, layers, self.cells, dim),
+            "head.weight": (classes, self.members * dim),
             "head.bias": (classes,),
         }
         if self.rank and self.widths is not None:
@@ -90,8 +93,8 @@ class TaskSpec(ModelSpec):
                 ("expand", (), dim, expanded),
                 ("contract", (), hidden, dim),
             ):
-                shapes[f"{LOW_RANK}{name}_A"] = (layers, *three, self.rank, read)
-                shapes[f"{LOW_RANK}{name}_B"] = (layers, *three, written, self.rank)
+                shapes[f"{LOW_RANK}{name}_A"] = (*each, layers, *three, self.rank, read)
+                shapes[f"{LOW_RANK}{name}_B"] = (*each, layers, *three, written, self.rank)
         return shapes
 
 
@@ -120,7 +123,7 @@ class Task(TaskModule[TaskSpec]):
     @classmethod
     def from_tensors(cls, spec: TaskSpec, tensors: Mapping[str, Tensor], extends: Sequence[Task | Parent]) -> Task:
         """The task with the tensors of a state dict; they are not copied."""
-        head = nn.Linear(spec.backbone.dim, len(spec.labels), device="meta")
+        head = nn.Linear(spec.members * spec.backbone.dim, len(spec.labels), device="meta")
         head.weight, head.bias = nn.Parameter(tensors["head.weight"]), nn.Parameter(tensors["head.bias"])
         lora = {name.removeprefix(LOW_RANK): tensor for name, tensor in tensors.items() if name.startswith(LOW_RANK)}
         return cls(spec, tensors["class_token"], tensors["memory"], head, extends, lora)
@@ -136,6 +139,10 @@ class Task(TaskModule[TaskSpec]):
     @property
     def rank(self) -> int:
         return self.spec.rank
+
+    @property
+    def members(self) -> int:
+        return self.spec.members
 
     @property
     def parents(self) -> tuple[Parent, ...]:
@@ -224,6 +231,7 @@ class Task(TaskModule[TaskSpec]):
 
     def extra_repr(self) -> str:
         own = f"{self.cells} cells, rank {self.rank}" if self.rank else f"{self.cells} cells"
+        own = own if self.members == 1 else f"{self.members} members of {own}"
         return f"{self.name!r}, {len(self.labels)} labels, {own}, from layer {self.from_layer}"
 
 

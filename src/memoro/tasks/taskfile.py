@@ -14,6 +14,7 @@ from memoro.errors import TaskFileError
 from memoro.tasks.card import write_card
 from memoro.tasks.hub import FILE, MAX_FILE, find_task_file
 from memoro.tasks.record import (
+    FORMAT,
     check_content,
     open_file,
     read_choice,
@@ -28,7 +29,7 @@ from memoro.tasks.record import (
     write_tensors,
 )
 from memoro.tasks.sections import read_sections, section_tensors, write_sections
-from memoro.tasks.spec import MAX_CELLS, MAX_RANK, by_name, check_name
+from memoro.tasks.spec import MAX_CELLS, MAX_MEMBERS, MAX_RANK, by_name, check_name
 from memoro.tasks.task import LOW_RANK, MemoryNorm, Parent, Task, TaskSpec, Widths, content_hashes
 
 MAX_TASKS = 10_000
@@ -54,7 +55,8 @@ def save_tasks(tasks: Sequence[Task], path: str | Path) -> Path:
         sections, own = write_sections(task.spec, f"{number}.")
         tensors |= {**write_tensors(task.name, task.stored_tensors(), f"{number}."), **own}
         records.append({**_write_task(task, hashes), **sections})
-    return write_file(path, {"tasks": records}, tensors)
+    newer = {"format": FORMAT} if any(task.members > 1 for task in tasks) else {}
+    return write_file(path, {"tasks": records, **newer}, tensors)
 
 
 def load_task(path: str | Path, *, revision: str | None = None, device: torch.device | str | None = None) -> Task:
@@ -123,6 +125,7 @@ def _write_task(task: Task, hashes: Mapping[int, str]) -> dict[str, Any]:
         "cells": task.cells,
         "memory_norm": task.spec.memory_norm,
         **({} if task.spec.widths is None else {"rank": task.rank, "widths": asdict(task.spec.widths)}),
+        **({} if task.members == 1 else {"members": task.members}),
         "parents": [asdict(parent) for parent in task.parents_among(hashes)],
     }
 
@@ -143,6 +146,7 @@ def _read_spec(item: object) -> TaskSpec:
         rank=rank,
         widths=widths,
         cells=read_whole(item, "cells", 0, MAX_CELLS),
+        members=read_whole(item, "members", 2, MAX_MEMBERS) if "members" in item else 1,
         memory_norm=read_choice(item, "memory_norm", get_args(MemoryNorm)),
     )
 

@@ -54,6 +54,8 @@ class FitResult:
     """Its answers to the images of that split."""
     targets: Tensor | None = field(default=None, repr=False)
     images: ImageSet | ImageStream | None = field(default=None, repr=False)
+    validated: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    """Its answers to the validation images, and their targets, where it is calibrated on them."""
 
     def __iter__(self) -> Iterator[Any]:
         """`task, history, metrics = fit(…)`"""
@@ -232,6 +234,8 @@ def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
     for task in tasks:
         if sum(task is other for other in tasks) > 1:
             raise TrainingError(f"{task.name!r} was passed twice: create one task per dataset.")
+        if isinstance(task, Task) and task.members > 1:
+            raise TrainingError(f"{task.name!r} is an ensemble, which cannot be trained further: train a new one.")
     if backbone.dtype == torch.float16:
         raise TrainingError(
             f"{backbone.name} is in float16, in which small gradients vanish: load it with dtype='float32' (--dtype "
@@ -337,7 +341,7 @@ def evaluate_runs(trainer: Trainer) -> list[FitResult]:
         split = spec.final[0]
         metrics = {"split": split, **measure_task(run.task, out, targets, fitted_on=split == "val")}
         run.task.describe(metrics=recorded(run.task.kind, metrics, out, targets))
-        results.append(FitResult(run.task, run.history, metrics, folder, notes, out, targets, spec.final[1]))
+        results.append(FitResult(run.task, run.history, metrics, folder, notes, out, targets, spec.final[1], validated))
     return results
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from memoro.errors import TrainingError
 from memoro.evaluation.logits import Batches
 from memoro.heads import Scale
 from memoro.regimes import Baseline
+from memoro.tasks.ensemble import split_members
 from memoro.tasks.mask import trace_lineage
 from memoro.tasks.task import Task
 from memoro.training.recipe import Recipe
@@ -107,27 +109,31 @@ class SharedForward:
         self.backbone = backbone
         older = ancestors(tasks)
         names = {id(task): str(number) for number, task in enumerate([*tasks, *older])}
-        lineage = trace_lineage(
+        lineage, members = trace_lineage(
             list(names.values()),
             [[names[id(parent)] for parent in task.extends] for task in [*tasks, *older]],
             [task.from_layer for task in [*tasks, *older]],
-        )
+        ).split([task.members for task in [*tasks, *older]])
         # Copies, so that ancestors get no gradient and keep their own flags.
-        self.tasks = [*tasks, *(deepcopy(task).requires_grad_(False).to(backbone.device) for task in older)]
-        self.plan = build_plan(lineage, self.tasks, range(len(tasks)), backbone.depth, backbone.device)
-        self.rows = [self.plan.order.index(number) for number in range(len(tasks))]
+        copies = [deepcopy(task).requires_grad_(False).to(backbone.device) for task in older]
+        self.tasks = list(tasks)
+        self.streams = [member for task in [*tasks, *copies] for member in split_members(task)]
+        own = members[: len(tasks)]
+        self.plan = build_plan(lineage, self.streams, [*chain(*own)], backbone.depth, backbone.device)
+        self.rows = [[self.plan.order.index(member) for member in one] for one in own]
 
     def __call__(self, inputs: Tensor | Features) -> list[Tensor]:
         """Each task's logits for a batch of pixels or features, with gradients to its parameters."""
         return forward_together([self], [inputs])[0]
 
     def stream(self) -> TaskStream:
-        return TaskStream(self.backbone.anatomy, self.plan, build_bank(self.backbone.anatomy, self.tasks))
+        return TaskStream(self.backbone.anatomy, self.plan, build_bank(self.backbone.anatomy, self.streams))
 
     def heads(self, tokens: Tensor) -> list[Tensor]:
         """The logits of each task from the final tokens of its stream."""
+        read = [tokens[:, rows[0]] if len(rows) == 1 else tokens[:, rows].flatten(1) for rows in self.rows]
         heads = [task.head for task in self.tasks]
-        return [heads[n](tokens[:, row].to(heads[n].weight.dtype)) for n, row in enumerate(self.rows)]
+        return [head(own.to(head.weight.dtype)) for head, own in zip(heads, read, strict=True)]
 
 
 def build_forward(backbone: Backbone, tasks: Sequence[Task | Baseline]) -> Callable[[Any], list[Tensor]]:

@@ -20,11 +20,12 @@ from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, measure, measure_tas
 from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
 from memoro.regimes.regime import RATES
+from memoro.tasks.ensemble import join_members
 from memoro.tasks.task import Task
 from memoro.training.fit import FitResult, train_runs
 from memoro.training.group import RunSpec
 from memoro.training.recipe import Recipe, TrainOptions
-from memoro.training.trust import add_answers, add_calibration
+from memoro.training.trust import add_answers, add_calibration, add_validation_answers
 from memoro.training.warmstart import start_from
 
 Sizes = tuple[int | None, ...]
@@ -81,6 +82,8 @@ class SweepSpec:
     and becomes the task. 0: score on the validation split."""
     start: Task | None = None
     """A task whose weights every run starts from."""
+    ensemble: bool = False
+    """Whether all seeds of the best combination become one task, whose answers are their mean."""
 
     @property
     def score_name(self) -> str:
@@ -102,7 +105,7 @@ class SweepSpec:
             if not held_out:
                 raise TrainingError(f"{self.splits.name}: folds need at least two images of a class: set folds to 0.")
             parts = [*held_out, None]
-        elif self.splits.val is None and len(self.grid.settings()) > 1:
+        elif self.splits.val is None and len(self.grid.settings()) > (self.grid.seeds if self.ensemble else 1):
             why = "set val_fraction above 0"
             if SINGLE_IMAGES in self.splits.notes:
                 why = "every class has a single image: give one --lr, one seed and one of each size, or add images"
@@ -145,8 +148,8 @@ class SweepRow:
 @dataclass(frozen=True)
 class SweepResult:
     task: Any
-    """The chosen one: the best seed of the combination with the best mean validation score; with halving, the best of
-    all runs."""
+    """The chosen one: the best seed of the combination with the best mean validation score, or all its seeds as an
+    ensemble; with halving, the best of all runs."""
     best: FitResult
     """Its result; without metrics where every run of this task diverged beside those of others."""
     rows: list[SweepRow]
@@ -217,11 +220,46 @@ def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving:
     else:
         chosen = next(result for result in everything if not result.metrics)
     keys = [key for key, seeds in scored.items() if any(one is not None and one[1] is chosen for one in seeds)]
+    if sweep.ensemble and finished:
+        own = [results for setting, results in gathered.items() if setting._replace(seed=sweep.grid.first_seed) in keys]
+        chosen = _join_seeds(sweep, [results for results in own if all(result.metrics for result in results)])
     shown = [
         replace(row, chosen=True) if key in keys else replace(row, test=())
         for key, row in zip(scored, rows, strict=True)
     ]
     return SweepResult(chosen.task, chosen, shown, everything)
+
+
+def _join_seeds(sweep: SweepSpec, seeds: Sequence[Sequence[FitResult]]) -> FitResult:
+    """The ensemble of the last runs of several seeds, measured and calibrated by the mean of their logits."""
+    together = [_join_results(results) for results in zip(*seeds, strict=True)]
+    whole = replace(together[-1], task=join_members([results[-1].task for results in seeds]))
+    task, training = whole.task, whole.task.spec.training
+    count = training["trained_parameters"] * task.members
+    task.describe(training={**training, "ensemble": task.members, "trained_parameters": count})
+    if sweep.folds:
+        scored = _score_folds([*together[:-1], whole], sweep)
+        assert scored is not None
+        return scored[1]
+    if whole.validated is not None:
+        add_calibration(task, whole.validated, "validation")
+        add_validation_answers(task, whole.validated[0])
+    assert whole.logits is not None
+    assert whole.targets is not None
+    split = whole.metrics["split"]
+    metrics = {"split": split, **measure_task(task, whole.logits, whole.targets, fitted_on=split == "val")}
+    task.describe(metrics=recorded(task.kind, metrics, whole.logits, whole.targets))
+    return replace(whole, metrics=metrics)
+
+
+def _join_results(results: Sequence[FitResult]) -> FitResult:
+    """The first of several results over the same images, with the mean of their logits."""
+    first = results[0]
+    logits = [result.logits for result in results if result.logits is not None]
+    validated = [result.validated for result in results if result.validated is not None]
+    if validated:
+        first = replace(first, validated=(torch.stack([found for found, _ in validated]).mean(dim=0), validated[0][1]))
+    return replace(first, logits=torch.stack(logits).mean(dim=0)) if logits else first
 
 
 def _score(result: FitResult, figure: str) -> tuple[Score, FitResult] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,13 @@ def add_answers(task: Task | Baseline, logits: Tensor, index: npt.NDArray[np.int
         task.describe(familiarity=known.with_answers(known.out_of_fold[index], energy(task.kind, logits)))
 
 
+def add_validation_answers(task: Task, logits: Tensor) -> None:
+    """The same from the logits of the validation images, where those of another task with its description counted."""
+    known = task.spec.familiarity
+    if known is not None and known.validated is not None:
+        task.describe(familiarity=known.with_answers(known.validated, energy(task.kind, logits)))
+
+
 class Describer:
     """Describes the training images of runs; runs over the same images and labels share a description."""
 
@@ -92,9 +100,11 @@ class Describer:
                 text = f"{found.images} training images, out of fold"
                 if val_logits is not None and len(val_logits) >= MIN_ANSWERS and spec.task.spec.calibration is not None:
                     energies = energy(spec.task.kind, val_logits)
-                    answered = found.with_answers(self._measure_val(spec, run, found), energies)
+                    distances = self._measure_val(spec, run, found)
+                    answered = found.with_answers(distances, energies)
                     if answered is not found:
-                        found, text = answered, f"{found.images} training images, {answered.images} validation images"
+                        text = f"{found.images} training images, {answered.images} validation images"
+                        found = replace(answered, validated=distances)
         spec.task.describe(familiarity=found, training={**spec.task.spec.training, "familiarity": text})
 
     def _measure_val(self, spec: RunSpec, run: Run, found: Familiarity) -> Tensor:

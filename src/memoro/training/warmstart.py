@@ -27,7 +27,7 @@ OPTIMISTIC = (
 def read_start(source: Task | str | Path, name: str | None) -> Task:
     """The task to start from: the only one of its file, or the one of this name."""
     if isinstance(source, Task):
-        return source
+        return _check_single(source)
     if is_baseline(source):
         raise TrainingError(f"{source} is a baseline: --start-from continues tasks only.")
     tasks = load_tasks(source)
@@ -35,7 +35,16 @@ def read_start(source: Task | str | Path, name: str | None) -> Task:
     if not chosen:
         names = ", ".join(task.name for task in tasks)
         raise TrainingError(f"{source} contains {len(tasks)} tasks: choose one of {names} with --task.")
-    return chosen[0]
+    return _check_single(chosen[0])
+
+
+def _check_single(task: Task) -> Task:
+    if task.members > 1:
+        raise TrainingError(
+            f"{task.name!r} is an ensemble of {task.members}, which cannot be trained further: train it again without "
+            "--start-from."
+        )
+    return task
 
 
 def compare_labels(old: Task, splits: Splits | Streams) -> str:
