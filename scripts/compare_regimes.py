@@ -58,6 +58,8 @@ METHODS = {
         _side("side, decay 0.1", weight_decay=0.1),
         _side("side, smoothing", label_smoothing=0.1),
         _side("side, 30 epochs", epochs=30),
+        replace(_side("side, ensemble of 3"), ensemble=3),
+        replace(_side("side, 30 epochs, ensemble of 3", epochs=30), ensemble=3),
         _side("side, mirrored", views=2, augment=Augment(crop="none")),
         _side("side, 4 crops", **CROPS),
         _side("side, 4 crops, 30 epochs", epochs=30, **CROPS),

@@ -37,14 +37,14 @@ def test_shards_have_the_rows_of_plain_predict(shell: Shell, mess: Path, tasks: 
     assert read_rows(tmp_path / "many") == whole, "the same batches, so the same numbers"
     assert sorted(os.listdir("many")) == [MANIFEST, "part-000000.parquet", "part-000001.parquet"]
     assert parquet.read_table("many").num_rows == len(whole), "readers of folders leave out the manifest"
-    assert "7 images answered in many" in said.err
+    assert "Wrote predictions for 7 images to many." in said.err
     assert "2 of 7 images could not be read" in said.err
     assert sum(row["error"] is not None for row in whole) == 2
     shell(*common, "--out", "text/", "--shard-size", 4, "--format", "csv")
     assert "".join(file.read_text() for file in sorted(Path("text").glob("*.csv"))).count("\n") == len(whole) + 2
     again = shell(*common, "--out", "many/", "--shard-size", 4, "--resume")
-    assert "7 images were answered before, 0 are left." in again.err
-    assert "0 images answered" in again.err
+    assert "Already done: 7 images. Still to do: 0." in again.err
+    assert "predictions for 0 images" in again.err
 
 
 @pytest.mark.parametrize("embeddings", [False, True])

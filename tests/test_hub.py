@@ -99,6 +99,9 @@ def test_a_server_with_tasks_of_the_hub(pets: Task, backbone: Backbone, publish:
         open_store(["my/tasks"], lambda _: backbone)
     assert not (tmp_path / "my").exists()
     assert open_store(["my/tasks/"], lambda _: backbone).writable
+    with pytest.raises(ServeError, match=r"local\.safetensor.* For a new folder, write local\.safetensor/"):
+        open_store(["local.safetensor"], lambda _: backbone)  # a typo
+    assert not (tmp_path / "local.safetensor").exists()
 
 
 def test_what_the_hub_does_not_have(pets: Task, publish: Publish) -> None:

@@ -73,6 +73,12 @@ def test_all_forms_of_a_request_give_the_answers_of_the_library(
     assert server.predict(IMAGES[0], "?tasks=pets,tags")["passes"] == 1
 
 
+def test_unknown_query_parameters_are_refused(server: Running) -> None:
+    for query in ("?task=pets", "?top=1"):
+        status, _, found = server.request("POST", f"/v1/predict{query}", IMAGES[0], content_type="image/png")
+        assert (status, query[1:4] in str(found)) == (422, True), found
+
+
 def test_tasks_top_k_and_base(server: Running, expected: list[dict[str, Any]]) -> None:
     for query in ("?tasks=tags,pets&top_k=1", "?tasks=pets&tasks=tags&top_k=1"):
         found = server.predict(IMAGES[1], query)["images"][0]

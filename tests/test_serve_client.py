@@ -62,6 +62,9 @@ def test_the_client(server: Running, expected: list[dict[str, Any]], tmp_path: P
     assert close(found, {"tags": expected[0]["tags"]})
     assert client.explain(IMAGES[0], ["pets"])[0]["pets"]["attention"]["layers"] == [0, 1, 2, 3, 4]
     assert set(client.tasks()) == set(expected[0])
+    odd = tmp_path / "my photo \u00e9.png"
+    odd.write_bytes((tmp_path / "photo.png").read_bytes())
+    assert client.ask("predict", str(odd), ["pets"])["images"][0]["name"] == odd.name
     assert client.ask("predict", IMAGES[0], ["pets"], base=True)["images"][0]["base"]
     with pytest.raises(ImageError, match="not a readable image"):
         client.predict([IMAGES[0], b"nothing"])

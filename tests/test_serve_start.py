@@ -60,7 +60,7 @@ def test_a_missing_extra_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
     found: Callable[..., Any] = extras.find_spec
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "fastapi" else found(name))
-    with pytest.raises(memoro.MemoroError, match=r"fastapi required.*pip install 'memoro\[serve\]'"):
+    with pytest.raises(memoro.MemoroError, match=r"fastapi is not installed.*pip install 'memoro\[serve\]'"):
         serve()
 
 

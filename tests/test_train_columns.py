@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from run_groups import LOAD, root, run_spec, same_result
 from test_train_fit import FRESH, PLAIN, double
@@ -106,3 +109,29 @@ def test_a_class_that_another_column_takes_away_is_told(root: Path, tmp_path: Pa
     told = load_columns(table, ["x", "z"], val_fraction=0.25, **LOAD)["z"].notes
     assert any("have no image in train: rare" in note for note in told)
     assert not any("a single image" in note for note in told)  # so it was before the split
+
+
+@pytest.mark.parametrize("fold", [None, (1, 3)])
+def test_columns_of_embedded_images_are_read_once_and_hold_out_the_same_images(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fold: tuple[int, int] | None
+) -> None:
+    table = csv.DictReader((root / "table" / "table.csv").read_text().splitlines())
+    rows = [{"image": (root / "table" / row["path"]).read_bytes(), "x": row["x"], "y": row["y"]} for row in table]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "table.parquet")
+    screened: list[str] = []
+    real = splits.drop_unreadable
+    monkeypatch.setattr(
+        splits,
+        "drop_unreadable",
+        lambda sets, *given, **how: (screened.extend(one.name for one in sets), real(sets, *given, **how))[1],
+    )
+    how = {**LOAD, "val_fraction": 0.25, "fold": fold}
+    first, second = load_columns(tmp_path / "table.parquet", ["x", "y"], **how).values()
+    assert len(screened) == 1
+    assert first.val is not None
+    assert second.val is not None
+    assert first.val.source == second.val.source
+    assert np.array_equal(first.val.rows, second.val.rows)
+    other = pyarrow.Table.from_pylist(rows[::-1])
+    pyarrow.parquet.write_table(other, tmp_path / "other.parquet")
+    assert load_data(tmp_path / "other.parquet", label_column="x", **LOAD).train.source != first.train.source  # type: ignore[union-attr]

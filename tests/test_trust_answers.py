@@ -20,7 +20,7 @@ from memoro.backbones import Backbone
 from memoro.cli import app
 from memoro.engine.streams import entering_token
 from memoro.errors import CompositionError, DataError
-from memoro.evaluation.trust import calibrate, evaluate_trust
+from memoro.evaluation.trust import calibrate, draw_trust, evaluate_trust
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import Familiarity, FamiliarityBank
 from memoro.tasks.task import Task
@@ -143,6 +143,7 @@ def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:
         run("eval", colours / "own", "-t", files["own"], "--others", colours / "other", "--workers", 0,
             "--picture", tmp_path / "trust.png", *back)
     )["own"]["trust"]  # fmt: skip
+    draw_trust(tmp_path / "odd.png", {"cost $a_$": {**found, "others": {"$b_$": found["others"]["other"]}}})
     assert found["others"]["other"]["familiarity"]["auroc"] > 0.99
     assert found["others"]["other"]["unfamiliar"] == 1.0
     assert {"calibration_error", "calibration_error_before"} <= set(found)

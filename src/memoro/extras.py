@@ -11,4 +11,4 @@ def need(*modules: str, extra: str = "train") -> None:
     """Raises, with the command that installs it, if a module of an optional extra is missing."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        raise TrainingError(f"{', '.join(missing)} required but not installed: pip install 'memoro[{extra}]'.")
+        raise TrainingError(f"{', '.join(missing)} is not installed: pip install 'memoro[{extra}]'.")

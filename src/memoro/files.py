@@ -56,7 +56,7 @@ def open_whole(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        raise TaskFileError(f"cannot write {path} ({error.strerror}); any existing file is unchanged.") from None
+        raise _explain(error, path, temporary) from None
     finally:
         with suppress(OSError):  # where its folder is not a folder
             temporary.unlink(missing_ok=True)
@@ -82,10 +82,17 @@ def write_gradually(path: Path) -> Iterator[BinaryIO]:
             yield file
         if not special:
             os.replace(part_of(path), path)
-    except BrokenPipeError:
-        raise
     except OSError as error:
-        raise TaskFileError(f"cannot write {path} ({error.strerror}); any existing file is unchanged.") from None
+        raise _explain(error, path, part_of(path)) from None
+
+
+def _explain(error: OSError, path: Path, temporary: Path) -> Exception:
+    """The error to raise: a clear one if it is about this file, and the same one if it comes from what is written to
+    it, such as images that are read meanwhile."""
+    ours = error.filename is None or Path(error.filename) in {path, temporary, *path.parents}
+    if not ours or error.strerror is None or isinstance(error, (ConnectionError, TimeoutError)):
+        return error
+    return TaskFileError(f"cannot write {path} ({error.strerror}); any existing file is unchanged.")
 
 
 def sync_folder(folder: Path) -> None:

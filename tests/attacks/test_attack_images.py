@@ -71,6 +71,12 @@ def test_disguised_format_is_refused(form: str) -> None:
         open_image(DISGUISED[form])
 
 
+@pytest.mark.parametrize("kind", [1, 2, 3])
+def test_pixels_as_text_are_refused_before_they_are_parsed(kind: int) -> None:
+    with pytest.raises(ImageError, match="convert it to PNG"):
+        open_image(f"P{kind}\n2 1\n255\n{'0 ' * 6}".encode())
+
+
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM", "MPO"])
 def test_raster_format_is_opened_whatever_its_name(form: str, tmp_path: Path) -> None:
     options = {"save_all": True, "append_images": [picture(4)]} if form == "MPO" else {}

@@ -258,7 +258,7 @@ def _write_one(
     if form == "table":
         plain_console().print(predictions_table(shown, tally.images, how.top))
     elif out is not None:
-        errors.print(f"{format_count(tally.images, 'image')} answered in {out}")
+        errors.print(f"Wrote predictions for {format_count(tally.images, 'image')} to {out}.")
     return tally
 
 
@@ -276,7 +276,7 @@ def _write_shards(job: Job, resume: bool, workers: int | None, cluster: dict[str
     whole = count_answered(job, todo)
     if todo.done:
         rest = "more" if left is None else left
-        errors.print(f"{format_count(todo.answered, 'image')} were answered before, {rest} are left.")
+        errors.print(f"Already done: {format_count(todo.answered, 'image')}. Still to do: {rest}.")
     try:
         with _progress(left) as tick:
             if cluster is not None:
@@ -286,7 +286,7 @@ def _write_shards(job: Job, resume: bool, workers: int | None, cluster: dict[str
     except KeyboardInterrupt:
         errors.print(f"stopped; the shards so far are in {job.folder}. To continue, add --resume.")
         raise typer.Exit(130) from None
-    errors.print(f"{format_count(tally.images, 'image')} answered in {job.folder}")
+    errors.print(f"Wrote predictions for {format_count(tally.images, 'image')} to {job.folder}.")
     whole.merge(tally)
     return whole
 

@@ -43,7 +43,7 @@ def serve(
         str | None,
         typer.Option(
             envvar="MEMORO_READ_TOKEN",
-            help="Bearer token for everything else but health; without --token, for attaching and detaching, too.",
+            help="Bearer token for all other requests but health checks; without --token, also to attach and detach.",
         ),
     ] = None,
     allow_host: Annotated[

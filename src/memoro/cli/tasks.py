@@ -142,8 +142,10 @@ def calibrate_task(
     memoro calibrate pets.safetensors photos/new-pets
     """
     from memoro.evaluation.trust import calibrate
+    from memoro.tasks.hub import find_task_file
     from memoro.tasks.taskfile import load_task, load_tasks, save_task
 
+    file = find_task_file(file)  # of a folder, the file in it
     task = load_task(file)
     parents = [parent for path in extends or [] for parent in load_tasks(path)]
     console = plain_console(soft_wrap=True)

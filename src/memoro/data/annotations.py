@@ -149,7 +149,7 @@ def _numbers(cell: Any, where: str) -> tuple[float, ...]:
     try:
         numbers = tuple(float(item) for item in items)
     except (TypeError, ValueError):
-        raise DataError(f"{where}: {cell!r} is not a number; regression needs one in every row.") from None
+        raise DataError(f"{where}: {cell!r} is not a number; --kind number needs one in every row.") from None
     if not all(map(math.isfinite, numbers)):
         raise DataError(f"{where}: {cell!r} is not a finite number; fill it in, or remove the row.")
     return numbers

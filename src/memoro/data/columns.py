@@ -58,7 +58,7 @@ def choose_columns(
     present = [column for column in features if column != image]
     if asked is not None and not isinstance(asked, str):
         if kind not in {None, "regression"}:
-            raise DataError(f"{name}: several label columns are for regression only, not for {kind}.")
+            raise DataError(f"{name}: several label columns need --kind number: they are numbers to predict.")
         values = tuple(_find_column(present, column, (), "label_column", name) for column in asked)
         if options.labels is not None and len(values) > 1:
             if sorted(options.labels) != sorted(values):
@@ -73,7 +73,7 @@ def choose_columns(
     value = _find_column(present, asked, usual, "label_column", name)
     by_type, names = _kind_of_feature(features[value])
     if by_type == "multilabel" and kind == "softmax":
-        raise DataError(f"{name}: the column {value!r} has several labels per image: that is kind 'multilabel'.")
+        raise DataError(f"{name}: the column {value!r} has several labels per image: use --kind labels.")
     kind = kind or by_type or KIND_OF_COLUMN.get(value.lower(), "softmax")
     return Columns(image, (value,), kind, (value,) if kind == "regression" else names)
 

@@ -52,6 +52,8 @@ class DataOptions:
     """The configuration of a dataset of the hub."""
     allow_absolute: bool = False
     """Whether a table may name image files outside its folder."""
+    measured_only: bool = False
+    """Whether only the split that an evaluation measures is kept: test, else val, else train."""
     screen: bool = True
     """Whether every image is decoded once: unreadable ones are left out and listed, more than 5 % of them is an error,
     and duplicates are found."""

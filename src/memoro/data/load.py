@@ -52,10 +52,10 @@ def load_columns(source: Any, columns: Sequence[str], **options: Any) -> dict[st
     found: dict[str, Splits] = {}
     first: Splits | None = None
     for column in columns:
-        splits = _load(source, replace(common, label_column=column, val_fraction=0), first)
+        splits = _load(source, replace(common, label_column=column, val_fraction=0, fold=None), first)
         splits = replace(splits, name=f"{splits.name}-{column}")
         first = first or splits
-        found[column] = hold_out(splits, common.val_fraction, common.seed, like=first)
+        found[column] = hold_out(splits, common.val_fraction, common.seed, like=first, fold=common.fold)
     return found
 
 
@@ -74,7 +74,7 @@ def _load(source: Any, options: DataOptions, checked: Splits | None = None) -> S
         raise DataError(f"{str(source)!r}: there is no such file or folder; {_SOURCES}.")
     if options.kind not in {None, raw.kind}:
         raise DataError(
-            f"{name}: class folders give one class per image (softmax); for {options.kind}, write a CSV file."
+            f"{name}: class folders give one class per image; for several labels or numbers, write a CSV file."
         )
     if split is not None:
         chosen = split_name(split)

@@ -105,6 +105,9 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
     if not parts:
         refuse_many(raw.skipped, len(raw.skipped), name)
         raise DataError(f"{name} contains no images.")
+    if options.measured_only:
+        measured = next(split for split in reversed(SPLITS) if split in parts)
+        parts = {measured: parts[measured]}
     notes = list(raw.notes)
     unknown: dict[str, dict[str, int]] = {}
     if options.drop_unknown and options.labels is not None and raw.kind != "regression":

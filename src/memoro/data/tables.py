@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,15 @@ def _caches() -> tuple[str, str]:
 class TableImages:
     """Images in a column of a `datasets.Dataset`."""
 
-    table: Any
+    table: Any = field(compare=False)
     column: str
     name: str
     places: Places
+    fingerprint: str = field(init=False)
+    """Of the table: one that is read twice is the same."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fingerprint", getattr(self.table, "_fingerprint", None) or str(id(self.table)))
 
     def read(self, row: int) -> bytes:
         return encoded_image(self.table[row][self.column], self.where(row), self.places)
@@ -263,7 +269,9 @@ def _read_parquet(path: Path) -> Any:
         raise DataError(f"{path}: not a readable Parquet file ({error}).") from None
     column = next((field.name for field in table.schema if holds_bytes(field.type)), None)
     if column is not None:
-        return datasets.Dataset(table).cast_column(column, datasets.Image())
+        known = path.stat()
+        fingerprint = hashlib.sha256(repr((str(path), known.st_size, known.st_mtime_ns)).encode()).hexdigest()
+        return datasets.Dataset(table, fingerprint=fingerprint).cast_column(column, datasets.Image())
     return {name: table.column(name).to_pylist() for name in table.column_names}
 
 

@@ -81,7 +81,8 @@ class Explanation:
 
 def read_views(images: Pictures, preprocessing: Preprocessing) -> tuple[Tensor, list[Image.Image]]:
     """The images as a batch of pixels, and what the model sees of each as an image of at least `VIEW` pixels."""
-    view = preprocessing if preprocessing.size is None else preprocessing.at(max(VIEW, *preprocessing.size))
+    size = preprocessing.size
+    view = preprocessing if size is None or min(size) >= VIEW else preprocessing.at(VIEW)
     pixels: list[Tensor] = []
     views: list[Image.Image] = []
     for name, picture in list_pictures(images):

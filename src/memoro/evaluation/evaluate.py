@@ -56,7 +56,8 @@ def evaluate(
         task = models[name]
         key = (source if isinstance(source, (str, Path)) else id(source), task.spec.labels, task.kind)
         if key not in groups:
-            groups[key] = (*load_test_images(source, task, label_column, workers, quiet), [])
+            how: dict[str, Any] = {"workers": workers, "quiet": quiet, "measured_only": report is None}
+            groups[key] = (*load_test_images(source, task, label_column, **how), [])
         groups[key][-1].append(name)
 
     def forward(names: list[str]) -> Callable[[Tensor], list[Tensor]]:
@@ -114,7 +115,13 @@ def _not_known(unknown: dict[str, int], kind: HeadKind, images: ImageSet, names:
 
 
 def load_test_images(
-    source: Any, task: Task | Baseline, label_column: str | None, workers: int | None, quiet: bool
+    source: Any,
+    task: Task | Baseline,
+    label_column: str | None,
+    *,
+    workers: int | None = None,
+    quiet: bool = True,
+    measured_only: bool = True,
 ) -> tuple[Splits, ImageSet, str, dict[str, int]]:
     """The splits, the images to measure on, their split's name, and the unknown labels among them with their counts."""
     splits = source
@@ -126,6 +133,7 @@ def load_test_images(
             labels=task.labels,
             drop_unknown=True,
             val_fraction=0,
+            measured_only=measured_only,
             workers=workers,
             quiet=quiet,
         )

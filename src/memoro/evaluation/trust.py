@@ -23,6 +23,7 @@ from memoro.evaluation.evaluate import load_test_images
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure_task
 from memoro.heads import energy, probabilities
+from memoro.plots import drawable
 from memoro.regimes import Baseline
 from memoro.tasks.calibration import describe_calibration, fit_calibration
 from memoro.tasks.familiarity import FALSE_ALARMS, fit_familiarity
@@ -91,9 +92,13 @@ def evaluate_trust(
         log(f"note: {name} is a baseline: --others compares tasks only.")
         del sources[name]
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
+    unlike = {
+        other: collect_outputs(model, _any_images(place, workers), list(sources), **how)[0]
+        for other, place in others.items()
+    }
     results = {}
     for name, source in sources.items():
-        _, images, *_ = load_test_images(source, model.tasks[name], label_column, workers, True)
+        _, images, *_ = load_test_images(source, model.tasks[name], label_column, workers=workers)
         own, targets = collect_outputs(model, images, [name], **how)
         results[name] = _calibration_of(model.tasks[name], own.logits[name], targets)
         if name in own.judged:
@@ -103,8 +108,7 @@ def evaluate_trust(
                 "histogram": _histogram(shares),
             }
         results[name]["others"] = {}
-        for other, place in others.items():
-            found, _ = collect_outputs(model, _any_images(place, workers), [name], **how)
+        for other, found in unlike.items():
             results[name]["others"][other] = _compare(model.tasks[name], own, found)
             if name in found.judged:
                 shares = found.judged[name].familiarity
@@ -170,7 +174,7 @@ def _histogram(shares: Tensor) -> list[int]:
 def _any_images(source: Any, workers: int | None) -> ImageSet:
     """The test images of a set, whatever its labels; all of them where it has no test split, or no labels."""
     try:
-        how: dict[str, Any] = {"val_fraction": 0, "workers": workers, "quiet": True}
+        how: dict[str, Any] = {"val_fraction": 0, "measured_only": True, "workers": workers, "quiet": True}
         splits = source if isinstance(source, Splits) else load_data(source, **how)
     except DataError:
         return load_unlabelled(source, workers)
@@ -227,15 +231,18 @@ def draw_trust(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
             left.plot(xs, ys, color="#1a73e8", linewidth=1)
             left.scatter(xs, ys, sizes, color="#1a73e8")  # the area of a dot is the number of images
             limits = (-0.03, 1.03)
-            left.set(title=f"{name}: reliability", xlabel="probability", ylabel="accuracy", xlim=limits, ylim=limits)
+            left.set_title(drawable(f"{name}: reliability"), parse_math=False)
+            left.set(xlabel="probability", ylabel="accuracy", xlim=limits, ylim=limits)
         else:
             left.axis("off")
         if "histogram" in found:
             right.stairs(_shares(found["histogram"]), edges, label="own images", fill=True, color="#ccc")
             for other, record in found["others"].items():
-                right.stairs(_shares(record["histogram"]), edges, label=other, linewidth=1.5)
-            right.set(title=f"{name}: familiarity", xlabel="familiarity", ylabel="share of images", xlim=(-0.01, 1.01))
-            right.legend()
+                right.stairs(_shares(record["histogram"]), edges, label=drawable(other), linewidth=1.5)
+            right.set_title(drawable(f"{name}: familiarity"), parse_math=False)
+            right.set(xlabel="familiarity", ylabel="share of images", xlim=(-0.01, 1.01))
+            for text in right.legend().get_texts():
+                text.set_parse_math(False)
         else:
             right.axis("off")
     figure.savefig(path, dpi=110)
@@ -259,8 +266,8 @@ def verify_tasks(
         if name not in model.names:
             raise DataError(f"no task {name!r} among {', '.join(model.names)}: write NAME=DATA with one of these.")
         if model.tasks[name].kind != "softmax":
-            raise DataError(f"{name!r} is not a softmax task: leave it out of --data.")
-        _, images, split, _ = load_test_images(source, model.tasks[name], label_column, None, True)
+            raise DataError(f"{name!r} does not answer with one class: leave it out of --data.")
+        _, images, split, _ = load_test_images(source, model.tasks[name], label_column)
         alone, targets = collect_outputs(model.alone(name), images, [name])
         together, _ = collect_outputs(model, images, model.names)
         right = [one.logits[name].argmax(dim=-1) == targets for one in (alone, together)]

@@ -82,6 +82,8 @@ def _open_encoded(source: str | Path | bytes) -> Iterator[Image.Image]:
         head = file.read(HEAD_BYTES)
         if not head:
             raise ImageError("the file is empty (0 bytes).")
+        if head[:2] in {b"P1", b"P2", b"P3"}:  # Pillow parses each number in Python
+            raise ImageError("a plain-text PBM, PGM or PPM file; convert it to PNG first.")
         file.seek(0)
         with _open_heif(file) if is_heif(head) else Image.open(file, formats=FORMATS) as image:
             yield image
@@ -165,7 +167,7 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     """16-bit and float images scaled to 0..255; Pillow's own conversion clips them to white."""
     values = np.array(image, dtype=np.float32)
     if not np.isfinite(values).all():
-        raise ImageError("pixels that are not finite numbers")
+        raise ImageError("some pixels are NaN or infinite; export the image again.")
     top = values.max(initial=0.0)
     # Dark images of 16 bits are scaled as bright ones; the range of the other modes is not known.
     sixteen = image.mode.startswith("I;16") or top > 255.0

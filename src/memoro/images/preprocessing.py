@@ -64,6 +64,8 @@ class Preprocessing:
         if now is None:
             return replace(self, resize=side, crop=(side, side))
         ratio = side / min(now)
+        if max(now) * ratio > MAX_SIDE:
+            raise DataError(f"image size {side}: the longer edge would have more than {MAX_SIDE} pixels.")
 
         def scaled(pair: tuple[int, int]) -> tuple[int, int]:
             return round(pair[0] * ratio), round(pair[1] * ratio)

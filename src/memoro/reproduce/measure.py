@@ -23,6 +23,7 @@ from memoro.reproduce.methods import Method
 from memoro.tasks.task import Task
 from memoro.training import FitResult, Recipe, RunSpec, TrainOptions, train_runs
 from memoro.training.checkpoint import run_identity
+from memoro.training.sweep import average_results
 
 FOLDS = 4
 JUDGES = 250
@@ -176,11 +177,19 @@ def train_seeds(
     extends: Mapping[str, Sequence[Task]] = {},
     seeds: Iterable[int] | None = None,
 ) -> dict[str, list[FitResult]]:
-    """Each method's runs on all training images at its rate, one per seed, measured on the test split."""
+    """Each method's runs on all training images at its rate, one per seed, measured on the test split.
+
+    An ensemble has several runs per seed, whose logits are averaged.
+    """
     if splits.test is None:
         raise DataError(f"{splits.name} has no test split: add a test/ folder beside train/.")
     chosen = list(range(budget.seeds) if seeds is None else seeds)
-    keys = [(method, lr, seed) for method, lr in rates for seed in chosen]
+    keys = [
+        (method, lr, seed * method.ensemble + member)
+        for method, lr in rates
+        for seed in chosen
+        for member in range(method.ensemble)
+    ]
     specs = [
         make_spec(bench, splits, method, budget, lr, seed, extends=extends.get(method.name, ()))
         for method, lr, seed in keys
@@ -188,6 +197,9 @@ def train_seeds(
     found: dict[str, list[FitResult]] = {}
     for (method, _, _), result in zip(keys, bench.train(specs) if specs else [], strict=True):
         found.setdefault(method.name, []).append(result)
+    for method, _ in rates:
+        runs, size = found.get(method.name, []), method.ensemble
+        found[method.name] = [average_results(runs[at : at + size]) for at in range(0, len(runs), size)]
     return found
 
 

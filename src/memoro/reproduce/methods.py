@@ -24,6 +24,8 @@ class Method:
     """The layer of the fork as a fraction of the depth; None: the regime's own."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Recipe` that differ from the budget's."""
+    ensemble: int = 1
+    """How many runs from different seeds answer together."""
 
     @property
     def composes(self) -> bool:

@@ -212,7 +212,7 @@ def _multipart(files: Sequence[tuple[str, bytes]]) -> tuple[bytes, str]:
         raise ServeError("there is no image to send.")
     boundary, parts = uuid.uuid4().hex, list[bytes]()
     for name, data in files:
-        known = quote(name, errors="replace")  # file names may be anything but UTF-8
+        known = name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")  # as browsers do
         head = f'--{boundary}\r\ncontent-disposition: form-data; name="images"; filename="{known}"\r\n\r\n'
-        parts += [head.encode(), data, b"\r\n"]
+        parts += [head.encode(errors="replace"), data, b"\r\n"]
     return b"".join([*parts, f"--{boundary}--\r\n".encode()]), f"multipart/form-data; boundary={boundary}"

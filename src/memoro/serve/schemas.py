@@ -11,8 +11,9 @@ from memoro.tasks.familiarity import FALSE_ALARMS
 
 
 class PredictQuery(BaseModel):
-    """The query parameters of /v1/predict and /v1/explain."""
+    """The query parameters of /v1/predict and /v1/explain. Others are refused: a misspelled one would be ignored."""
 
+    model_config = ConfigDict(extra="forbid")
     tasks: list[str] | None = Field(
         None, description="The tasks to ask: repeat it, or separate names by commas. All without it."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import tempfile
 import threading
@@ -25,7 +26,7 @@ from memoro.evaluation.inspect import describe_task
 from memoro.files import sync_folder
 from memoro.serve.batching import run_pass
 from memoro.serve.options import MAX_INPUT_SIDE, MAX_TASKS
-from memoro.tasks.hub import find_task_file, is_task_id
+from memoro.tasks.hub import find_task_file
 from memoro.tasks.sections import write_sections
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks, save_task, save_tasks
@@ -52,8 +53,8 @@ class Attached:
 
 
 def find_files(places: Sequence[str | Path]) -> tuple[list[Path], Path | None]:
-    """The task files of a folder (and the folder, which is created if it is not there), or the given files and those
-    of the given hub ids."""
+    """The task files of a folder (and the folder, which is created if it ends with a slash), or the given files and
+    those of the given hub ids."""
     if len(places) == 1 and _is_folder(places[0]):
         folder = Path(places[0])
         try:
@@ -72,20 +73,20 @@ def find_files(places: Sequence[str | Path]) -> tuple[list[Path], Path | None]:
 
 
 def _is_folder(place: str | Path) -> bool:
-    """Whether a place is a folder that is there, or one to create: new folders are not spelled like hub ids."""
+    """Whether a place is a folder that is there, or one to create: as text, that ends with a slash."""
     path = Path(place)
-    return path.is_dir() or not (path.is_file() or path.suffix == ".safetensors" or _is_hub_id(place))
-
-
-def _is_hub_id(place: str | Path) -> bool:
-    return isinstance(place, str) and is_task_id(place)
+    new = place.endswith(("/", os.sep)) if isinstance(place, str) else not (path.exists() or path.suffix)
+    return path.is_dir() or new
 
 
 def _find_file(place: str | Path) -> Path:
     try:
-        return find_task_file(place)
+        file = find_task_file(place)
     except TaskFileError as error:
-        raise ServeError(f"{error} For a new folder, write {place}/." if _is_hub_id(place) else str(error)) from None
+        raise ServeError(f"{error} For a new folder, write {place}/.") from None
+    if not file.exists():
+        raise ServeError(f"{place}: no such file or folder. For a new folder, write {place}/.")
+    return file
 
 
 def load_files(files: Iterable[Path]) -> dict[str, tuple[Path, Task]]:

@@ -32,7 +32,7 @@ from memoro.training.checkpoint import read_identity
 from memoro.training.distributed import Processes, find_processes
 from memoro.training.group import RunSpec
 from memoro.training.loop import Trainer
-from memoro.training.recipe import Recipe, TrainOptions, merge_options
+from memoro.training.recipe import Recipe, TrainOptions, find_recipe, merge_options
 from memoro.training.run import Run, ancestors, build_forward
 from memoro.training.trust import Describer, add_calibration
 
@@ -77,7 +77,8 @@ def fit(
     It starts from the task's weights (their seed is an argument of new_task) and prepares images as in its earlier
     training, if there was one and no `image_size` is given.
 
-    This is one run with one learning rate; `memoro.train` tries several in one pass. Fields of the recipe and of the
+    Without a recipe, it is that of the regime: the paper's, or for low-rank weights AdamW with a rate of 0.001. This is
+    one run with one learning rate; `memoro.train` tries several in one pass. Fields of the recipe and of the
     options can be given by name: `fit(backbone, task, "photos", epochs=5, lr=0.03, folder="runs/photos")`. A Baseline
     is trained in passes of its own.
     """
@@ -105,13 +106,15 @@ def fit_tasks(
             "seed is for initial weights, which these tasks already have: pass it to new_task, or use data_seed for "
             "the order of the images."
         )
-    recipe, options = merge_options(recipe, options, changes)
+    regimes = [regime_of(task, regime) for task, _ in tasks]
+    recipes = [merge_options(recipe or find_recipe(None, one.name)[1], options, changes)[0] for one in regimes]
+    options = merge_options(recipe, options, changes)[1]
     specs = []
-    for task, data in tasks:
+    for (task, data), own_regime, own_recipe in zip(tasks, regimes, recipes, strict=True):
         with options.phases.during("reading"):
-            splits = data if isinstance(data, (Splits, Streams)) else _load(data, task, recipe, options)
+            splits = data if isinstance(data, (Splits, Streams)) else _load(data, task, own_recipe, options)
         preprocessing = preprocessing_of(backbone, options, task.spec.preprocessing)
-        specs.append(RunSpec(task, recipe, regime_of(task, regime), splits, preprocessing))
+        specs.append(RunSpec(task, own_recipe, own_regime, splits, preprocessing))
     stages = _stages(specs)
     done: dict[int, FitResult] = {}
     for number, stage in enumerate(stages, start=1):

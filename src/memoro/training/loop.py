@@ -129,7 +129,8 @@ class Trainer:
                     self.save()
                     self.processes.all_gather("saved")  # a launcher ends all processes when the first one exits
                     done = ", ".join(f"{group.progress.step} of {group.total_steps}" for group in self.groups)
-                    raise KeyboardInterrupt(f"stopped and saved after step {done}")
+                    saved_too = "" if self.checkpoint is None else " and saved"
+                    raise KeyboardInterrupt(f"stopped{saved_too} after step {done}")
                 if time.monotonic() - saved > self.checkpoint_seconds:
                     self.save()
                     saved = time.monotonic()

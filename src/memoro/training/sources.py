@@ -73,7 +73,7 @@ def choose_folds(
     sets: Sequence[Splits | Streams], grid: Grid, folds: int | None, recipe: Recipe, options: TrainOptions
 ) -> list[int]:
     """The number of folds on which the settings of each set are compared; 0: a validation split."""
-    if len(grid.settings()) == 1 or options.halving:
+    if grid.choices == 1 or options.halving:
         return [0] * len(sets)
     found = []
     for splits in sets:

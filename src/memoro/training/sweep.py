@@ -21,6 +21,7 @@ from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
 from memoro.regimes.regime import RATES
 from memoro.tasks.ensemble import join_members
+from memoro.tasks.spec import MAX_MEMBERS
 from memoro.tasks.task import Task
 from memoro.training.fit import FitResult, train_runs
 from memoro.training.group import RunSpec
@@ -51,6 +52,13 @@ class Grid:
     seeds: int = 1
     first_seed: int = 0
     ranks: Sizes = (None,)
+    ensemble: bool = False
+    """Whether all seeds of the best combination become one task, whose answers are their mean."""
+
+    @property
+    def choices(self) -> int:
+        """How many tasks there are to choose from."""
+        return len(self.settings()) // (self.seeds if self.ensemble else 1)
 
     def __post_init__(self) -> None:
         if not (self.cells and self.from_layers and self.ranks and self.rates) or self.seeds < 1:
@@ -82,8 +90,6 @@ class SweepSpec:
     and becomes the task. 0: score on the validation split."""
     start: Task | None = None
     """A task whose weights every run starts from."""
-    ensemble: bool = False
-    """Whether all seeds of the best combination become one task, whose answers are their mean."""
 
     @property
     def score_name(self) -> str:
@@ -105,7 +111,7 @@ class SweepSpec:
             if not held_out:
                 raise TrainingError(f"{self.splits.name}: folds need at least two images of a class: set folds to 0.")
             parts = [*held_out, None]
-        elif self.splits.val is None and len(self.grid.settings()) > (self.grid.seeds if self.ensemble else 1):
+        elif self.splits.val is None and self.grid.choices > 1:
             why = "set val_fraction above 0"
             if SINGLE_IMAGES in self.splits.notes:
                 why = "every class has a single image: give one --lr, one seed and one of each size, or add images"
@@ -155,6 +161,19 @@ class SweepResult:
     rows: list[SweepRow]
     results: list[FitResult]
     """Of all runs."""
+
+
+def check_ensemble(count: int, seeds: int, regime: Regime, start: Task | None, options: TrainOptions) -> None:
+    """Raises where an ensemble of so many members is impossible."""
+    if not 1 <= count <= MAX_MEMBERS:
+        raise TrainingError(f"an ensemble has 1 to {MAX_MEMBERS} members, not {count}.")
+    if count == 1:
+        return
+    if not regime.composes:
+        raise TrainingError(f"regime {regime.name!r} trains no tasks, so it has no ensembles: leave out --ensemble.")
+    for given, option in ((seeds > 1, "--seeds"), (start is not None, "--start-from"), (options.halving, "--halving")):
+        if given:
+            raise TrainingError(f"--ensemble and {option} cannot be combined: leave out one of them.")
 
 
 def run_sweeps(
@@ -220,7 +239,7 @@ def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving:
     else:
         chosen = next(result for result in everything if not result.metrics)
     keys = [key for key, seeds in scored.items() if any(one is not None and one[1] is chosen for one in seeds)]
-    if sweep.ensemble and finished:
+    if sweep.grid.ensemble and finished:
         own = [results for setting, results in gathered.items() if setting._replace(seed=sweep.grid.first_seed) in keys]
         chosen = _join_seeds(sweep, [results for results in own if all(result.metrics for result in results)])
     shown = [
@@ -232,7 +251,7 @@ def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving:
 
 def _join_seeds(sweep: SweepSpec, seeds: Sequence[Sequence[FitResult]]) -> FitResult:
     """The ensemble of the last runs of several seeds, measured and calibrated by the mean of their logits."""
-    together = [_join_results(results) for results in zip(*seeds, strict=True)]
+    together = [average_results(results) for results in zip(*seeds, strict=True)]
     whole = replace(together[-1], task=join_members([results[-1].task for results in seeds]))
     task, training = whole.task, whole.task.spec.training
     count = training["trained_parameters"] * task.members
@@ -252,7 +271,7 @@ def _join_seeds(sweep: SweepSpec, seeds: Sequence[Sequence[FitResult]]) -> FitRe
     return replace(whole, metrics=metrics)
 
 
-def _join_results(results: Sequence[FitResult]) -> FitResult:
+def average_results(results: Sequence[FitResult]) -> FitResult:
     """The first of several results over the same images, with the mean of their logits."""
     first = results[0]
     logits = [result.logits for result in results if result.logits is not None]
@@ -282,8 +301,8 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
     add_calibration(whole.task, (logits, targets), f"{len(folds)} folds", seen=sweep.start is not None)
     add_answers(whole.task, logits, np.concatenate(sweep.held_out))
     if splits.test is None:
-        parts = [fold.images for fold in folds if isinstance(fold.images, ImageSet)]
-        images = replace(parts[0], rows=np.concatenate([part.rows for part in parts]), targets=targets)
+        assert isinstance(splits.train, ImageSet)
+        images = splits.train.subset(np.concatenate(sweep.held_out))
         whole = replace(whole, logits=logits, targets=targets, images=images)
     assert whole.logits is not None
     assert whole.targets is not None

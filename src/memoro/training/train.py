@@ -22,16 +22,15 @@ from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, format_worst, name_split
 from memoro.evaluation.trust import SKETCH
 from memoro.files import keep_copy, left_behind
-from memoro.regimes import METHODS, Baseline, Regime, TaskPlan, find_regime
+from memoro.regimes import METHODS, Baseline, TaskPlan, find_regime
 from memoro.regimes.baselinefile import save_baseline
-from memoro.tasks.spec import MAX_MEMBERS
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks, save_task
 from memoro.training.distributed import find_processes
 from memoro.training.fit import FitResult, judge, preprocessing_of, record_time, regime_of
 from memoro.training.recipe import RECIPES, REPORT, SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
 from memoro.training.sources import SMALL, choose_folds, cut_validation, load_sources, name_sources
-from memoro.training.sweep import Grid, SweepRow, SweepSpec, run_sweeps, sweep_table
+from memoro.training.sweep import Grid, SweepRow, SweepSpec, check_ensemble, run_sweeps, sweep_table
 from memoro.training.warmstart import OPTIMISTIC, compare_labels, read_start
 
 SUFFIX = ".safetensors"
@@ -171,15 +170,15 @@ def train(
         recipe = replace(recipe, views=RECIPES["paper"][1].views)
         options.note(f"random crops and mirror images need several views of an image: using {recipe.views} (--views).")
     rates = chosen.rates[recipe.optimizer][1:2] if streaming else chosen.rates[recipe.optimizer]
-    _check_ensemble(ensemble, seeds, chosen, start, options)
-    runs_each = max(seeds, ensemble)
+    check_ensemble(ensemble, seeds, chosen, start, options)
     grid = Grid(
         _several(cells),
         _several(from_layer),
         rates if lr is None else _several(lr),
-        runs_each,
-        recipe.seed,
-        _several(rank),
+        seeds=max(seeds, ensemble),
+        first_seed=recipe.seed,
+        ranks=_several(rank),
+        ensemble=ensemble > 1,
     )
     if start is not None:
         start.spec.check_backbone(backbone)
@@ -218,7 +217,6 @@ def train(
         SweepSpec(
             replace(plan, name=name, labels=splits.labels, head=splits.kind),
             chosen, cut_validation(splits, number, sets, recipe), preprocessing, grid, recipe, number, start,
-            ensemble > 1,
         )
         for (name, splits), number in zip(sets.items(), compared, strict=True)
     ]  # fmt: skip
@@ -235,10 +233,12 @@ def train(
         options.note(text)
     results = {}
     for sweep, found in zip(sweeps, run_sweeps(backbone, sweeps, options), strict=True):
-        rows, best = found.rows if len(sweep.grid.settings()) > 1 else (), judge(found.best, options)
+        rows, best = found.rows if sweep.grid.choices > 1 else (), judge(found.best, options)
         result = TrainResult(**vars(best), rows=rows, score_name=sweep.score_name, skipped=sweep.splits.skipped)
         if result.metrics and rows and result.metrics["split"] != "test":
-            text = "has no test images: it was selected by its metrics, so they are optimistic."
+            text = (
+                "has no test images: it was selected on the images that its metrics are from, so they are optimistic."
+            )
             options.note(f"{sweep.plan.name} {text}")
         results[sweep.plan.name] = _draw(result, several=len(sweeps) > 1, write=main) if result.metrics else result
     record_time(list(results.values()), options.phases)
@@ -251,18 +251,6 @@ def train(
     report_training(backbone, list(results.values()), [sweep.splits for sweep in sweeps], options, more)
     several = type(data) is dict or isinstance(label_column, list)
     return results if several else next(iter(results.values()))
-
-
-def _check_ensemble(count: int, seeds: int, regime: Regime, start: Task | None, options: TrainOptions) -> None:
-    if not 1 <= count <= MAX_MEMBERS:
-        raise TrainingError(f"an ensemble has 1 to {MAX_MEMBERS} members, not {count}.")
-    if count == 1:
-        return
-    if not regime.composes:
-        raise TrainingError(f"regime {regime.name!r} trains no tasks, so it has no ensembles: leave out --ensemble.")
-    for given, option in ((seeds > 1, "--seeds"), (start is not None, "--start-from"), (options.halving, "--halving")):
-        if given:
-            raise TrainingError(f"--ensemble and {option} cannot be combined: leave out one of them.")
 
 
 def _check_target(out: Path, *, several: bool) -> None:

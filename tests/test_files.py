@@ -1,0 +1,45 @@
+"""Files are written whole or not at all, and errors say whose they are."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from memoro.errors import TaskFileError
+from memoro.files import open_whole, write_gradually
+
+WRITERS: list[Callable[[Path], AbstractContextManager[BinaryIO]]] = [open_whole, write_gradually]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionError("the hub went away"), FileNotFoundError(errno.ENOENT, "No such file", "elsewhere/image.png")],
+)
+def test_errors_of_what_is_written_are_not_taken_for_errors_of_the_file(
+    write: Callable[[Path], AbstractContextManager[BinaryIO]], error: OSError, tmp_path: Path
+) -> None:
+    with pytest.raises(type(error)) as found, write(tmp_path / "out.bin"):
+        raise error
+    assert found.value is error
+    assert not (tmp_path / "out.bin").exists()
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_full_disk_is_an_error_of_the_file(
+    write: Callable[[Path], AbstractContextManager[BinaryIO]], tmp_path: Path
+) -> None:
+    (tmp_path / "out.bin").write_bytes(b"old")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    expected = r"cannot write .*out\.bin \(No space left on device\)"
+    with pytest.raises(TaskFileError, match=expected), write(tmp_path / "out.bin"):
+        raise full
+    assert (tmp_path / "out.bin").read_bytes() == b"old"
+    (tmp_path / "file").touch()
+    with pytest.raises(TaskFileError, match="cannot write"), write(tmp_path / "file" / "out.bin"):
+        pass
