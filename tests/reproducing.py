@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from memoro.reproduce.lab import Lab
 from memoro.reproduce.measure import Budget
 from memoro.reproduce.methods import CLASS_FULL, FORKED, FULL, LORA, Method, memory, memory_full, side
-from memoro.reproduce.plan import CPU, Cell
+from memoro.reproduce.plan import CPU, Job
 from memoro.reproduce.records import Record
 from memoro.reproduce.run import Order
+from memoro.reproduce.runner import Runner
 from memoro.reproduce.setup import make_order
 
 COLOURS = ((200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40))
@@ -44,7 +44,7 @@ def checkpoint(vit: Any, tmp_path: Path) -> Path:
     return tmp_path / "vit"
 
 
-def order_of(table: str, shapes: Path, checkpoint: Path, *sets: str, **changes: Any) -> tuple[Order, Lab]:
+def order_of(table: str, shapes: Path, checkpoint: Path, *sets: str, **changes: Any) -> tuple[Order, Runner]:
     data = [str(shapes / name) for name in sets or ("one",)]
     numbers = {"epochs": 1, "steps": 2, "seeds": 2, "batch_size": 16, **changes}
     out = shapes / "out"
@@ -59,11 +59,11 @@ def record_of(
     budget: Budget = CPU.masked,
     **result: Any,
 ) -> Record:
-    cell = Cell("accuracy", "vit", (set_name,), (METHODS[method] if isinstance(method, str) else method,), budget)
+    job = Job("accuracy", "vit", (set_name,), (METHODS[method] if isinstance(method, str) else method,), budget)
     bits = [np.packbits(np.array(row, dtype=bool)) for row in correct]
     found = {
         "lr": 0.1, "scores": {"0.1": [0.5]}, "curve": [(5, 0.5), (10, 0.5)], "train_images": 30, "classes": 2,
         "test_images": len(correct[0]), "test": [float(np.mean(row)) for row in correct], "diverged": 0,
         "correct": [row.tobytes().hex() for row in bits], "parameters": 7, "head": 3, **result,
     }  # fmt: skip
-    return Record.now("table2", cell.key("abc", 20), found, 60.0, 2, "memoro reproduce table2")
+    return Record.now("table2", job.key("abc", 20), found, 60.0, 2, "memoro reproduce table2")

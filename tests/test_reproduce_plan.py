@@ -15,11 +15,11 @@ from reproducing import METHODS, checkpoint, order_of, shapes
 from memoro.backbones import Backbone
 from memoro.errors import DataError
 from memoro.reproduce.counts import count_method, count_methods
-from memoro.reproduce.lab import Lab
 from memoro.reproduce.measure import Budget
 from memoro.reproduce.methods import FORKED, FULL, HEAD
-from memoro.reproduce.plan import CPU, MOST_RUNS, PAPER, TABLES, Cell, Request, plan_table, runs_of
+from memoro.reproduce.plan import CPU, MOST_RUNS, PAPER, TABLES, Job, Request, plan_table, runs_of
 from memoro.reproduce.run import dry_run, format_time
+from memoro.reproduce.runner import Runner
 from memoro.reproduce.setup import make_order
 from memoro.training import TrainOptions
 
@@ -29,19 +29,19 @@ __all__ = ["checkpoint", "shapes"]  # fixtures
 @pytest.mark.parametrize("table", TABLES)
 def test_every_table_has_cells_of_limited_size(table: str) -> None:
     request = Request(CPU, CPU.sets, ("memoro-tiny", "dinov2-small-reg"))
-    cells = plan_table(table, request)
-    assert cells
-    for cell in cells:
-        masked = cell.methods and cell.methods[0].composes
-        assert all(method.composes == masked for method in cell.methods) or cell.kind == "concat"
-        if cell.kind == "accuracy" and masked and len(cell.methods) > 1:
-            assert sum(runs_of(method, cell.budget) for method in cell.methods) <= MOST_RUNS
-        if cell.kind == "accuracy" and not masked:
-            alone = [method.name for method in cell.methods] == ["full"] and cell.sets == ("rsscn7",)
-            assert len(cell.methods) == 1
-            assert cell.sets[0] in CPU.unmasked_sets
-            assert cell.backbone == "memoro-tiny" or alone
-    keys = [json.dumps(part.key("", 0)) for cell in cells for part in cell.parts()]
+    jobs = plan_table(table, request)
+    assert jobs
+    for job in jobs:
+        masked = job.methods and job.methods[0].composes
+        assert all(method.composes == masked for method in job.methods) or job.kind == "concat"
+        if job.kind == "accuracy" and masked and len(job.methods) > 1:
+            assert sum(runs_of(method, job.budget) for method in job.methods) <= MOST_RUNS
+        if job.kind == "accuracy" and not masked:
+            alone = [method.name for method in job.methods] == ["full"] and job.sets == ("rsscn7",)
+            assert len(job.methods) == 1
+            assert job.sets[0] in CPU.unmasked_sets
+            assert job.backbone == "memoro-tiny" or alone
+    keys = [json.dumps(part.key("", 0)) for job in jobs for part in job.parts()]
     assert len(set(keys)) == len(keys)
 
 
@@ -51,9 +51,9 @@ def test_another_set_of_the_same_name_is_another_measurement(tmp_path: Path) -> 
         for name, label in files.items():
             (folder / "train" / label).mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (8, 8)).save(folder / "train" / label / name)
-        cell = Cell("accuracy", "vit", ("photos",), (HEAD,), Budget())
-        lab = Lab({"photos": str(folder)}, {}, TrainOptions())
-        return str(cell.key("abc", 20, {"photos": lab.digest("photos")})["images"]["photos"])
+        job = Job("accuracy", "vit", ("photos",), (HEAD,), Budget())
+        runner = Runner({"photos": str(folder)}, {}, TrainOptions())
+        return str(job.key("abc", 20, {"photos": runner.digest("photos")})["images"]["photos"])
 
     files = {"1.png": "cat", "2.png": "dog", "3.png": "cat"}
     assert digest(files) == digest(files)
@@ -61,8 +61,8 @@ def test_another_set_of_the_same_name_is_another_measurement(tmp_path: Path) -> 
 
 
 def test_table2_covers_all_sets_and_regimes() -> None:
-    cells = plan_table("table2", Request(CPU, CPU.sets, ("memoro-tiny",)))
-    measured = {(cell.sets[0], method.name) for cell in cells for method in cell.methods}
+    jobs = plan_table("table2", Request(CPU, CPU.sets, ("memoro-tiny",)))
+    measured = {(job.sets[0], method.name) for job in jobs for method in job.methods}
     for name in CPU.sets:
         assert {(name, f"memory {cells}") for cells in (1, 5, 10, 20)} < measured
         assert {(name, "head"), (name, "class"), (name, "side 8")} < measured
@@ -74,31 +74,31 @@ def test_table2_covers_all_sets_and_regimes() -> None:
 def test_what_is_compared_is_trained_equally_long() -> None:
     request = Request(CPU, CPU.sets, ("memoro-tiny", "dinov2-small-reg"))
     masking = plan_table("masking", request)
-    assert all(cell.budget == CPU.unmasked for cell in masking)
-    names = {method.name for cell in masking for method in cell.methods}
+    assert all(job.budget == CPU.unmasked for job in masking)
+    names = {method.name for job in masking for method in job.methods}
     assert {"head", "class", "class-full"} < names
     assert {name.replace("-full", "") for name in names} == {"head", "class", "memory 1", "memory 5", "memory 20"}
-    heads = [cell for cell in plan_table("table2", request) if HEAD in cell.methods and cell.budget == CPU.unmasked]
-    assert [cell.sets[0] for cell in heads] == list(CPU.unmasked_sets)
+    heads = [job for job in plan_table("table2", request) if HEAD in job.methods and job.budget == CPU.unmasked]
+    assert [job.sets[0] for job in heads] == list(CPU.unmasked_sets)
 
 
 def test_steps_of_the_user_reach_every_unmasked_cell() -> None:
     request = Request(replace(CPU, unmasked=replace(CPU.unmasked, steps=30)), CPU.sets, ("memoro-tiny", "dinov2"))
-    full = [cell for cell in plan_table("table2", request) if FULL in cell.methods]
-    assert {(cell.backbone, cell.budget.steps) for cell in full} == {("memoro-tiny", 30), ("dinov2", 20)}
+    full = [job for job in plan_table("table2", request) if FULL in job.methods]
+    assert {(job.backbone, job.budget.steps) for job in full} == {("memoro-tiny", 30), ("dinov2", 20)}
     [larger] = [
-        cell
-        for cell in plan_table("table2", Request(CPU, CPU.sets, ("memoro-tiny", "dinov2")))
-        if FULL in cell.methods and cell.backbone == "dinov2"
+        job
+        for job in plan_table("table2", Request(CPU, CPU.sets, ("memoro-tiny", "dinov2")))
+        if FULL in job.methods and job.backbone == "dinov2"
     ]
     assert larger.budget.steps == 100
     shortest = replace(request, scale=replace(CPU, unmasked=replace(CPU.unmasked, steps=1)))
-    assert all(cell.budget.steps == 1 for cell in plan_table("table2", shortest) if FULL in cell.methods)
+    assert all(job.budget.steps == 1 for job in plan_table("table2", shortest) if FULL in job.methods)
 
 
 def test_forks_are_planned_for_several_cells_and_counted() -> None:
-    cells = plan_table("fork", Request(CPU, CPU.sets, ("memoro-tiny",)))
-    assert [cell.kind for cell in cells].count("counts") == 1
+    jobs = plan_table("fork", Request(CPU, CPU.sets, ("memoro-tiny",)))
+    assert [job.kind for job in jobs].count("counts") == 1
     names = [method.name for method in FORKED]
     for count in (1, 5, 20):
         assert {f"memory {count}", *(f"memory {count}, fork {fork}" for fork in ("0.33", "0.50", "0.67", "0.83"))} < {
@@ -107,17 +107,17 @@ def test_forks_are_planned_for_several_cells_and_counted() -> None:
 
 
 def test_paper_scale_is_the_same_plan_with_other_numbers() -> None:
-    cells = plan_table("table2", Request(PAPER, PAPER.sets, PAPER.backbones))
-    assert {cell.sets[0] for cell in cells} == {"sun397", "inaturalist2017", "cifar100", "places365"}
-    for cell in cells:
-        assert (cell.budget.steps, cell.budget.batch_size, cell.budget.most, cell.budget.views) == (
+    jobs = plan_table("table2", Request(PAPER, PAPER.sets, PAPER.backbones))
+    assert {job.sets[0] for job in jobs} == {"sun397", "inaturalist2017", "cifar100", "places365"}
+    for job in jobs:
+        assert (job.budget.steps, job.budget.batch_size, job.budget.most, job.budget.views) == (
             20_000,
             512,
             None,
             None,
         )
-        assert cell.budget.augment.crop == ("pad" if cell.sets == ("cifar100",) else None)
-    assert {method.name for cell in cells for method in cell.methods} >= {
+        assert job.budget.augment.crop == ("pad" if job.sets == ("cifar100",) else None)
+    assert {method.name for job in jobs for method in job.methods} >= {
         "full",
         "memory-full 10",
         "memory 20",
@@ -130,9 +130,9 @@ def test_paper_scale_is_the_same_plan_with_other_numbers() -> None:
 def test_dry_run_of_the_paper_scale(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MEMORO_DATA", raising=False)
-    order, lab = make_order("all", "paper", [], [str(checkpoint)], None, command="memoro …")
+    order, runner = make_order("all", "paper", [], [str(checkpoint)], None, command="memoro …")
     told: list[str] = []
-    dry_run(order, lab, told.append)
+    dry_run(order, runner, told.append)
     text = "\n".join(told)
     assert "data: inaturalist2017: 579,184 training images, 95,986 to test (MISSING" in text
     assert re.search(r"backbone: vit \(.*5 layers of 24\), fingerprint [0-9a-f]{12} \(found\)", text)
@@ -146,13 +146,13 @@ def test_dry_run_of_the_paper_scale(checkpoint: Path, tmp_path: Path, monkeypatc
 
 
 def test_all_leaves_out_a_table_that_cannot_be_planned(shapes: Path, checkpoint: Path) -> None:
-    order, lab = order_of("all", shapes, checkpoint, "one")
+    order, runner = order_of("all", shapes, checkpoint, "one")
     told: list[str] = []
-    dry_run(order, lab, told.append)
+    dry_run(order, runner, told.append)
     assert "naive-concat: skipped (naive-concat needs two sets or more: repeat --data.)" in told
     assert any(line.startswith("extension: ") for line in told)
     with pytest.raises(DataError, match="needs two sets"):
-        dry_run(replace(order, tables=("naive-concat",)), lab, told.append)
+        dry_run(replace(order, tables=("naive-concat",)), runner, told.append)
 
 
 def test_cpu_scale_asks_for_data() -> None:

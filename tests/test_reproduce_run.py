@@ -12,20 +12,20 @@ import torch
 from reproducing import checkpoint, order_of, record_of, shapes
 
 from memoro.errors import TrainingError
-from memoro.reproduce.lab import Lab, _known_rates
 from memoro.reproduce.measure import Budget, is_flat, keep_classes, train_seeds
 from memoro.reproduce.methods import memory, memory_full
-from memoro.reproduce.plan import PAPER, Cell, Request, plan_table
+from memoro.reproduce.plan import PAPER, Job, Request, plan_table
 from memoro.reproduce.records import Records
 from memoro.reproduce.run import list_missing, run_tables
+from memoro.reproduce.runner import Runner, _known_rates
 
 __all__ = ["checkpoint", "shapes"]  # fixtures
 
 
 def test_recorded_cells_are_not_run_again(shapes: Path, checkpoint: Path) -> None:
-    order, lab = order_of("models", shapes, checkpoint)
+    order, runner = order_of("models", shapes, checkpoint)
     told: list[str] = []
-    records = run_tables(order, lab, told.append)
+    records = run_tables(order, runner, told.append)
     assert told[0].startswith("1 job, 0 of them done. The others: about ")
     methods = ["head", "class", "memory 5", "side 8"]
     assert sorted(record.method for record in records.entries) == sorted(methods)
@@ -35,15 +35,15 @@ def test_recorded_cells_are_not_run_again(shapes: Path, checkpoint: Path) -> Non
         assert set(record.result["scores"]) == {f"{rate:g}" for rate in record.key["methods"][0]["rates"]}
     file = shapes / "out" / "models.jsonl"
     before = file.read_bytes()
-    order, lab = order_of("models", shapes, checkpoint)
+    order, runner = order_of("models", shapes, checkpoint)
     again: list[str] = []
-    run_tables(order, lab, again.append)
+    run_tables(order, runner, again.append)
     assert again[0] == "1 job, 1 of them done. The others: about 0 s."
     assert file.read_bytes() == before
 
     lines = before.decode().splitlines(keepends=True)
     file.write_text("".join(lines[:-1]) + lines[-1][:50])  # a crash while the last one was written
-    run_tables(order, lab, again.append)
+    run_tables(order, runner, again.append)
     assert next(line for line in again if line.startswith("[")).startswith("[1 of 1] models: one, vit: ")
     after = file.read_text().splitlines(keepends=True)
     assert after[:-1] == lines[:-1]
@@ -53,25 +53,25 @@ def test_recorded_cells_are_not_run_again(shapes: Path, checkpoint: Path) -> Non
     assert "| vit, 20 px | one | 32 / 12 |" in text
     assert "memoro …" in text
     assert str(shapes) not in text
-    other = Cell("accuracy", "vit", ("one",), (memory(5),), Budget()).key("other weights", 20)
+    other = Job("accuracy", "vit", ("one",), (memory(5),), Budget()).key("other weights", 20)
     assert records.find(other) is None  # new weights are measured anew
 
 
 def test_another_table_uses_what_is_recorded(shapes: Path, checkpoint: Path) -> None:
     run_tables(*order_of("models", shapes, checkpoint), lambda text: None)
-    order, lab = order_of("table2", shapes, checkpoint)
-    left = list_missing(order, lab, Records.read(order.out))
-    names = {(method.name, cell.budget.steps) for _, cell in left for method in cell.methods}
+    order, runner = order_of("table2", shapes, checkpoint)
+    left = list_missing(order, runner, Records.read(order.out))
+    names = {(method.name, job.budget.steps) for _, job in left for method in job.methods}
     assert names.isdisjoint((name, None) for name in ("head", "class", "memory 5", "side 8"))
     assert {("memory 1", None), ("memory 20", None), ("full", 2), ("head", 2)} <= names
-    twice = list_missing(replace(order, tables=("table2", "masking")), lab, Records.read(order.out))
-    [cell] = [cell for table, cell in twice if table == "masking"]
-    assert [method.name for method in cell.methods] == ["class", "memory 1", "memory 5", "memory 20"]  # with few steps
+    twice = list_missing(replace(order, tables=("table2", "masking")), runner, Records.read(order.out))
+    [job] = [job for table, job in twice if table == "masking"]
+    assert [method.name for method in job.methods] == ["class", "memory 1", "memory 5", "memory 20"]  # with few steps
 
 
 def test_naive_concatenation_and_masks(shapes: Path, checkpoint: Path) -> None:
-    order, lab = order_of("naive-concat", shapes, checkpoint, "one", "two", seeds=1)
-    records = run_tables(order, lab, lambda text: None)
+    order, runner = order_of("naive-concat", shapes, checkpoint, "one", "two", seeds=1)
+    records = run_tables(order, runner, lambda text: None)
     [record] = records.entries
     assert set(record.result["rates"]) == {"one", "two"}
     for name, found in record.result["sets"].items():
@@ -88,7 +88,7 @@ def test_concatenation_trains_each_set_with_its_own_augmentation(
     shapes: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (shapes / "two").rename(shapes / "cifar100")
-    order, lab = order_of("naive-concat", shapes, checkpoint, "one", "cifar100", seeds=1)
+    order, runner = order_of("naive-concat", shapes, checkpoint, "one", "cifar100", seeds=1)
     crops: set[tuple[str, str | None]] = set()
 
     def watch(bench: Any, splits: Any, rates: Any, budget: Budget, **more: Any) -> Any:
@@ -96,16 +96,16 @@ def test_concatenation_trains_each_set_with_its_own_augmentation(
         return train_seeds(bench, splits, rates, budget, **more)
 
     monkeypatch.setattr("memoro.reproduce.concat.train_seeds", watch)
-    [(_, cell)] = order.cells()
-    lab.options = replace(lab.options, cache=False)
-    lab.run(replace(cell, budget=replace(cell.budget, views=None)), Records(shapes))
+    [(_, job)] = order.jobs()
+    runner.options = replace(runner.options, cache=False)
+    runner.run(replace(job, budget=replace(job.budget, views=None)), Records(shapes))
     assert crops == {("one", None), ("cifar100", "pad")}
 
 
 def test_rates_that_table2_chose_are_used_for_a_set_with_its_own_augmentation(tmp_path: Path) -> None:
     budget = plan_table("naive-concat", Request(PAPER, PAPER.sets, PAPER.backbones))[0].budget
     method = PAPER.adjust(memory(5))
-    key = Cell("concat", "vit", PAPER.sets, (method,), budget).key("abc", 20)
+    key = Job("concat", "vit", PAPER.sets, (method,), budget).key("abc", 20)
     chosen = record_of(method, [[1]], set_name="cifar100", budget=budget.on_set("cifar100"), lr=0.3)
     assert chosen.key["budget"] != key["budget"]
     assert _known_rates(key, Records(tmp_path, [chosen])) == {"cifar100": {"memory 5": 0.3}}
@@ -116,20 +116,20 @@ def test_rates_that_table2_chose_are_used_for_a_set_with_its_own_augmentation(tm
 def test_a_failing_job_does_not_stop_the_others(
     shapes: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order, lab = order_of("table2", shapes, checkpoint, "one", "two")
-    run = Lab.run
+    order, runner = order_of("table2", shapes, checkpoint, "one", "two")
+    run = Runner.run
 
-    def fail(self: Lab, cell: Cell, records: Records) -> Any:
-        if not cell.methods[0].composes:
-            if cell.sets == ("one",):
+    def fail(self: Runner, job: Job, records: Records) -> Any:
+        if not job.methods[0].composes:
+            if job.sets == ("one",):
                 raise TrainingError("it diverged")
-            return {method.name: record_of(method.name, [[1, 0]] * 3).result for method in cell.methods}
-        return run(self, cell, records)
+            return {method.name: record_of(method.name, [[1, 0]] * 3).result for method in job.methods}
+        return run(self, job, records)
 
-    monkeypatch.setattr(Lab, "run", fail)
+    monkeypatch.setattr(Runner, "run", fail)
     told: list[str] = []
     with pytest.raises(TrainingError, match=r"^6 of \d+ jobs failed; the same command tries them again"):
-        run_tables(order, lab, told.append)
+        run_tables(order, runner, told.append)
     assert "    failed: it diverged" in told
     found = {(record.key["sets"][0], record.method) for record in Records.read(order.out).entries}
     assert ("two", "lora 8") in found
@@ -139,12 +139,12 @@ def test_a_failing_job_does_not_stop_the_others(
 
 def test_checkpoints_of_different_methods_have_different_folders(shapes: Path, checkpoint: Path) -> None:
     """At the paper's scale, jobs continue from checkpoints: one folder for two methods could not be resumed."""
-    _, lab = order_of("table2", shapes, checkpoint)
-    bench = lab.bench("vit")
+    _, runner = order_of("table2", shapes, checkpoint)
+    bench = runner.bench("vit")
     folder = shapes / "runs"
     bench = replace(bench, options=replace(bench.options, folder=folder))
     budget = Budget(steps=2, batch_size=16, seeds=1)
-    splits = lab.splits("one", budget)
+    splits = runner.splits("one", budget)
     for count, method in enumerate([memory_full(1), memory_full(5), memory(1), replace(memory(1), fork=0.5)], start=1):
         method = replace(method, name="same")
         first = train_seeds(bench, splits, [(method, 0.01)], budget)["same"][0]
@@ -157,9 +157,9 @@ def test_extension_measures_children_alone_and_with_parents(
     shapes: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("memoro.reproduce.extension.SIZES", (12,))
-    order, lab = order_of("extension", shapes, checkpoint, "one", "two", seeds=1)
-    cells = [cell for _, cell in order.cells() if cell.sets[0] == "one"]
-    results = [lab.run(cell, Records(shapes))[""] for cell in cells]
+    order, runner = order_of("extension", shapes, checkpoint, "one", "two", seeds=1)
+    jobs = [job for _, job in order.jobs() if job.sets[0] == "one"]
+    results = [runner.run(job, Records(shapes))[""] for job in jobs]
     assert list(results[0]["sizes"]["12"]) == [
         f"{method}, {parent}"
         for method, parent in [
@@ -182,9 +182,9 @@ def test_extension_skips_sizes_with_one_image_of_each_class(
     for split in ("train", "test"):  # eight classes
         for label in range(4):
             (shapes / "two" / split / str(label)).rename(shapes / "one" / split / str(4 + label))
-    order, lab = order_of("extension", shapes, checkpoint, "one", seeds=1)
+    order, runner = order_of("extension", shapes, checkpoint, "one", seeds=1)
     told: list[str] = []
-    records = run_tables(order, lab, told.append)
+    records = run_tables(order, runner, told.append)
     [classes] = [record.result for record in records.entries if record.key["number"] == 0]
     assert list(classes["sizes"]) == ["5", "12"], "two of the folds of five images are empty"
     assert told.count("    4 training images were skipped: 4 classes, none of them with two.") == 1

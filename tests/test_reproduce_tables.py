@@ -14,7 +14,7 @@ from reproducing import record_of
 from memoro.reproduce.compare import Comparison, compare_pair
 from memoro.reproduce.measure import Budget
 from memoro.reproduce.methods import FORKED, STABLE, memory, memory_full, side
-from memoro.reproduce.plan import CPU, TABLES, Cell
+from memoro.reproduce.plan import CPU, TABLES, Job
 from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import write_table
 
@@ -86,7 +86,7 @@ def test_concatenations_of_different_sets_are_not_averaged(tmp_path: Path) -> No
                    "masked": [accuracy] * len(sets), "largest_change": 0.0}
             for name in sets
         }  # fmt: skip
-        cell = Cell("concat", "vit", sets, methods, CPU.unmasked, number)
+        cell = Job("concat", "vit", sets, methods, CPU.unmasked, number)
         return Record.now("naive-concat", cell.key("abc", 20), {"sets": found}, 1.0, 1)
 
     records = Records(
@@ -101,7 +101,7 @@ def test_extensions_of_different_settings_are_told_apart(tmp_path: Path) -> None
     def record(other: str, epochs: int, accuracy: float) -> Record:
         case = {"test": [accuracy] * 3, "correct": ["ff"] * 3}
         result = {"sizes": {"40": {"memory 5, alone": case, "memory 5, another set": case}}, "test_images": 8}
-        cell = Cell("extension", "vit", ("a", other), (memory(5), side()), replace(CPU.masked, epochs=epochs), 0)
+        cell = Job("extension", "vit", ("a", other), (memory(5), side()), replace(CPU.masked, epochs=epochs), 0)
         return Record.now("extension", cell.key("abc", 20), result, 1.0, 1)
 
     records = Records(tmp_path, [record("b", 10, 0.5), record("c", 10, 0.6), record("b", 2, 0.7)])
@@ -112,7 +112,7 @@ def test_extensions_of_different_settings_are_told_apart(tmp_path: Path) -> None
 
 def test_forks_are_shown_with_their_cost(tmp_path: Path) -> None:
     counts = {"rows": [{"name": method.name, "parameters": 7, "head": 3, "flops": 2_500_000} for method in FORKED]}
-    key = Cell("counts", "vit", (), FORKED, Budget()).key("abc", 20)
+    key = Job("counts", "vit", (), FORKED, Budget()).key("abc", 20)
     records = Records(tmp_path, [
         Record.now("fork", key, counts, 1.0, 1),
         *(record_of(name, [[1, 0]] * 3) for name in ("head", "memory 5", "memory 20, fork 0.50")),

@@ -114,7 +114,7 @@ def reproduce(
         return
     changes: dict[str, Any] = {"most": most, "epochs": epochs, "steps": steps, "seeds": seeds, "folds": folds}
     changes["batch_size"] = batch_size
-    order, lab = make_order(
+    order, runner = make_order(
         table.value, scale.value, data or [], backbone or [], out,
         command=quoted("memoro", *map(_without_folder, sys.argv[1:])),
         image_size=image_size, workers=workers, device=device,
@@ -122,14 +122,14 @@ def reproduce(
     )  # fmt: skip
 
     def log(text: str) -> None:
-        if lab.main:
+        if runner.main:
             console.print(text)
 
     if dry_run:
-        run_dry(order, lab, log)
+        run_dry(order, runner, log)
     else:
         try:
-            run_tables(order, lab, log)
+            run_tables(order, runner, log)
         except KeyboardInterrupt:
             log("stopped. What is done is recorded: the same command continues with the rest.")
             raise typer.Exit(130) from None

@@ -16,7 +16,7 @@ from memoro.images import Preprocessing
 from memoro.regimes import TaskPlan, find_regime
 from memoro.reproduce.measure import FOLDS, Budget
 from memoro.reproduce.methods import Method
-from memoro.reproduce.plan import Cell
+from memoro.reproduce.plan import Job
 from memoro.training.run import SharedForward
 
 # In plain base passes per image, from `memoro bench train` (results/train.md).
@@ -35,31 +35,29 @@ class Size:
     test: int
 
 
-def base_passes(cell: Cell, sizes: dict[str, Size]) -> float:
-    """What a cell costs, in passes of the backbone over one image."""
-    if cell.kind == "counts":
+def base_passes(job: Job, sizes: dict[str, Size]) -> float:
+    """What a job costs, in passes of the backbone over one image."""
+    if job.kind == "counts":
         return 0.0
-    if cell.kind == "accuracy":
-        return _accuracy_passes(cell.methods, cell.budget, sizes[cell.sets[0]])
-    if cell.kind == "concat":
-        training = sum(
-            _accuracy_passes([one], cell.budget, sizes[name], 1) for one in cell.methods for name in cell.sets
-        )
-        return training + sum(sizes[name].test for name in cell.sets) * 2.5 * len(cell.sets)
+    if job.kind == "accuracy":
+        return _accuracy_passes(job.methods, job.budget, sizes[job.sets[0]])
+    if job.kind == "concat":
+        training = sum(_accuracy_passes([one], job.budget, sizes[name], 1) for one in job.methods for name in job.sets)
+        return training + sum(sizes[name].test for name in job.sets) * 2.5 * len(job.sets)
     # Three sizes of a child, with up to three cases of each method, and its parents.
-    cases = [method for method in cell.methods for _ in range(3)]
-    few = Size(min(840, sizes[cell.sets[0]].train // 2), sizes[cell.sets[0]].test * 3)
-    return sum(_accuracy_passes(cell.methods, cell.budget, sizes[name], 1) for name in cell.sets) + _accuracy_passes(
-        cases, cell.budget, few
+    cases = [method for method in job.methods for _ in range(3)]
+    few = Size(min(840, sizes[job.sets[0]].train // 2), sizes[job.sets[0]].test * 3)
+    return sum(_accuracy_passes(job.methods, job.budget, sizes[name], 1) for name in job.sets) + _accuracy_passes(
+        cases, job.budget, few
     )
 
 
-def training_steps(cell: Cell, sizes: dict[str, Size]) -> int:
+def training_steps(job: Job, sizes: dict[str, Size]) -> int:
     """Optimiser steps of its longest chain of runs: what shares passes counts once."""
-    images = [_limited(sizes[name].train, cell.budget) for name in cell.sets]
-    calls = sum(1 if method.composes else len(method.rates) + cell.budget.seeds for method in cell.methods)
-    calls = 2 if cell.methods and cell.methods[0].composes else calls
-    return sum(calls * cell.budget.step_count(count) for count in images)
+    images = [_limited(sizes[name].train, job.budget) for name in job.sets]
+    calls = sum(1 if method.composes else len(method.rates) + job.budget.seeds for method in job.methods)
+    calls = 2 if job.methods and job.methods[0].composes else calls
+    return sum(calls * job.budget.step_count(count) for count in images)
 
 
 def _limited(images: int, budget: Budget) -> int:

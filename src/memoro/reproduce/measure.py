@@ -34,7 +34,7 @@ FLAT = 0.01
 
 @dataclass(frozen=True)
 class Budget:
-    """How long the runs of a cell are, and how many there are."""
+    """How long the runs of a job are, and how many there are."""
 
     epochs: int = 10
     steps: int | None = None

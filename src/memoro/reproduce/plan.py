@@ -1,4 +1,4 @@
-"""What each table measures, as a list of cells. A cell is one call of training, recorded as a whole when it is done."""
+"""What each table measures, as a list of jobs. A job is one call of training, recorded as a whole when it is done."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ CHILDREN = ("classes", "groups")
 """The task that extends another: half of a set's classes, or two groups of its classes."""
 
 MOST_RUNS = 24
-"""Runs of a cell that share a pass; more of them are several cells, so that none takes much longer than 15 minutes."""
+"""Runs of a job that share a pass; more of them are several jobs, so that none takes much longer than 15 minutes."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class Job:
     """A set, a backbone and a group of methods that are measured together."""
 
     kind: Kind
@@ -65,8 +65,8 @@ class Cell:
         }.get(self.kind, "")
         return ": ".join(filter(None, [", ".join(filter(None, [sets, self.backbone])), number or names]))
 
-    def parts(self) -> list[Cell]:
-        """What is recorded on a line of its own: each method of an accuracy cell, else the cell."""
+    def parts(self) -> list[Job]:
+        """What is recorded on a line of its own: each method of an accuracy job, else the job."""
         return [replace(self, methods=(method,)) for method in self.methods] if self.kind == "accuracy" else [self]
 
     def key(self, fingerprint: str, image_size: int, images: Mapping[str, str] = {}) -> Key:
@@ -142,20 +142,20 @@ class Request:
         scale = replace(self.scale, masked=self.scale.unmasked)
         return replace(self, scale=scale, sets=self.few_sets, backbones=(self.main_backbone,))
 
-    def masked(self, methods: Sequence[Method], sets: Sequence[str] | None = None, **changes: Any) -> Iterator[Cell]:
+    def masked(self, methods: Sequence[Method], sets: Sequence[str] | None = None, **changes: Any) -> Iterator[Job]:
         """Cells of methods that share passes, over all backbones and sets."""
         for backbone in self.backbones:
             for name in self.sets if sets is None else sets:
                 budget = replace(self.scale.budget(True, name), **changes)
                 for group in _groups([self.scale.adjust(method) for method in methods], budget):
-                    yield Cell("accuracy", backbone, (name,), group, budget)
+                    yield Job("accuracy", backbone, (name,), group, budget)
 
-    def unmasked(self, methods: Sequence[Method], sets: Sequence[str] | None = None, **changes: Any) -> Iterator[Cell]:
+    def unmasked(self, methods: Sequence[Method], sets: Sequence[str] | None = None, **changes: Any) -> Iterator[Job]:
         """Cells of one method each, on the main backbone."""
         for name in self.few_sets if sets is None else sets:
             for method in methods:
                 budget = replace(self.scale.budget(False, name), **changes)
-                yield Cell("accuracy", self.main_backbone, (name,), (self.scale.adjust(method),), budget)
+                yield Job("accuracy", self.main_backbone, (name,), (self.scale.adjust(method),), budget)
 
 
 def _groups(methods: Sequence[Method], budget: Budget) -> Iterator[tuple[Method, ...]]:
@@ -175,7 +175,7 @@ def runs_of(method: Method, budget: Budget) -> int:
     return max(len(method.rates) * budget.judging_seeds * (budget.folds or 2), budget.seeds)
 
 
-def _table2(request: Request) -> Iterator[Cell]:
+def _table2(request: Request) -> Iterator[Job]:
     yield from request.masked(MASKED)
     yield from request.unmasked([FULL, CLASS_FULL, *map(memory_full, request.scale.cells), LORA])
     yield from request.at_unmasked_budget.masked([HEAD])  # the paper's ordering ends with it
@@ -184,10 +184,10 @@ def _table2(request: Request) -> Iterator[Cell]:
             if backbone != request.main_backbone and "rsscn7" in request.sets:
                 budget = request.scale.unmasked
                 budget = replace(budget, steps=max(1, 2 * (budget.steps or 0) // 3))
-                yield Cell("accuracy", backbone, ("rsscn7",), (FULL,), budget)
+                yield Job("accuracy", backbone, ("rsscn7",), (FULL,), budget)
 
 
-def _table4(request: Request) -> Iterator[Cell]:
+def _table4(request: Request) -> Iterator[Job]:
     sets = request.few_sets[-3:-1] or request.few_sets  # textures and satellite images, of the four
     if request.scale.name == "paper":
         sets = ("inaturalist2017",)
@@ -195,11 +195,11 @@ def _table4(request: Request) -> Iterator[Cell]:
     yield from request.unmasked(methods, [name for name in sets if name in request.sets])
 
 
-def _table5(request: Request) -> Iterator[Cell]:
-    yield Cell("counts", "", (), (), Budget())
+def _table5(request: Request) -> Iterator[Job]:
+    yield Job("counts", "", (), (), Budget())
 
 
-def _naive(request: Request) -> Iterator[Cell]:
+def _naive(request: Request) -> Iterator[Job]:
     # The paper measures i-Naturalist, then adds Places, CIFAR and SUN.
     order = ("inaturalist2017", "places365", "cifar100", "sun397")
     sets = request.few_sets if request.scale.name == "cpu" else tuple(name for name in order if name in request.sets)
@@ -207,43 +207,43 @@ def _naive(request: Request) -> Iterator[Cell]:
         raise DataError("naive-concat needs two sets or more: repeat --data.")
     methods = (request.scale.adjust(memory_full(5)), request.scale.adjust(memory(5)))
     for seed in range(request.scale.unmasked.seeds):
-        yield Cell("concat", request.main_backbone, sets, methods, request.scale.unmasked, seed)
+        yield Job("concat", request.main_backbone, sets, methods, request.scale.unmasked, seed)
 
 
-def _masking(request: Request) -> Iterator[Cell]:
+def _masking(request: Request) -> Iterator[Job]:
     yield from request.at_unmasked_budget.masked([HEAD, *map(memory, (0, *request.scale.cells))])
     yield from request.unmasked([CLASS_FULL, *map(memory_full, request.scale.cells)])
 
 
-def _extension(request: Request) -> Iterator[Cell]:
+def _extension(request: Request) -> Iterator[Job]:
     methods = tuple(map(request.scale.adjust, (memory(5), side())))
     for name in request.few_sets:
         other = next((one for one in request.few_sets if one != name), None)
         sets = (name,) if other is None else (name, other)
         for child in range(len(CHILDREN)):
-            yield Cell("extension", request.main_backbone, sets, methods, request.scale.masked, child)
+            yield Job("extension", request.main_backbone, sets, methods, request.scale.masked, child)
 
 
-def _fork(request: Request) -> Iterator[Cell]:
+def _fork(request: Request) -> Iterator[Job]:
     for backbone in request.backbones:
-        yield Cell("counts", backbone, (), FORKED, Budget())
+        yield Job("counts", backbone, (), FORKED, Budget())
     yield from replace(request, backbones=(request.main_backbone,)).masked(FORKED)
     others = tuple(name for name in request.backbones if name != request.main_backbone)
     yield from replace(request, backbones=others).masked(FORKED, request.few_sets)
 
 
-def _models(request: Request) -> Iterator[Cell]:
+def _models(request: Request) -> Iterator[Job]:
     yield from request.masked((HEAD, memory(0), memory(5), side()))
 
 
-def _stability(request: Request) -> Iterator[Cell]:
+def _stability(request: Request) -> Iterator[Job]:
     here = replace(request, backbones=(request.main_backbone,), scale=replace(request.scale, adjust=lambda one: one))
     sets = request.few_sets[-2:] if request.scale.name == "cpu" else request.few_sets
     yield from here.masked(STABLE, sets, seeds=0, folds=1, judging_seeds=3)
     yield from here.unmasked(STABLE_FULL, sets, seeds=0, folds=1)
 
 
-TABLES: dict[str, Callable[[Request], Iterator[Cell]]] = {
+TABLES: dict[str, Callable[[Request], Iterator[Job]]] = {
     "table2": _table2,
     "naive-concat": _naive,
     "masking": _masking,
@@ -257,6 +257,6 @@ TABLES: dict[str, Callable[[Request], Iterator[Cell]]] = {
 """In order of value: `all` runs them in this order."""
 
 
-def plan_table(table: str, request: Request) -> list[Cell]:
-    """All cells of a table. Tables may share measurements: one that is recorded is not repeated."""
+def plan_table(table: str, request: Request) -> list[Job]:
+    """All jobs of a table. Tables may share measurements: one that is recorded is not repeated."""
     return list(TABLES[table](request))

@@ -22,14 +22,14 @@ LIBRARIES = ("torch", "transformers", "numpy")
 
 @dataclass(frozen=True)
 class Record:
-    """One measurement, how long its cell took, and what on."""
+    """One measurement, how long its job took, and what on."""
 
     table: str
     """The table that it was first measured for."""
     key: Key
     result: dict[str, Any]
     seconds: float
-    """Of the whole cell, whose methods shared the passes."""
+    """Of the whole job, whose methods shared the passes."""
     together: int
     """How many methods that were."""
     machine: dict[str, Any]

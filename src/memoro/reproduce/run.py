@@ -1,4 +1,4 @@
-"""Runs the cells of tables (users read: jobs): the estimate first, each recorded when it is done, then the reports."""
+"""Runs the jobs of tables: the estimate first, each recorded when it is done, then the reports."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from memoro.data.hub import KNOWN
 from memoro.errors import DataError, MemoroError, TrainingError
 from memoro.reproduce.counts import count_flops
 from memoro.reproduce.estimate import Size, base_passes, training_bytes, training_steps
-from memoro.reproduce.lab import Lab
-from memoro.reproduce.plan import Cell, Key, Request, plan_table
+from memoro.reproduce.plan import Job, Key, Request, plan_table
 from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import write_table
+from memoro.reproduce.runner import Runner
 
 GPU_TFLOPS = 30
 """What one GPU is assumed to sustain in training, for the estimate of the paper's scale."""
@@ -36,20 +36,20 @@ class Order:
     command: str
     """As the user typed it, for the records."""
 
-    def cells(self) -> list[tuple[str, Cell]]:
-        return [(table, cell) for table in self.tables for cell in plan_table(table, self.request)]
+    def jobs(self) -> list[tuple[str, Job]]:
+        return [(table, job) for table in self.tables for job in plan_table(table, self.request)]
 
 
-def list_missing(order: Order, lab: Lab, records: Records) -> list[tuple[str, Cell]]:
-    """The cells without the methods that are recorded, or that an earlier cell of the order measures."""
-    found: list[tuple[str, Cell]] = []
+def list_missing(order: Order, runner: Runner, records: Records) -> list[tuple[str, Job]]:
+    """The jobs without the methods that are recorded, or that an earlier job of the order measures."""
+    found: list[tuple[str, Job]] = []
     planned: list[Key] = []
-    for table, cell in order.cells():
-        keys = [(part, lab.key(part)) for part in cell.parts()]
+    for table, job in order.jobs():
+        keys = [(part, runner.key(part)) for part in job.parts()]
         left = [(part, key) for part, key in keys if records.find(key) is None and key not in planned]
         planned += [key for _, key in left]
         if left:
-            found.append((table, replace(cell, methods=tuple(method for part, _ in left for method in part.methods))))
+            found.append((table, replace(job, methods=tuple(method for part, _ in left for method in part.methods))))
     return found
 
 
@@ -67,40 +67,40 @@ def without_unplanned(order: Order, log: Log) -> Order:
     return replace(order, tables=tuple(planned))
 
 
-def run_tables(order: Order, lab: Lab, log: Log) -> Records:
+def run_tables(order: Order, runner: Runner, log: Log) -> Records:
     """Runs what is not recorded yet, and writes the reports of all tables.
 
     A job that fails does not stop the others: at the end, an error says how many did.
     """
     order = without_unplanned(order, log)
     records = Records.read(order.out)
-    sizes = {name: lab.size(name) for name in order.request.sets}
-    waiting, total = list_missing(order, lab, records), len(order.cells())
-    seconds = sum(lab.seconds(cell, sizes) for _, cell in waiting)
+    sizes = {name: runner.size(name) for name in order.request.sets}
+    waiting, total = list_missing(order, runner, records), len(order.jobs())
+    seconds = sum(runner.seconds(job, sizes) for _, job in waiting)
     log(f"{format_count(total, 'job')}, {total - len(waiting)} of them done. The others: about {format_time(seconds)}.")
     failed = 0
-    for number, (table, cell) in enumerate(waiting, start=1):
-        log(f"[{number} of {len(waiting)}] {table}: {cell.title} (about {format_time(lab.seconds(cell, sizes))})")
+    for number, (table, job) in enumerate(waiting, start=1):
+        log(f"[{number} of {len(waiting)}] {table}: {job.title} (about {format_time(runner.seconds(job, sizes))})")
         started = time.monotonic()
         try:
-            results = lab.run(cell, records)
+            results = runner.run(job, records)
         except MemoroError as error:
             failed += 1
             log(f"    failed: {error}")
             continue
         seconds = time.monotonic() - started
-        parts = {part.methods[0].name if cell.kind == "accuracy" else "": part for part in cell.parts()}
+        parts = {part.methods[0].name if job.kind == "accuracy" else "": part for part in job.parts()}
         made = [
-            Record.now(table, lab.key(parts[name]), result, seconds, len(results), order.command)
+            Record.now(table, runner.key(parts[name]), result, seconds, len(results), order.command)
             for name, result in results.items()
         ]
         for text in [text for result in results.values() for text in result.get("notes", ())]:
             log(f"    {text}")
-        records.add(made, write=lab.main)
-        if lab.main:
+        records.add(made, write=runner.main)
+        if runner.main:
             write_table(table, records, order.request.scale.name, order.out)
         log(f"    done in {format_time(seconds)}")
-    if lab.main:
+    if runner.main:
         write_reports(order.tables, order.request.scale.name, order.out, log)
     if failed:
         raise TrainingError(
@@ -116,32 +116,32 @@ def write_reports(tables: Sequence[str], scale: str, out: Path, log: Log) -> Non
         log(f"{table}: {write_table(table, records, scale, out)}")
 
 
-def dry_run(order: Order, lab: Lab, log: Log) -> None:
+def dry_run(order: Order, runner: Runner, log: Log) -> None:
     """Resolves the plan and says what it needs, without training anything."""
     order = without_unplanned(order, log)
     request, scale = order.request, order.request.scale
-    sizes = {name: _look_for_set(name, lab, log) for name in request.sets}
+    sizes = {name: _look_for_set(name, runner, log) for name in request.sets}
     known = {name: size for name, size in sizes.items() if size is not None}
     for name in request.backbones:
-        _look_for_backbone(name, lab, log)
-    missing = list_missing(order, lab, Records.read(order.out))
-    left = [(table, cell) for table, cell in missing if all(name in known for name in cell.sets)]
+        _look_for_backbone(name, runner, log)
+    missing = list_missing(order, runner, Records.read(order.out))
+    left = [(table, job) for table, job in missing if all(name in known for name in job.sets)]
     total = 0.0
     for table in order.tables:
-        cells = [cell for own, cell in left if own == table]
-        steps = sum(training_steps(cell, known) for cell in cells)
-        seconds = sum(lab.seconds(cell, known) for cell in cells)
+        jobs = [job for own, job in left if own == table]
+        steps = sum(training_steps(job, known) for job in jobs)
+        seconds = sum(runner.seconds(job, known) for job in jobs)
         total += seconds
-        what = f"{format_count(len(cells), 'job')} that no other table or record has"
+        what = f"{format_count(len(jobs), 'job')} that no other table or record has"
         log(f"{table}: {what}, {steps:,} optimiser steps, about {format_time(seconds)} on this machine")
     log(f"all: about {format_time(total)} on this machine; batch {scale.unmasked.batch_size}")
-    passes = sum(base_passes(cell, known) for _, cell in left)
-    bench = lab.bench(request.main_backbone)
+    passes = sum(base_passes(job, known) for _, job in left)
+    bench = runner.bench(request.main_backbone)
     pixels = torch.zeros(1, bench.backbone.channels, *output_size(bench.preprocessing)).to(bench.backbone.device)
     work = passes * count_flops(bench.backbone.original, pixels)
     hours = work / (GPU_TFLOPS * 1e12) / 3600
     log(f"work: {work / 1e15:,.1f} PFLOP, or {hours:,.1f} hours of a GPU that sustains {GPU_TFLOPS} TFLOP/s")
-    methods = {method.name: method for _, cell in order.cells() for method in cell.methods}
+    methods = {method.name: method for _, job in order.jobs() for method in job.methods}
     for name, method in methods.items():
         if name in {"full", "memory-full 5", "memory 5"}:
             budget = scale.masked if method.composes else scale.unmasked
@@ -149,23 +149,23 @@ def dry_run(order: Order, lab: Lab, log: Log) -> None:
             log(f"memory of one run, {name}: about {format_bytes(need)} at batch {budget.batch_size}")
 
 
-def _look_for_set(name: str, lab: Lab, log: Log) -> Size | None:
+def _look_for_set(name: str, runner: Runner, log: Log) -> Size | None:
     try:
-        size = lab.size(name)
+        size = runner.size(name)
     except MemoroError as error:
         log(f"data: {name}: MISSING ({error})")
         return None
-    there = lab.listed(name) is not None
+    there = runner.listed(name) is not None
     what = "found" if there else f"MISSING; official numbers are used here. Fetch {KNOWN[name].fetch}"
     log(f"data: {name}: {size.train:,} training images, {size.test:,} to test ({what})")
     return size
 
 
-def _look_for_backbone(name: str, lab: Lab, log: Log) -> None:
+def _look_for_backbone(name: str, runner: Runner, log: Log) -> None:
     """Loads it; where that fails, a ViT-B/32 with random weights stands in, which costs the same."""
     try:
-        bench = lab.bench(name)
+        bench = runner.bench(name)
         log(f"backbone: {bench.backbone}, fingerprint {bench.backbone.fingerprint.short} (found)")
     except MemoroError as error:
         log(f"backbone: {name}: MISSING ({error})")
-        lab.stand_in(name)
+        runner.stand_in(name)

@@ -9,9 +9,9 @@ from typing import Any
 
 from memoro.errors import DataError
 from memoro.extras import need
-from memoro.reproduce.lab import MOST_PIXELS, Lab, find_sets, name_backbone
 from memoro.reproduce.plan import SCALES, TABLES, Request, Scale
 from memoro.reproduce.run import Order
+from memoro.reproduce.runner import MOST_PIXELS, Runner, find_sets, name_backbone
 from memoro.training import Cache, TrainOptions
 
 
@@ -27,7 +27,7 @@ def make_order(
     workers: int | None = None,
     device: str | None = None,
     changes: Mapping[str, Any] = {},
-) -> tuple[Order, Lab]:
+) -> tuple[Order, Runner]:
     """What to run and what with. `changes` are fields of `Budget`: epochs of masked regimes, steps of the others."""
     need("accelerate", "torchmetrics", "matplotlib", "datasets")
     scale = _changed(SCALES[scale_name], changes)
@@ -40,15 +40,15 @@ def make_order(
     known = [name for name in scale.sets if name in sets]
     request = Request(scale, (*known, *(name for name in sets if name not in known)), tuple(sources))
     folder = out or Path("results") / scale.name
-    # Kept features serve every cell of a set. At the paper's scale every epoch has new views, so nothing is kept.
-    # There a cell takes hours, so that it has checkpoints.
+    # Kept features serve every job of a set. At the paper's scale every epoch has new views, so nothing is kept.
+    # There a job takes hours, so that it has checkpoints.
     small = scale.name == "cpu"
     options = TrainOptions(
         cache=Cache() if small else False, folder=None if small else folder / "runs", workers=workers, quiet=True
     )
-    lab = Lab(sets, sources, options, image_size, MOST_PIXELS if small else None, device)
+    runner = Runner(sets, sources, options, image_size, MOST_PIXELS if small else None, device)
     tables = tuple(TABLES) if table == "all" else (table,)
-    return Order(tables, request, folder, command), lab
+    return Order(tables, request, folder, command), runner
 
 
 def _changed(scale: Scale, changes: Mapping[str, Any]) -> Scale:

@@ -1,4 +1,4 @@
-"""What cells are run with: backbones and sets by name, loaded when they are needed."""
+"""What jobs are run with: backbones and sets by name, loaded when they are needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memoro.reproduce.counts import count_costs, count_methods
 from memoro.reproduce.estimate import Size, base_passes, seconds_per_pass
 from memoro.reproduce.extension import measure_extension
 from memoro.reproduce.measure import Bench, Budget, limit_training, measure_methods
-from memoro.reproduce.plan import CHILDREN, CPU, Cell, Key
+from memoro.reproduce.plan import CHILDREN, CPU, Job, Key
 from memoro.reproduce.records import Records
 from memoro.training import TrainOptions
 from memoro.training.distributed import find_processes
@@ -52,8 +52,8 @@ def name_backbone(source: str) -> str:
 
 
 @dataclass
-class Lab:
-    """Runs cells. Sets and backbones are kept once loaded."""
+class Runner:
+    """Runs jobs. Sets and backbones are kept once loaded."""
 
     sets: dict[str, str]
     """Sources by name."""
@@ -114,12 +114,12 @@ class Lab:
             self._listed[name] = found
         return self._listed[name]
 
-    def key(self, cell: Cell) -> Key:
-        if not cell.backbone:
-            return cell.key("", 224)
-        bench = self.bench(cell.backbone)
-        images = {name: self.digest(name) for name in cell.sets}
-        return cell.key(bench.backbone.fingerprint.short, min(output_size(bench.preprocessing)), images)
+    def key(self, job: Job) -> Key:
+        if not job.backbone:
+            return job.key("", 224)
+        bench = self.bench(job.backbone)
+        images = {name: self.digest(name) for name in job.sets}
+        return job.key(bench.backbone.fingerprint.short, min(output_size(bench.preprocessing)), images)
 
     def digest(self, name: str) -> str:
         """A hash of the file names and labels of a set: another set of the same name has another one. Empty for a known
@@ -129,33 +129,33 @@ class Lab:
             self._digests[name] = "" if splits is None else _hash(splits)
         return self._digests[name]
 
-    def seconds(self, cell: Cell, sizes: dict[str, Size]) -> float:
+    def seconds(self, job: Job, sizes: dict[str, Size]) -> float:
         """An estimate, from passes that are timed here."""
-        if not cell.backbone:
+        if not job.backbone:
             return 5.0
-        if cell.backbone not in self._speeds:
-            bench = self.bench(cell.backbone)
-            self._speeds[cell.backbone] = seconds_per_pass(bench.backbone, bench.preprocessing)
-        return base_passes(cell, sizes) * self._speeds[cell.backbone]
+        if job.backbone not in self._speeds:
+            bench = self.bench(job.backbone)
+            self._speeds[job.backbone] = seconds_per_pass(bench.backbone, bench.preprocessing)
+        return base_passes(job, sizes) * self._speeds[job.backbone]
 
-    def run(self, cell: Cell, records: Records) -> dict[str, dict[str, Any]]:
-        """The results of the cell's parts, by the name of the method; a cell with one result has it under ``."""
-        if cell.kind == "counts":
-            return {"": self._count(cell) if cell.backbone else count_costs()}
-        bench = self.bench(cell.backbone)
-        sets = [self.splits(name, cell.budget) for name in cell.sets]
-        if cell.kind == "accuracy":
-            return measure_methods(bench, sets[0], cell.methods, cell.budget)
-        if cell.kind == "concat":
-            known = _known_rates(self.key(cell), records)
-            return {"": measure_concat(bench, sets, cell.methods, cell.budget, cell.number, known)}
+    def run(self, job: Job, records: Records) -> dict[str, dict[str, Any]]:
+        """The results of the job's parts, by the name of the method; a job with one result has it under ``."""
+        if job.kind == "counts":
+            return {"": self._count(job) if job.backbone else count_costs()}
+        bench = self.bench(job.backbone)
+        sets = [self.splits(name, job.budget) for name in job.sets]
+        if job.kind == "accuracy":
+            return measure_methods(bench, sets[0], job.methods, job.budget)
+        if job.kind == "concat":
+            known = _known_rates(self.key(job), records)
+            return {"": measure_concat(bench, sets, job.methods, job.budget, job.number, known)}
         other = sets[1] if len(sets) > 1 else None
-        child = CHILDREN[cell.number]
-        return {"": measure_extension(bench, sets[0], other, cell.methods, cell.budget, child)}
+        child = CHILDREN[job.number]
+        return {"": measure_extension(bench, sets[0], other, job.methods, job.budget, child)}
 
-    def _count(self, cell: Cell) -> dict[str, Any]:
-        bench = self.bench(cell.backbone)
-        return {"rows": count_methods(bench.backbone, cell.methods, output_size(bench.preprocessing))}
+    def _count(self, job: Job) -> dict[str, Any]:
+        bench = self.bench(job.backbone)
+        return {"rows": count_methods(bench.backbone, job.methods, output_size(bench.preprocessing))}
 
 
 def _hash(splits: Splits) -> str:
@@ -169,7 +169,7 @@ def _hash(splits: Splits) -> str:
 
 
 def _known_rates(key: Key, records: Records) -> dict[str, Any]:
-    """Rates by set and method that an earlier seed of a cell chose, or table 2 for the same method and budget."""
+    """Rates by set and method that an earlier seed of a job chose, or table 2 for the same method and budget."""
     found: dict[str, Any] = {}
     for record in records.entries:
         own = record.key
