@@ -322,7 +322,7 @@ def test_bad_options_are_refused_before_anything_is_read(shell: Shell, tmp_path:
     assert "--steps 1000" in told
     assert (
         shell("train", "set", "-b", "none", "--flip", 3, code=1).err
-        == "error flip 3.0: choose a probability from 0 to 1.\n"
+        == "error: flip 3.0: choose a probability from 0 to 1.\n"
     )
     with pytest.raises(DataError, match="padding 2: choose a fraction"):
         Augment(padding=2)

@@ -207,7 +207,30 @@ def test_copies_stay_on_one_side_of_the_cut(tmp_path: Path) -> None:
 def test_image_under_two_labels_is_noted(tmp_path: Path) -> None:
     save_classes(tmp_path, {"a": 3, "b": 3})
     (tmp_path / "b" / "same.png").write_bytes((tmp_path / "a" / "0000.png").read_bytes())
-    assert any("1 images have two or more labels" in note for note in load_data(tmp_path, val_fraction=0).notes)
+    notes = load_data(tmp_path, val_fraction=0).notes
+    assert f"1 image with two or more labels in train: {tmp_path}/a/0000.png." in notes
+
+
+def test_labels_that_are_spelled_alike_are_noted(tmp_path: Path) -> None:
+    save_classes(tmp_path, {"Ants": 3, "ants": 3, "bees": 3})
+    assert [note for note in load_data(tmp_path, val_fraction=0).notes if "warning" in note] == [
+        "warning: the labels 'Ants' and 'ants' differ in case or spaces only: if they mean one class, merge them."
+    ]
+
+
+def test_a_folder_above_the_classes_is_noted(tmp_path: Path) -> None:
+    for name in ("pets", "rooms"):
+        save_classes(tmp_path / "photos" / name, {"a": 2, "b": 2})
+    [note] = [note for note in load_data(tmp_path / "photos", val_fraction=0).notes if "warning" in note]
+    assert "only further folders (pets/a, pets/b, rooms/a, rooms/b)" in note
+    assert not any("warning" in note for note in load_data(tmp_path / "photos" / "pets", val_fraction=0).notes)
+
+
+def test_a_mistyped_folder_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_classes(tmp_path / "photos" / "pets", {"a": 2, "b": 2})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"'photos/pet': there is no such file or folder \(photos/ has pets\)"):
+        load_data("photos/pet")
 
 
 @pytest.mark.parametrize(

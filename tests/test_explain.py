@@ -95,7 +95,7 @@ def test_the_command_draws_one_overlay(shell: Shell, backbone: Backbone, tmp_pat
     assert "patches" in said.out
     assert "memory" in said.out
     [answer] = memoro.compose(backbone, [memoro.load_task("pets.safetensors")]).predict([photo])
-    assert f"{answer['pets']['label']} {answer['pets']['probability']:.0%}" in said.out
+    assert f"{answer['pets']['label']} {answer['pets']['probability']:.2f}" in said.out
     overlay = memoro.compose(backbone, [memoro.load_task("pets.safetensors")]).explain(photo, "pets").overlay()
     drawn = np.asarray(open_image("overlay.png"), dtype=int) - np.asarray(overlay, dtype=int)
     assert np.abs(drawn).max() <= 1, "but for the rounding of a loaded copy of the weights"

@@ -57,8 +57,8 @@ def test_a_task_gains_a_class_and_keeps_what_it_knows(shell: Callable[..., Any],
     assert not torch.allclose(new.head.weight[0], old.head.weight[0])
 
     # The file that was there before is kept, and still holds the old task.
-    assert record["previous"] == "my colours-1.safetensors"
-    assert "the old file is kept as my colours-1.safetensors" in done.stderr
+    assert record["previous"] == "my colours.safetensors.1"
+    assert "the old file is kept as my colours.safetensors.1" in done.stderr
     assert Path(record["previous"]).read_bytes() == before
 
     [entry] = new.spec.training["history"]

@@ -181,10 +181,15 @@ def test_eval_of_one_set_and_of_one_for_each(root: Path) -> None:
     table = run(root, "eval", "colour=set", "-b", "vit", *both)
     assert "colour" in table.stdout
     assert "one pass over 9 images for colour" in table.stderr
+    assert run(root, "eval", "set", "-b", "vit", "-t", "colour.safetensor[s]", "--workers", 0, "--json").json == alone
+    own = run(root, "eval", "set/train", "-b", "vit", "-t", "colour.safetensors", "--workers", 0)
+    assert "colour learned from some of them: this is not the accuracy on new images" in own.stderr
+    new = run(root, "eval", "set/test", "-b", "vit", "-t", "colour.safetensors", "--workers", 0)
+    assert "None of them is among the training images on record" in new.stderr
     for data in (["set", "numbers"], ["colour=a", "colour=b"]):
         assert "give NAME=DATA for each" in run(root, "eval", *data, "-b", "vit", *both, code=1).stderr
     assert "no task 'other' among colour, warmth" in run(root, "eval", "other=set", "-b", "vit", *both, code=1).stderr
-    assert "for regression, write a CSV" in run(root, "eval", "set", "-b", "vit", *both, code=1).stderr
+    assert "for several labels or numbers, write a CSV" in run(root, "eval", "set", "-b", "vit", *both, code=1).stderr
 
 
 def test_predict_in_every_form(root: Path, tmp_path: Path) -> None:
@@ -274,7 +279,7 @@ def test_bad_input_is_one_line(root: Path, arguments: list[object], message: str
     (root / "one" / "only").mkdir(parents=True, exist_ok=True)
     save_square(root / "one" / "only" / "0.png", "red", 0)
     done = run(root, "train", *arguments, "--out", "never", "--json", code=1)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error ")]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert message in lines[0]
     assert done.stdout == ""

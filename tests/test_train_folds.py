@@ -141,6 +141,12 @@ def test_fewer_images_than_make_up_the_folds(double: Backbone, tmp_path: Path) -
     assert (found.best.metrics["split"], found.best.metrics["images"]) == ("2 folds", 2)
 
 
+def test_a_rare_class_does_not_turn_folds_off(double: Backbone, tmp_path: Path) -> None:
+    data = save_squares(tmp_path / "rare", {"red": 8, "green": 8, "blue": 3})
+    result = memoro.train(data, backbone=double, lr=(0.001, 0.01), epochs=1, quiet=True, workers=0)
+    assert (result.metrics["split"], result.metrics["images"]) == ("4 folds", 19)
+
+
 def test_held_images_teach_nothing(double: Backbone, pool: Splits) -> None:
     [held, *_] = parts_of(pool)
     assert isinstance(pool.train, ImageSet)

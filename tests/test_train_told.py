@@ -137,14 +137,15 @@ def test_what_was_left_out_kept_and_replaced_is_told(
     assert sorted(Path(row["image"]).name for row in rows) == ["broken, old.png", "empty.png"]
     assert all(row["reason"] for row in rows)
     assert f"of features are cached in {own_cache} for later trainings" in done.stderr
-    assert done.stderr.rstrip().endswith("memoro cache --clear")
+    assert "memoro cache --clear\n" in done.stderr
+    assert "probabilities are not calibrated (fewer than 20 images were held out)." in done.stderr
 
     for name in ("broken, old.png", "empty.png"):
         (tmp_path / "set" / "train" / "red" / name).unlink()
     done = shell("train", "set", *TRAIN, "--lr", 0.1, "--no-cache")
     assert not (tmp_path / "runs" / "set" / "skipped.csv").exists()
     assert "features" not in done.stderr
-    assert "set.safetensors was there already: the old file is kept as set-1.safetensors" in done.stderr
+    assert "set.safetensors was there already: the old file is kept as set.safetensors.1" in done.stderr
     rates = [memoro.load_task(f"set{number}.safetensors").spec.training["lr"] for number in ("-1", "")]
     assert rates == [0.05, 0.1]
 
@@ -170,7 +171,7 @@ def test_resume_says_where_it_goes_on(shell: Callable[..., Any], monkeypatch: py
     before = Path("set.safetensors").read_bytes()
     done = shell("train", "set", *TRAIN, "--lr", 0.05, "--resume")
     assert "had finished: it is only evaluated again" in done.stderr
-    assert not Path("set-1.safetensors").exists(), "the same task needs no second file"
+    assert not Path("set.safetensors.1").exists(), "the same task needs no second file"
     assert memoro.load_task("set.safetensors").content_hash() in str(before)
 
 
@@ -180,7 +181,7 @@ def test_replaced_files_never_replace_each_other(tmp_path: Path) -> None:
         if file.exists():
             keep_copy(file)
         write_whole(file, text)
-    assert [(tmp_path / f"pets-{number}.safetensors").read_text() for number in (1, 2)] == ["a", "b"]
+    assert [(tmp_path / f"pets.safetensors.{number}").read_text() for number in (1, 2)] == ["a", "b"]
     file.unlink()
     with pytest.raises(TaskFileError, match=r"cannot keep .* so it is not replaced"):
         keep_copy(file)

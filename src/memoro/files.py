@@ -25,8 +25,12 @@ def free_names(files: Sequence[Path]) -> list[Path]:
 
 
 def keep_copy(path: Path) -> Path:
-    """Gives a file a second name, under which it stays when the first is overwritten."""
-    [name] = free_names([path])
+    """Gives a file a second name, under which it stays when the first is overwritten.
+
+    The name has another suffix, so that a folder of task files does not have two of one task.
+    """
+    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    name = next(name for name in numbered if not name.exists())
     try:
         try:
             os.link(path, name)

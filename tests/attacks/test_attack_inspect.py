@@ -119,7 +119,7 @@ def test_deep_metrics_are_shown_or_refused(
             with pytest.raises(SystemExit) as end:  # anything else would be a traceback
                 main()
             said = capfd.readouterr()
-            assert "deep" in said.out if not end.value.code else said.err.startswith("error ")
+            assert "deep" in said.out if not end.value.code else said.err.startswith("error: ")
             codes.append(end.value.code or 0)
     assert codes[:2] == [0, 0]
     assert codes[-2:] == [1, 1]

@@ -47,7 +47,13 @@ Training takes [bold]--backbone[/], a hub id or a folder; the default is the sma
 file knows its backbone, and may be a hub id too (me/pets). Run [bold]memoro COMMAND --help[/] for details; most
 commands take [bold]--json[/]."""
 
-app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
 app.add_typer(training.app)
 app.add_typer(predict.app)
 app.add_typer(explain.app)
@@ -62,7 +68,7 @@ def main() -> None:
     try:
         app()
     except MemoroError as error:
-        plain_console(stderr=True, soft_wrap=True).print(Text("error", "bold red"), str(error))
+        plain_console(stderr=True, soft_wrap=True).print(Text("error:", "bold red"), str(error))
         sys.exit(1)
 
 

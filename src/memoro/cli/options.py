@@ -96,11 +96,11 @@ def gather_tasks(files: Iterable[str], option: str = "-t") -> list[Task]:
     `option` is what precedes a file there, nothing for an argument.
     """
     from memoro.regimes.baselinefile import is_baseline, read_baseline
-    from memoro.tasks.hub import find_task_file
+    from memoro.tasks.hub import find_task_file, find_task_files
     from memoro.tasks.taskfile import load_tasks
 
     found: list[tuple[str, Task]] = []
-    for file in files:
+    for file in (file for given in files for file in find_task_files(given)):
         path = find_task_file(file)
         if is_baseline(path):
             spec, _, _ = read_baseline(path)
@@ -114,10 +114,11 @@ def load_models(
 ) -> tuple[Backbone, list[Task | Baseline]]:
     """The backbone of some files or hub ids, and their tasks and baselines."""
     from memoro.regimes.baselinefile import is_baseline, load_baseline, read_baseline
-    from memoro.tasks.hub import find_task_file
+    from memoro.tasks.hub import find_task_file, find_task_files
     from memoro.tasks.task import Task
     from memoro.tasks.taskfile import load_tasks
 
+    files = [file for given in files for file in find_task_files(given)]
     paths = {file: find_task_file(file) for file in files}
     found: list[tuple[str, Task | BaselineSpec]] = []
     for file in files:

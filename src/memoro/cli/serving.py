@@ -96,6 +96,10 @@ def serve(
     console.print(f"{format_count(len(model.names), 'task')} on {model.backbone.name}: {', '.join(model.names) or '-'}")
     if not store.writable:
         console.print("attaching is off: it needs --tasks FOLDER")
+    elif not model.names:
+        console.print(
+            f"the folder {(tasks or ['-'])[0]} has no tasks yet: attach some on the page, or put files into it first"
+        )
     elif not options.may_write:
         console.print("attaching is off: it needs --token, or a server on loopback without --allow-host")
 

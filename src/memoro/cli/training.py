@@ -22,6 +22,7 @@ from memoro.cli.options import (
 )
 from memoro.cli.trainoptions import SWEEP, TRAIN, add_options
 from memoro.console import plain_console
+from memoro.errors import DataError
 from memoro.phases import Phases
 
 app = typer.Typer()
@@ -166,7 +167,9 @@ def evaluate_tasks(
     report: Annotated[
         bool, typer.Option("--report", help="Also write a page: confusions, each class, the worst mistakes.")
     ] = False,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where --report writes its page.")] = Path("report.html"),
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Where to write that page.", show_default="report.html")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Evaluate tasks on the test split of their data, or on all of it if there is none.
@@ -185,13 +188,15 @@ def evaluate_tasks(
     from memoro.evaluation.metrics import metrics_tables
     from memoro.evaluation.trust import draw_trust, evaluate_trust, name_sets, trust_tables
 
+    if picture is not None and not others:
+        raise DataError("--picture draws how well a task tells --others from its own images: add --others DATA.")
     frozen, loaded = load_models(tasks, backbone, device)
     errors = plain_console(stderr=True, soft_wrap=True)
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "quiet": False, "log": errors.print}
-    page = out if report else None
+    page = out or (Path("report.html") if report else None)
     results = evaluate(frozen, loaded, read_data(data), label_column=label_column, report=page, **how)
-    if report:
-        errors.print(f"report: {out}")
+    if page is not None:
+        errors.print(f"report: {page}")
     tables, shown = metrics_tables(results), dict[str, Any](results)
     if others:
         how = {"label_column": label_column, "batch_size": batch_size, "workers": workers, "log": errors.print}

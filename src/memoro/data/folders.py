@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from memoro.data.annotations import SPLIT_NAMES, RawDataset, RawSplit, left_out
+from memoro.data.annotations import SPLIT_NAMES, RawDataset, RawSplit, first_few, left_out
 from memoro.data.dataset import Skipped, SplitName, unreadable_size
 from memoro.errors import DataError, ImageError
 from memoro.images.finding import HEAD_BYTES, IMAGE_SUFFIXES, is_clutter, is_image, read_head
@@ -63,6 +63,12 @@ def read_tree(
             "its own, or write a CSV with the columns path and label."
         )
     notes = []
+    if min(map(len, paths.values())) > need:
+        inner = sorted({"/".join(path[:need]) for path in paths.values()})
+        notes.append(
+            f"warning: no class folder contains images itself, only further folders ({first_few(inner)}). If those are "
+            f"the classes, give the folder above them instead of {name}."
+        )
     if loose:
         notes.append(f"{left_out(len(loose), 'image', ' outside any class folder')}, such as {files[loose[0]]}.")
     splits: Tree = {}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memoro.data.annotations import RawDataset, split_name
+from memoro.data.annotations import RawDataset, first_few, split_name
 from memoro.data.dataset import DataOptions, Splits
 from memoro.data.folders import read_archive, read_folder
 from memoro.data.hub import (
@@ -67,11 +67,11 @@ def _load(source: Any, options: DataOptions, checked: Splits | None = None) -> S
         name, raw = path.stem if path.is_file() else path.resolve().name, _read_path(path, options)
     elif path is not None and str(source) in KNOWN:
         name, raw = str(source), _read_known(KNOWN[str(source)], options)
-    elif path is None or (isinstance(source, str) and is_dataset_id(source) and not is_file):
+    elif path is None or (isinstance(source, str) and is_dataset_id(source) and not (is_file or path.parent.is_dir())):
         tables, name = fetch(source, split, options.config)
         raw, split = read_tables(tables, options, name), None
     else:
-        raise DataError(f"{str(source)!r}: there is no such file or folder; {_SOURCES}.")
+        raise DataError(f"{str(source)!r}: there is no such file or folder{_list_beside(path)}; {_SOURCES}.")
     if options.kind not in {None, raw.kind}:
         raise DataError(
             f"{name}: class folders give one class per image; for several labels or numbers, write a CSV file."
@@ -82,6 +82,15 @@ def _load(source: Any, options: DataOptions, checked: Splits | None = None) -> S
             raise DataError(f"{name}: no split {split!r}; it has {', '.join(sorted(raw.splits))}.")
         raw = replace(raw, splits={chosen: raw.splits[chosen]})
     return build_splits(raw, name, options, checked)
+
+
+def _list_beside(path: Path) -> str:
+    """What there is instead of a file or folder that is not there."""
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir() if not entry.name.startswith("."))
+    except OSError:
+        return ""
+    return f" ({path.parent}/ has {first_few(names)})" if names and path.parent != Path() else ""
 
 
 def _read_path(path: Path, options: DataOptions) -> RawDataset:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from memoro.console import format_count
 from memoro.data.annotations import (
     Annotation,
     RawDataset,
@@ -121,6 +122,15 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
     for split, part in parts.items():
         rows, targets = np.asarray(part.rows, dtype=np.int64), encode(part.annotations, labels, raw.kind)
         sets[split] = ImageSet(f"{name}:{split}", labels, raw.kind, part.source, rows, targets)
+    alike: dict[str, list[str]] = {}
+    for label in labels if raw.kind != "regression" else ():
+        alike.setdefault(" ".join(label.casefold().split()), []).append(label)
+    for spellings in alike.values():
+        if len(spellings) > 1:
+            same = " and ".join(map(repr, spellings))
+            notes.append(
+                f"warning: the labels {same} differ in case or spaces only: if they mean one class, merge them."
+            )
     total = len(raw.skipped) + sum(map(len, sets.values()))
     if options.screen:
         known = {split: _known_images(images, checked) for split, images in sets.items()}
@@ -310,7 +320,9 @@ def _duplicates(splits: Splits) -> list[str]:
         pairs = np.stack([_first_copies(train), train.targets.numpy()], axis=1)
         _, labels = np.unique(np.unique(pairs, axis=0)[:, 0], return_counts=True)
         if (labels > 1).any():
-            notes.append(f"{int((labels > 1).sum())} images have two or more labels in train.")
+            first = np.unique(np.unique(pairs, axis=0)[:, 0])[labels > 1]
+            where = first_few([train.where(int(at)) for at in first])
+            notes.append(f"{format_count(len(first), 'image')} with two or more labels in train: {where}.")
     return notes
 
 

@@ -16,6 +16,7 @@ from memoro.errors import DataError, TrainingError
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure_task, warn_of
 from memoro.evaluation.report import TaskReport, write_report
+from memoro.evaluation.training_images import SKETCH, learned_from
 from memoro.extras import need
 from memoro.heads import HeadKind
 from memoro.regimes.baseline import Baseline
@@ -73,7 +74,7 @@ def evaluate(
             notes.append(_not_known(unknown, models[names[0]].kind, images, names))
             log(f"note: {notes[-1]}")
         if split != "test":
-            log(_no_test_split(images, split, names))
+            log(_no_test_split(images, split, names, [models[name] for name in names], splits))
         passes = list(composition.passes([name for name in names if name in composition.names]).items())
         for name in names:
             if name not in composition.names:
@@ -96,14 +97,21 @@ def evaluate(
     return {name: results[name] for name in sources}
 
 
-def _no_test_split(images: ImageSet, split: str, names: list[str]) -> str:
+def _no_test_split(
+    images: ImageSet, split: str, names: list[str], models: Sequence[Task | Baseline], splits: Splits
+) -> str:
     count = format_count(len(images), "image")
     used, how = (f"all {count}", "trained") if split == "all" else (f"the {count} of {split}", "selected")
+    text = f"{images.name.rpartition(':')[0] or images.name} has no test split: evaluated on {used}."
+    learned = [model.name for model in models if learned_from(model, images, splits) is not None]
+    if learned:
+        return (
+            f"warning: {text} {', '.join(learned)} learned from some of them: this is not the accuracy on new images."
+        )
+    if split == "all" and all(SKETCH in model.spec.training for model in models):
+        return f"note: {text} None of them is among the training images on record."
     were = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} were"
-    return (
-        f"note: {images.name.rpartition(':')[0] or images.name} has no test split: evaluated on {used}. "
-        f"If {were} {how} on them, this overestimates accuracy on new images."
-    )
+    return f"note: {text} If {were} {how} on them, this overestimates accuracy on new images."
 
 
 def _not_known(unknown: dict[str, int], kind: HeadKind, images: ImageSet, names: list[str]) -> str:

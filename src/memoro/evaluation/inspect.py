@@ -11,7 +11,7 @@ from rich.table import Table
 from memoro.backbones import Backbone
 from memoro.console import Cell, format_bytes, make_table
 from memoro.evaluation.metrics import format_worst
-from memoro.evaluation.trust import SKETCH
+from memoro.evaluation.training_images import SKETCH
 from memoro.regimes.baseline import BaselineSpec
 from memoro.regimes.baselinefile import is_baseline, read_baseline
 from memoro.tasks.familiarity import Familiarity

@@ -91,10 +91,12 @@ def save_picture(picture: Image.Image, path: Path) -> None:
 def brief_answer(answer: dict[str, Any]) -> str:
     """An answer of `predict` in a few words."""
     if "label" in answer:
-        return f"{answer['label']} {answer['probability']:.0%}"
-    if "labels" in answer:
-        return ", ".join(f"{label} {answer['probabilities'][label]:.0%}" for label in answer["labels"]) or "no label"
-    return ", ".join(f"{name} {value:.4g}" for name, value in answer["values"].items())
+        text = f"{answer['label']} {answer['probability']:.2f}"
+    elif "labels" in answer:
+        text = ", ".join(f"{label} {answer['probabilities'][label]:.2f}" for label in answer["labels"]) or "no label"
+    else:
+        text = ", ".join(f"{name} {value:.4g}" for name, value in answer["values"].items())
+    return f"unfamiliar ({text})" if answer.get("unfamiliar") else text
 
 
 def _cell(image: Image.Image, first: str, second: str) -> Image.Image:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import format_count, make_table
-from memoro.data import ImageSet, ImageStream, Loader, Splits, load_data
+from memoro.data import ImageSet, Loader, Splits, load_data
 from memoro.data.unlabelled_set import load_unlabelled
 from memoro.engine.answers import Judged, Outputs
 from memoro.engine.background import background_token
@@ -22,6 +22,7 @@ from memoro.errors import DataError
 from memoro.evaluation.evaluate import load_test_images
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure_task
+from memoro.evaluation.training_images import learned_from
 from memoro.heads import energy, probabilities
 from memoro.plots import drawable
 from memoro.regimes import Baseline
@@ -32,9 +33,6 @@ from memoro.tasks.task import Task
 COVERAGES = (1.0, 0.9, 0.8, 0.7, 0.5)
 """Shares of the images, the surest answers first, over which accuracy is reported."""
 RECALL = 0.95
-SKETCH = "image_sketch"
-"""The training fact by which the images that a task learned from are recognised: see `sketch_images`."""
-SKETCH_SIZE = 256
 
 
 def collect_outputs(
@@ -296,43 +294,6 @@ def verify_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
     return make_table(["task", "images", *columns.values()], rows, "Accuracy", left=1)
 
 
-def sketch_images(images: ImageSet | ImageStream, earlier: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The training fact that tells which images a task learned from: the smallest of their hashes, a few kilobytes.
-
-    Any set that shares many images with them contains some of these. `earlier` are the facts of the task's earlier
-    training, if it had one. Empty where the images are not known: those of a stream, or of a training before there
-    was such a fact.
-    """
-    old = earlier.get(SKETCH, [] if not earlier.keys() - {"seed"} else None)
-    if not isinstance(images, ImageSet) or images.digests is None or not isinstance(old, list):
-        return {}
-    hashes = {*map(str, old), *(_short_hash(images, at) for at in range(len(images)))}
-    return {SKETCH: sorted(hashes)[:SKETCH_SIZE]}
-
-
-def _short_hash(images: ImageSet, index: int) -> str:
-    return images.key(index)[:16]
-
-
-def _learned_from(task: Task, images: ImageSet, splits: Splits) -> str | None:
-    """Why some images of a set cannot be used to calibrate the task; None where they can."""
-    training = task.spec.training
-    sketch = training.get(SKETCH)
-    if isinstance(sketch, list):
-        known = set(map(str, sketch))
-        if any(_short_hash(images, index) in known for index in range(len(images))):
-            return f"{task.name} learned from some of these images"
-        return None
-    history = training.get("history")
-    earlier = [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
-    if splits.val is None and splits.name in [entry.get("data") for entry in (training, *earlier)]:
-        return (
-            f"{task.name} was trained on data named {splits.name}, and its file does not say on which images (if these "
-            "are new, rename the folder or file)"
-        )
-    return None
-
-
 def calibrate(
     backbone: Backbone,
     task: Task,
@@ -375,7 +336,7 @@ def calibrate(
         changes["familiarity"] = familiarity
         facts["familiarity"] = f"{familiarity.images} images of {splits.name}, out of fold"
         log(f"familiarity: from {format_count(familiarity.images, 'image')}")
-    reason = _learned_from(task, parts[-1], splits)
+    reason = learned_from(task, parts[-1], splits)
     if reason is not None:
         log(f"{reason}: the calibration stays as it is. To calibrate, pass images that the task did not learn from.")
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,15 @@ def find_task_file(source: str | Path, revision: str | None = None) -> Path:
         return path
     name, _, own = source.partition("@")
     return _download(name, revision or own or None)
+
+
+def find_task_files(source: str) -> list[str]:
+    """The task files that are meant on a command line: a folder of them or a glob stands for all of its files."""
+    path = Path(source)
+    if path.is_dir() and not (path / FILE).is_file():
+        inside = sorted(str(file) for file in path.glob("*.safetensors") if not file.name.startswith("."))
+        return inside or [source]
+    return sorted(glob.glob(source)) or [source] if not path.exists() and glob.has_magic(source) else [source]
 
 
 def _download(name: str, revision: str | None) -> Path:

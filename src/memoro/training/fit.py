@@ -21,7 +21,7 @@ from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
 from memoro.evaluation.metrics import measure_task, recorded, warn_of
-from memoro.evaluation.trust import sketch_images
+from memoro.evaluation.training_images import sketch_images
 from memoro.extras import need
 from memoro.images import Preprocessing
 from memoro.phases import Phases

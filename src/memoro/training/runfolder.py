@@ -20,7 +20,7 @@ from memoro.plots import draw_confusion, drawable, save_figure
 from memoro.training.fit import FitResult
 from memoro.training.group import RunGroup
 from memoro.training.loop import Trainer
-from memoro.training.recipe import CHECKPOINT, METRICS, SKIPPED
+from memoro.training.recipe import CHECKPOINT, METRICS, REPORT, SKIPPED
 
 if TYPE_CHECKING:
     from memoro.training.sweep import SweepRow
@@ -103,7 +103,9 @@ class RunFolder:
         write_whole(self.metrics, b"".join(kept))
         text = json.dumps(self._config, indent=2, ensure_ascii=False) + "\n"
         write_whole(self.path / "config.json", text.encode())
-        (self.path / SKIPPED).unlink(missing_ok=True)  # of another training
+        for other in (SKIPPED, REPORT, "curve*.png", "confusion*.png", "sweep*.png"):  # of another training
+            for file in self.path.glob(other):
+                file.unlink(missing_ok=True)
         if self._skipped:
             lines = io.StringIO()
             csv.writer(lines, lineterminator="\n").writerows([("image", "reason"), *self._skipped])

@@ -35,6 +35,11 @@ def name_sources(data: Any, task: str | None, columns: list[str] | None, streami
     for name, source in sources.items():
         if name is not None:
             check_name(name)
+            if name.endswith(".safetensors"):
+                raise TrainingError(
+                    f"--task {name}: a task's name is not a file. To start from that task, use --start-from {name}; to "
+                    f"build on it, --extends {name}; to write to that file, --out {name}."
+                )
         if streaming and isinstance(source, (str, Path)) and Path(source).exists():
             raise DataError(
                 f"{source} is a local file or folder: --streaming is for hub datasets such as owner/name, with --steps "
@@ -85,12 +90,14 @@ def choose_folds(
 
 
 def _default_folds(train: ImageSet, recipe: Recipe) -> int:
-    """4 where a validation split would be too small to choose by and there are enough images for folds, else 0."""
+    """4 where a validation split would be too small to choose by and there are enough images for folds, else 0.
+
+    A class with fewer images than folds is held out in some of them only; with a single image, in none.
+    """
     if not 2 * FOLDS <= len(train) < SMALL:
         return 0
     number = fold_numbers(train, FOLDS, recipe.data_seed)
-    rarest = int(train.targets.bincount().min()) if train.kind == "softmax" else FOLDS
-    return FOLDS if rarest >= FOLDS and all((number == fold).any() for fold in range(FOLDS)) else 0
+    return FOLDS if all((number == fold).any() for fold in range(FOLDS)) else 0
 
 
 def _shared_table(sets: Sequence[Splits | Streams]) -> Splits | None:

@@ -20,7 +20,7 @@ from memoro.data import Augment, ImageSet
 from memoro.engine.composition import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, format_worst, name_split
-from memoro.evaluation.trust import SKETCH
+from memoro.evaluation.training_images import SKETCH
 from memoro.files import keep_copy, left_behind
 from memoro.regimes import METHODS, Baseline, TaskPlan, find_regime
 from memoro.regimes.baselinefile import save_baseline
@@ -240,6 +240,9 @@ def train(
                 "has no test images: it was selected on the images that its metrics are from, so they are optimistic."
             )
             options.note(f"{sweep.plan.name} {text}")
+        if result.metrics and isinstance(result.task, Task) and result.task.spec.calibration is None:
+            why = str(result.task.spec.training["calibration"]).removeprefix("none: ")
+            options.note(f"{sweep.plan.name}: probabilities are not calibrated ({why}).")
         results[sweep.plan.name] = _draw(result, several=len(sweeps) > 1, write=main) if result.metrics else result
     record_time(list(results.values()), options.phases)
     for name, result in results.items():

@@ -10,7 +10,7 @@ from typing import Any
 from memoro.data import Splits, Streams
 from memoro.data.annotations import first_few
 from memoro.errors import TrainingError
-from memoro.evaluation.trust import SKETCH
+from memoro.evaluation.training_images import SKETCH
 from memoro.regimes.baselinefile import is_baseline
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks
