@@ -146,7 +146,7 @@ def test_what_was_left_out_kept_and_replaced_is_told(
     assert not (tmp_path / "runs" / "set" / "skipped.csv").exists()
     assert "features" not in done.stderr
     assert "set.safetensors was there already: the old file is kept as set.safetensors.1" in done.stderr
-    rates = [memoro.load_task(f"set{number}.safetensors").spec.training["lr"] for number in ("-1", "")]
+    rates = [memoro.load_task(f"set.safetensors{number}").spec.training["lr"] for number in (".1", "")]
     assert rates == [0.05, 0.1]
 
 
