@@ -15,7 +15,7 @@ from PIL import Image
 
 from memoro.data import check_images, load_data
 from memoro.errors import DataError
-from memoro.images import open_image
+from memoro.images import find_images, open_image
 
 
 def picture(number: int, size: tuple[int, int] = (20, 14)) -> Image.Image:
@@ -185,3 +185,9 @@ def test_images_are_recognised_by_their_first_bytes(tmp_path: Path) -> None:
     assert splits.train is not None
     assert len(splits.train) == 6
     assert any("files that are not images were left out: 2 .txt" in note for note in splits.notes)
+
+
+def test_a_task_file_among_the_images_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pets.safetensors").touch()
+    with pytest.raises(DataError, match="is a task file, not an image: write -t"):
+        list(find_images([tmp_path / "pets.safetensors"]))

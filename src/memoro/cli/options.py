@@ -38,7 +38,7 @@ Files = Annotated[list[str], typer.Argument(help="Task files, bundles or hub ids
 TaskFiles = Annotated[
     list[str],
     typer.Option(
-        "--tasks", "-t", help="Task file, bundle or hub id (owner/name, owner/name@revision); repeat for more.",
+        "--tasks", "-t", help="Task file, bundle, folder of task files or hub id (owner/name, owner/name@revision); repeat for more.",
         show_default=False,
     ),
 ]  # fmt: skip

@@ -63,6 +63,9 @@ def find_images(places: Iterable[str | Path]) -> Iterator[Path]:
     Names are read folder by folder. A place without images is an error.
     """
     places = list(places)
+    for place in places:
+        if str(place).endswith(".safetensors"):  # as of a glob that the shell expanded after -t
+            raise DataError(f"{place} is a task file, not an image: write -t before each task file.")
     roots = [_root(place) for place in places]
     later = Counter(roots)
     seen: set[Path] = set()  # only what a later place may name again: there may be millions of images
