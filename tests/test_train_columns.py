@@ -23,14 +23,20 @@ from memoro.training.recipe import TrainOptions
 __all__ = ["double", "root"]  # fixtures
 
 
-def test_columns_of_a_table_are_one_course(double: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    screened: list[str] = []
+@pytest.fixture
+def screened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the sets whose images were decoded."""
+    names: list[str] = []
     real = splits.drop_unreadable
     monkeypatch.setattr(
         splits,
         "drop_unreadable",
-        lambda sets, *given, **how: (screened.extend(one.name for one in sets), real(sets, *given, **how))[1],
+        lambda sets, *given, **how: (names.extend(one.name for one in sets), real(sets, *given, **how))[1],
     )
+    return names
+
+
+def test_columns_of_a_table_are_one_course(double: Backbone, root: Path, screened: list[str]) -> None:
     columns = load_columns(root / "table" / "table.csv", ["x", "y", "labels", "number"], val_fraction=0.25, **LOAD)
     assert len(screened) == 1  # every image is decoded once
     assert [one.kind for one in columns.values()] == ["softmax", "softmax", "multilabel", "regression"]
@@ -113,18 +119,11 @@ def test_a_class_that_another_column_takes_away_is_told(root: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("fold", [None, (1, 3)])
 def test_columns_of_embedded_images_are_read_once_and_hold_out_the_same_images(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fold: tuple[int, int] | None
+    root: Path, tmp_path: Path, screened: list[str], fold: tuple[int, int] | None
 ) -> None:
     table = csv.DictReader((root / "table" / "table.csv").read_text().splitlines())
     rows = [{"image": (root / "table" / row["path"]).read_bytes(), "x": row["x"], "y": row["y"]} for row in table]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "table.parquet")
-    screened: list[str] = []
-    real = splits.drop_unreadable
-    monkeypatch.setattr(
-        splits,
-        "drop_unreadable",
-        lambda sets, *given, **how: (screened.extend(one.name for one in sets), real(sets, *given, **how))[1],
-    )
     how = {**LOAD, "val_fraction": 0.25, "fold": fold}
     first, second = load_columns(tmp_path / "table.parquet", ["x", "y"], **how).values()
     assert len(screened) == 1

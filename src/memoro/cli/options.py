@@ -38,8 +38,8 @@ Files = Annotated[list[str], typer.Argument(help="Task files, bundles or hub ids
 TaskFiles = Annotated[
     list[str],
     typer.Option(
-        "--tasks", "-t", help="Task file, bundle, folder of task files or hub id (owner/name, owner/name@revision); repeat for more.",
-        show_default=False,
+        "--tasks", "-t", show_default=False,
+        help="Task file, bundle, folder of them or hub id (owner/name, owner/name@revision); repeat for more.",
     ),
 ]  # fmt: skip
 
