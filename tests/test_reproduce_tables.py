@@ -17,6 +17,7 @@ from memoro.reproduce.methods import FORKED, STABLE, memory, memory_full, side
 from memoro.reproduce.plan import CPU, TABLES, Job
 from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import write_table
+from memoro.reproduce.tables import REPORTS
 
 
 def test_table2_is_written_from_records(tmp_path: Path) -> None:
@@ -193,3 +194,12 @@ def test_degrees_of_freedom_follow_what_dominates() -> None:
     assert against_base(steady).freedom == pytest.approx(images - 1)
     assert 2 <= against_base(seeds).freedom < 3
     assert (against_base(steady).judge(), against_base(seeds).judge()) == ("holds", "inconclusive")
+
+
+@pytest.mark.parametrize("table", REPORTS)
+def test_committed_records_are_those_that_the_plan_asks_for(table: str) -> None:
+    """A new field of a method or budget would make all of them another measurement."""
+    folder = Path(__file__).parents[1] / "results" / "cpu"
+    if not folder.is_dir():
+        pytest.skip("the results are only in the repository")
+    assert REPORTS[table](Records.read(folder), CPU).used

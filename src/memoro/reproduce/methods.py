@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from memoro.backbones import Backbone
@@ -26,6 +26,10 @@ class Method:
     """Fields of `Recipe` that differ from the budget's."""
     ensemble: int = 1
     """How many runs from different seeds answer together."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All that decides its results; an ensemble of one is none, as in records of before there were any."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("ensemble", 1)}
 
     @property
     def composes(self) -> bool:

@@ -73,7 +73,8 @@ class Job:
         """All that decides the result: a record with the same key is this measurement. `images` has a digest of each
         set."""
         own = {name: images.get(name, "") for name in self.sets}
-        found = {**asdict(self), "fingerprint": fingerprint, "image_size": image_size, "images": own}
+        found = {**asdict(self), "methods": [method.to_json() for method in self.methods]}
+        found |= {"fingerprint": fingerprint, "image_size": image_size, "images": own}
         return dict(json.loads(json.dumps(found)))  # as it is read back: lists for tuples
 
 

@@ -75,7 +75,7 @@ def steps_of(record: Record) -> int:
 
 def select(records: Records, kind: str, methods: Iterable[Method], scale: Scale) -> list[Record]:
     """The newest record of every measurement of a kind whose methods are defined as the scale's plan has them now."""
-    planned = json.loads(json.dumps([asdict(scale.adjust(method)) for method in methods]))
+    planned = json.loads(json.dumps([scale.adjust(method).to_json() for method in methods]))
     return [record for record in records.current(kind) if all(one in planned for one in record.key["methods"])]
 
 
