@@ -293,7 +293,11 @@ def test_tasks_that_do_not_go_together_are_told_for_the_shell(
     ):
         told = shell(*command, code=1).err
         assert "two tasks are called 'pets', in pets.safetensors and in other.safetensors" in told
-        assert "train one of them again with --task OTHER" in told
+        assert "give one of them another name: " in told
+        assert "OTHER=other.safetensors" in told
+    shell("compose", "pets.safetensors", "cats=other.safetensors", "-o", "both.safetensors")
+    assert [task.name for task in memoro.load_tasks("both.safetensors")] == ["pets", "cats"]
+    assert "contains 2 tasks" in shell("compose", "cats=both.safetensors", "-o", "x", code=1).err
     assert "give it once" in shell("compose", "pets.safetensors", "pets.safetensors", "-o", "x", code=1).err
     for command, advice in (
         (("compose", "child.safetensors", "-o", "x"), "add pets.safetensors"),

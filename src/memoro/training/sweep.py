@@ -171,6 +171,10 @@ def check_ensemble(count: int, seeds: int, regime: Regime, start: Task | None, o
         return
     if not regime.composes:
         raise TrainingError(f"regime {regime.name!r} trains no tasks, so it has no ensembles: leave out --ensemble.")
+    if regime.name == "head":
+        raise TrainingError(
+            "the mean of linear heads is a linear head: leave out --ensemble, or choose another regime."
+        )
     for given, option in ((seeds > 1, "--seeds"), (start is not None, "--start-from"), (options.halving, "--halving")):
         if given:
             raise TrainingError(f"--ensemble and {option} cannot be combined: leave out one of them.")
