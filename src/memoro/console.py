@@ -84,6 +84,8 @@ def make_table(
     return table
 
 
+NARROW = 110
+"""Columns of a terminal, below which a bar is short."""
 LINE_SECONDS = 10.0
 """Where stderr is no terminal, progress is a line of text after so many seconds."""
 
@@ -97,9 +99,10 @@ class Bar:
     def __init__(self, title: str, total: int | None, *, quiet: bool = False, transient: bool = True) -> None:
         self._console = plain_console(stderr=True, soft_wrap=True)
         self._lines = not quiet and not (self._console.is_terminal or self._console.is_jupyter)
+        self.narrow = not self._lines and self._console.width < NARROW
         self.progress = Progress(
             plain_column("description"),
-            BarColumn(),
+            BarColumn(10 if self.narrow else 40),
             MofNCompleteColumn(),
             plain_column("fields[figures]"),
             TimeRemainingColumn(),

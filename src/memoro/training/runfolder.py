@@ -65,7 +65,10 @@ class ProgressBar(Bar):
 
     def _show(self, advance: int = 0) -> None:
         scores = [f"{name} {value:.3f}" for name, value in self._best.items()]
-        self.update(advance, figures=", ".join(filter(None, [self._step, *scores])))
+        shown = [self._step, *scores]
+        if self.narrow:  # there is room for one of them beside the bar
+            shown = scores or [self._step.partition(",")[0]]
+        self.update(advance, figures=", ".join(filter(None, shown)))
 
 
 class RunFolder:
