@@ -237,6 +237,9 @@ def test_the_bar_ends_on_the_last_validation_and_says_whose() -> None:
         [job] = shown.progress.tasks
         assert (job.description, job.completed) == (title, 2)
         assert job.fields["figures"] == "epoch 2, train loss 0.4, validation accuracy 0.750, validation R² 0.100"
+        shown.narrow = True
+        shown.on_epoch_end(group(runs), [])
+        assert job.fields["figures"] == "validation accuracy 0.750, validation R² 0.100"
 
 
 # --------------------------------------------------------------------------------------------------------------- help

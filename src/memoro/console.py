@@ -99,7 +99,7 @@ class Bar:
     def __init__(self, title: str, total: int | None, *, quiet: bool = False, transient: bool = True) -> None:
         self._console = plain_console(stderr=True, soft_wrap=True)
         self._lines = not quiet and not (self._console.is_terminal or self._console.is_jupyter)
-        self.narrow = not self._lines and self._console.width < NARROW
+        self.narrow = self._console.is_terminal and self._console.width < NARROW
         self.progress = Progress(
             plain_column("description"),
             BarColumn(10 if self.narrow else 40),
