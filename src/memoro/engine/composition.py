@@ -81,9 +81,8 @@ class Composition(nn.Module):
         self.base = backbone.module
         for number, task in enumerate(self._list):
             self.add_module(str(number), task)
-        self._streams = self._list if live else tuple(member for task in self._list for member in split_members(task))
-        counts = [1 if live else task.members for task in self._list]
-        self._stream_lineage, self._members = self._lineage.split(counts)
+        self._streams = tuple(member for task in self._list for member in split_members(task))
+        self._stream_lineage, self._members = self._lineage.split([task.members for task in self._list])
         # Memory does not depend on the image: its keys and values are computed here, once.
         self._frozen_bank: Bank | None = None
         if not live:
