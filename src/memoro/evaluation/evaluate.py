@@ -103,12 +103,13 @@ def _no_test_split(
     count = format_count(len(images), "image")
     used, how = (f"all {count}", "trained") if split == "all" else (f"the {count} of {split}", "selected")
     text = f"{images.name.rpartition(':')[0] or images.name} has no test split: evaluated on {used}."
-    learned = [model.name for model in models if learned_from(model, images, splits) is not None]
+    on_record = [model for model in models if SKETCH in model.spec.training]
+    learned = [model.name for model in on_record if learned_from(model, images, splits) is not None]
     if learned:
         return (
             f"warning: {text} {', '.join(learned)} learned from some of them: this is not the accuracy on new images."
         )
-    if split == "all" and all(SKETCH in model.spec.training for model in models):
+    if split == "all" and len(on_record) == len(models):
         return f"note: {text} None of them is among the training images on record."
     were = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} were"
     return f"note: {text} If {were} {how} on them, this overestimates accuracy on new images."
