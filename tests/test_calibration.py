@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import random_task
+from PIL import Image
 from trust import colours, run
 
 import memoro
@@ -171,10 +174,19 @@ def test_calibrate_recognises_the_images_of_the_training(colours: Path, tmp_path
 
     assert "learned from some of these images" in told(shutil.copytree(tmp_path / "2024" / "pets", tmp_path / "copy"))
     new = shutil.copytree(colours / "own" / "val", tmp_path / "2025" / "pets")
-    assert "calibration: from 24 images" in told(new)
+    said = told(new)
+    assert "calibration: from 24 images" in said
+    # Of 24 images, 18 are left to judge the others by: too few to fit a calibration, so nothing is claimed.
+    assert "before" not in said
     assert task.spec.training["calibration"] == "24 held-out images (pets)"
     shutil.copy(tmp_path / "2024" / "pets" / "red" / "0.png", new / "red" / "seen.png")
     assert "learned from some of these images" in told(new)
     task.describe(training={"data": "pets"})  # as of an older version
     assert "rename the folder or file" in told(new)
-    assert "calibration: from 25 images" in told(new.rename(tmp_path / "2025" / "newer"))
+    newer = new.rename(tmp_path / "2025" / "newer")
+    assert "calibration: from 25 images" in told(newer)
+    for seed, label in enumerate(("red", "blue")):
+        for number in range(8):
+            pixels = np.random.default_rng((seed, number)).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(newer / label / f"new-{number}.png")
+    assert re.search(r"calibration error: 0\.\d+ before, 0\.\d+ after \(each quarter", told(newer))

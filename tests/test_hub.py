@@ -212,6 +212,12 @@ def test_the_card_command(pets: Task, backbone: Backbone, tmp_path: Path) -> Non
     assert "memoro.load_tasks('me/both')" in ModelCard.load(tmp_path / "both" / "README.md").text
     run(tmp_path, "card", "both", "--base-model", "google/vit-base")  # written again, in place
     assert ModelCard.load(tmp_path / "both" / "README.md").data.base_model == "google/vit-base"
+    there = sorted(path.name for path in (tmp_path / "both").iterdir())
+    assert "kept" not in run(tmp_path, "card", "both", "--base-model", "google/vit-base").stdout, "nothing changed"
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == there
+    (tmp_path / "both" / "README.md").write_text("my words")
+    assert "you may have edited, is kept as README.md.3." in run(tmp_path, "card", "both").stdout
+    assert (tmp_path / "both" / "README.md.3").read_text() == "my words"
 
 
 def test_a_card_does_not_go_among_other_files(pets: Task, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -21,13 +22,14 @@ import torch
 from conftest import random_task
 from PIL import ExifTags, Image
 from pyarrow import parquet
+from rich.console import Console
 from test_cli_words import Shell, shell  # noqa: F401
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.engine.answers import Decoder, Prediction
 from memoro.errors import CompositionError, ImageError
-from memoro.evaluation.predictions import FORMS, write_predictions
+from memoro.evaluation.predictions import FORMS, predictions_table, write_predictions
 from memoro.images import Preprocessing, open_image, opening
 
 
@@ -172,6 +174,23 @@ def test_a_table_shows_a_probability_where_no_label_is_predicted(
     memoro.save_task(task, tmp_path / "tags.safetensors")
     said = shell("predict", "mess/c.png", "-b", "vit", "-t", "tags.safetensors").out
     assert "none, best old 0.27" in said
+
+
+def test_a_table_wider_than_the_terminal_has_a_row_for_each_task() -> None:
+    def answer(label: str, **more: Any) -> dict[str, Any]:
+        return {"label": label, "probability": 0.9, "probabilities": {label: 0.9}, **more}
+
+    tasks = {f"a-long-task-{number}": answer("golden retriever", unfamiliar=number > 0) for number in range(4)}
+    rows = [Prediction("a.jpg", tasks), Prediction("b.jpg", {}, "no image")]
+    wide, narrow = predictions_table(rows, 2, width=200), predictions_table(rows, 2, width=80)
+    assert [column.header.plain for column in wide.columns] == ["image", *tasks, "error"]
+    lines = io.StringIO()
+    Console(file=lines, width=80).print(narrow)
+    shown = lines.getvalue()
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert re.search(r"a\.jpg +│ a-long-task-0 │ golden retriever 0\.90 +│\n", shown)
+    assert re.search(r"│ +│ a-long-task-3 │ unfamiliar \(golden retriever 0\.90\) │\n", shown)
+    assert re.search(r"b\.jpg +│ +│ no image +│\n", shown)
 
 
 def test_top_gives_the_best_labels(shell: Shell, mess: Path, tasks: list[str], backbone: Backbone) -> None:  # noqa: F811

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reproducing import record_of
+from reproducing import METHODS, record_of
 
 from memoro.reproduce.compare import Comparison, compare_pair
 from memoro.reproduce.measure import Budget
 from memoro.reproduce.methods import FORKED, STABLE, memory, memory_full, side
 from memoro.reproduce.plan import CPU, TABLES, Job
 from memoro.reproduce.records import Record, Records
-from memoro.reproduce.report import write_table
+from memoro.reproduce.report import select, write_table
 from memoro.reproduce.tables import REPORTS
 
 
@@ -47,10 +47,24 @@ def test_a_table_without_records_says_so(table: str, tmp_path: Path) -> None:
     assert "Nothing is recorded yet." in write_table(table, Records(tmp_path), "cpu", tmp_path).read_text()
 
 
-def test_only_the_newest_weights_are_shown(tmp_path: Path) -> None:
-    old, new = record_of("head", [[1, 1]]), record_of("head", [[1, 0]], set_name="dtd10")
-    records = Records(tmp_path, [replace(old, key={**old.key, "fingerprint": "old"}), new])
-    assert [record.key["sets"] for record in records.current("accuracy")] == [["dtd10"]]
+def test_earlier_weights_are_shown_by_fingerprint_until_the_newest_have_all_their_methods(tmp_path: Path) -> None:
+    def old(method: str, set_name: str) -> Record:
+        record = record_of(method, [[1, 1]], set_name=set_name)
+        return replace(record, key={**record.key, "fingerprint": "old"})
+
+    earlier = [old("head", "rsscn7"), old("head", "dtd10"), old("side 8", "dtd10")]
+    records = Records(tmp_path, [*earlier, record_of("head", [[1, 0]]), record_of("head", [[1, 0]], set_name="dtd10")])
+
+    def shown(methods: list[str]) -> list[tuple[str, str, str]]:
+        found = select(records, "accuracy", [METHODS[name] for name in methods], CPU)
+        return [(one.key["backbone"], one.key["sets"][0], one.method) for one in found]
+
+    new = [("vit", "rsscn7", "head"), ("vit", "dtd10", "head")]
+    assert shown(["head"]) == new
+    assert shown(["head", "side 8"]) == [("vit (old)", "dtd10", "head"), ("vit (old)", "dtd10", "side 8"), *new]
+    text = write_table("models", records, "cpu", tmp_path).read_text()
+    assert "| vit (old), 20 px | dtd10 |" in text
+    assert "- A fingerprint after the name of a backbone" in text
 
 
 def test_only_runs_of_the_same_setting_are_compared(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -82,6 +83,12 @@ def make_table(
     for row in texts:
         table.add_row(*map(Text, row))
     return table
+
+
+def fits(table: Table, width: int) -> bool:
+    """Whether a terminal of so many columns shows all of a table."""
+    lines = Segment.split_lines(plain_console(width=width).render(table))
+    return max(map(Segment.get_line_length, lines)) <= width
 
 
 NARROW = 110

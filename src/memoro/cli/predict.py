@@ -256,7 +256,8 @@ def _write_one(
         errors.print(f"stopped after {format_count(tally.images, 'image')}{where}.")
         raise typer.Exit(130) from None
     if form == "table":
-        plain_console().print(predictions_table(shown, tally.images, how.top))
+        console = plain_console()
+        console.print(predictions_table(shown, tally.images, how.top, console.width))
     elif out is not None:
         errors.print(f"Wrote predictions for {format_count(tally.images, 'image')} to {out}.")
     return tally

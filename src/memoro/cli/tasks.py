@@ -207,6 +207,7 @@ def card(
     hf upload me/pets pets
     """
     from memoro.errors import TaskFileError
+    from memoro.files import keep_copy
     from memoro.tasks.hub import FILE
     from memoro.tasks.taskfile import load_tasks, save_pretrained
 
@@ -215,8 +216,14 @@ def card(
         raise TaskFileError(
             f"{folder} is a folder with other files, such as your images: name another folder with --out, or this one."
         )
+    readme, console = folder / "README.md", plain_console(soft_wrap=True)
+    kept = keep_copy(readme) if readme.exists() else None
     save_pretrained(tasks, folder, repo_id=repo, license=license, base_model=base_model)
-    plain_console(soft_wrap=True).print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    if kept is not None and kept.read_bytes() == readme.read_bytes():
+        kept.unlink()
+    elif kept is not None:
+        console.print(f"The card that was there, which you may have edited, is kept as {kept.name}.")
+    console.print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
 @app.command("import")

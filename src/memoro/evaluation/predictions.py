@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from rich.table import Table
 
-from memoro.console import Cell, format_count, make_table, to_json
+from memoro.console import Cell, fits, format_count, make_table, to_json
 from memoro.engine.answers import Prediction
 from memoro.errors import DataError
 
@@ -189,18 +189,27 @@ def read_errors(path: Path, form: str) -> Iterator[tuple[str, str]]:
         raise DataError(f"{path} is damaged ({error}): remove it and repeat the command.") from None
 
 
-def predictions_table(predictions: Sequence[Prediction], total: int, top: int | None = None) -> Table:
-    """A row for each of the first images, a column for each task, and one for errors if there are any."""
+def predictions_table(predictions: Sequence[Prediction], total: int, top: int | None = None, width: int = 80) -> Table:
+    """A row for each of the first images and a column for each task; where that is wider than the terminal, a row for
+    each image and task."""
     names = list(dict.fromkeys(name for one in predictions for name in one.answers))
-    errors = any(one.error is not None for one in predictions)
+    title = format_count(total, "image")
+    if total > len(predictions):
+        title += f", the first {len(predictions)}; for all, use --out predictions.csv"
+    errors = ["error"] if any(one.error is not None for one in predictions) else []
     rows: list[list[Cell]] = []
     for one in predictions:
         cells = [_brief(one.answers[name], top) if name in one.answers else "" for name in names]
         rows.append([one.image, *cells, *([one.error or ""] if errors else [])])
-    title = format_count(total, "image")
-    if total > len(predictions):
-        title += f", the first {len(predictions)}; for all, use --out predictions.csv"
-    return make_table(["image", *names, *(["error"] if errors else [])], rows, title, left=2 + len(names))
+    table = make_table(["image", *names, *errors], rows, title, left=2 + len(names))
+    if fits(table, width):
+        return table
+    rows = []
+    for one in predictions:
+        answers: list[tuple[str, Cell]] = [(name, _brief(answer, top)) for name, answer in one.answers.items()]
+        for number, (name, answer) in enumerate(answers or [("", one.error or "")]):
+            rows.append(["" if number else one.image, name, answer])
+    return make_table(["image", "task", "answer"], rows, title, left=3)
 
 
 def _write(file: BinaryIO, text: str) -> None:
@@ -216,7 +225,7 @@ def _utf8(value: Any) -> Any:
 def _brief(answer: dict[str, Any], top: int | None) -> Cell:
     if answer.get("unfamiliar"):
         shown = _brief({**answer, "unfamiliar": False}, top)
-        return ["unfamiliar", *([f"({shown})"] if isinstance(shown, str) else shown)]
+        return f"unfamiliar ({shown})" if isinstance(shown, str) else ["unfamiliar", *shown]
     if "values" in answer:
         return [f"{name} {value:.4g}" for name, value in answer["values"].items()]
     ranked = {label: f"{label} {p:.2f}" for label, p in answer["probabilities"].items()}

@@ -21,12 +21,12 @@ from memoro.engine.streams import entering_token
 from memoro.errors import DataError
 from memoro.evaluation.evaluate import load_test_images
 from memoro.evaluation.logits import collect_logits
-from memoro.evaluation.metrics import measure_task
+from memoro.evaluation.metrics import COLUMNS, measure, measure_task
 from memoro.evaluation.training_images import learned_from
 from memoro.heads import energy, probabilities
 from memoro.plots import drawable
 from memoro.regimes import Baseline
-from memoro.tasks.calibration import describe_calibration, fit_calibration
+from memoro.tasks.calibration import decide_unseen, describe_calibration, fit_calibration
 from memoro.tasks.familiarity import FALSE_ALARMS, fit_familiarity
 from memoro.tasks.task import Task
 
@@ -355,4 +355,13 @@ def calibrate(
             changes["calibration"] = calibration
             facts["calibration"] = describe_calibration(calibration, len(held))
             log(f"calibration: from {format_count(calibration.images, 'image')}; they must be new to the task")
+            before = measure_task(task, answers.logits[task.name], held)
+            decided = decide_unseen(task.kind, answers.logits[task.name], held)
+            after = {} if decided is None else measure(task.kind, task.labels, decided, held)
+            for name in ("calibration_error", "f1"):
+                if name in before and name in after:
+                    log(
+                        f"{COLUMNS[name]}: {before[name]:.3f} before, {after[name]:.3f} after (each quarter of the "
+                        "images is judged by a calibration from the others)"
+                    )
     task.describe(**changes, training=facts)

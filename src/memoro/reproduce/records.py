@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -106,12 +106,36 @@ class Records:
             out.flush()
             os.fsync(out.fileno())
 
-    def current(self, kind: str) -> list[Record]:
-        """The newest record of every measurement of a kind; of a backbone, only those with its newest weights."""
+    def current(self, kind: str, methods: Sequence[Any] | None = None) -> list[Record]:
+        """The newest record of every measurement of a kind; only those whose `methods` are all among these.
+
+        Records of earlier weights of a backbone are left out where the newest were measured with all methods that they
+        were, on the same sets; else they have the fingerprint in the backbone's name.
+        """
         newest: dict[str, Record] = {}
         weights: dict[str, str] = {}
         for record in self.entries:
-            if record.key["kind"] == kind:
-                newest[json.dumps(record.key, sort_keys=True)] = record
-                weights[record.key["backbone"]] = record.key["fingerprint"]
-        return [one for one in newest.values() if weights[one.key["backbone"]] == one.key["fingerprint"]]
+            weights[record.key["backbone"]] = record.key["fingerprint"]
+            if record.key["kind"] == kind and (methods is None or all(one in methods for one in record.key["methods"])):
+                newest[_text(record.key)] = record
+        measured: dict[tuple[str, str], set[str]] = {}
+        for record in newest.values():
+            measured.setdefault(_place(record), set()).add(_text(record.key["methods"]))
+        found = []
+        for record in newest.values():
+            place, latest = _place(record), weights[record.key["backbone"]]
+            if record.key["fingerprint"] != latest:
+                if measured[place] <= measured.get((place[0], latest), set()):
+                    continue
+                record = replace(record, key={**record.key, "backbone": f"{record.key['backbone']} ({place[1]})"})
+            found.append(record)
+        return found
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _place(record: Record) -> tuple[str, str]:
+    """What a record is about, whatever the method: all else in its key, and the weights."""
+    return _text({**record.key, "methods": None, "fingerprint": None}), record.key["fingerprint"]

@@ -76,7 +76,7 @@ def steps_of(record: Record) -> int:
 def select(records: Records, kind: str, methods: Iterable[Method], scale: Scale) -> list[Record]:
     """The newest record of every measurement of a kind whose methods are defined as the scale's plan has them now."""
     planned = json.loads(json.dumps([scale.adjust(method).to_json() for method in methods]))
-    return [record for record in records.current(kind) if all(one in planned for one in record.key["methods"])]
+    return records.current(kind, planned)
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
@@ -137,6 +137,8 @@ def how_it_was_made(table: str, used: Sequence[Record], scale: str) -> list[str]
         f"- Scale `{scale}`; {days}; {measured} in {seconds / 60:.0f} minutes of wall time, while other programs may "
         "have been running."
     )
+    if any(record.key["backbone"].endswith(f"({record.key['fingerprint']})") for record in used):
+        lines.append("- A fingerprint after the name of a backbone: weights that it had before the newest measurements here.")
     lines += [f"- {text}" for text in sorted({describe_budget(record) for record in used} - {""})]
     lines.append(
         f"- Every measurement with its settings is in the `.jsonl` files beside this one (`{table}.csv`: a row each)."
