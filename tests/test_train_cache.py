@@ -71,6 +71,10 @@ def test_a_dtype_that_is_none() -> None:
         Cache(dtype="float8")  # type: ignore[arg-type]
 
 
+def test_the_folder_may_be_text() -> None:
+    assert Cache("features") == Cache(Path("features"))  # type: ignore[arg-type]
+
+
 def test_features_are_read_when_they_are_asked_for(backbone: Backbone, images: ImageSet, cache: Cache) -> None:
     loader = keeper(backbone, images, cache)
     fill(loader)

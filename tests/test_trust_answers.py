@@ -216,6 +216,16 @@ def test_other_images_need_no_labels(colours: Path, tmp_path: Path) -> None:
     assert [record["images"] for record in found.values()] == [10] * 5
     for record in found.values():
         assert record["familiarity"] == found["one"]["familiarity"]
+    said: list[str] = []
+    some: dict[str, Any] = {"others": {"plain": plain}, "false_alarms": 0.5, "workers": 0, "log": said.append}
+    half = evaluate_trust(backbone, [task], colours / "own", **some)["own"]
+    assert not said
+    whole = evaluate_trust(backbone, [task], colours / "own", **{**some, "false_alarms": 0.01})["own"]
+    assert half["false_alarms"] > whole["false_alarms"]
+    assert said == [
+        "note: own: its familiarity is measured against 40 images, too few for a share of 0.01: only images that look "
+        "stranger than all of them are unfamiliar."
+    ]
     (plain / "broken.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"1 of 11 images cannot be read.*broken\.png"):
         evaluate_trust(backbone, [task], colours / "own", {"plain": plain}, workers=0)

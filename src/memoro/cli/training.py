@@ -161,6 +161,10 @@ def evaluate_tasks(
         list[str] | None,
         typer.Option("--others", help="Other images, which the task should flag as unfamiliar; repeat for more."),
     ] = None,
+    false_alarms: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="With --others: share of own images that may be called unfamiliar."),
+    ] = 0.01,
     picture: Annotated[
         Path | None, typer.Option(help="With --others: draw reliability and familiarity to this file.")
     ] = None,
@@ -199,7 +203,8 @@ def evaluate_tasks(
         errors.print(f"report: {page}")
     tables, shown = metrics_tables(results), dict[str, Any](results)
     if others:
-        how = {"label_column": label_column, "batch_size": batch_size, "workers": workers, "log": errors.print}
+        how = {"label_column": label_column, "false_alarms": false_alarms, "batch_size": batch_size}
+        how |= {"workers": workers, "log": errors.print}
         relied = evaluate_trust(frozen, loaded, read_data(data), name_sets(others), **how)
         tables += trust_tables(relied) if relied else []
         shown = {name: {**found, "trust": relied[name]} if name in relied else found for name, found in results.items()}

@@ -76,13 +76,15 @@ def evaluate_trust(
     others: Mapping[str, Any],
     *,
     label_column: str | None = None,
+    false_alarms: float = FALSE_ALARMS,
     batch_size: int = 32,
     workers: int | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, dict[str, Any]]:
     """For each task: calibration on the test images of its own `data`, and how well it tells `others` from them.
 
-    Baselines are left out, and `log` is told. `label_column` is for tables with a task's own images.
+    Images whose familiarity is below `false_alarms` count as unfamiliar. Baselines are left out, and `log` is told.
+    `label_column` is for tables with a task's own images.
     """
     model = compose(backbone, [one for one in models if isinstance(one, Task)])
     sources = dict(data) if type(data) is dict else dict.fromkeys([one.name for one in models], data)
@@ -100,9 +102,14 @@ def evaluate_trust(
         own, targets = collect_outputs(model, images, [name], **how)
         results[name] = _calibration_of(model.tasks[name], own.logits[name], targets)
         if name in own.judged:
-            shares = own.judged[name].familiarity
+            shares, described = own.judged[name].familiarity, model.tasks[name].spec.familiarity
+            if described is not None and described.images * false_alarms < 1:
+                log(
+                    f"note: {name}: its familiarity is measured against {format_count(described.images, 'image')}, too "
+                    f"few for a share of {false_alarms:g}: only images that look stranger than all of them are unfamiliar."
+                )
             results[name] |= {
-                "false_alarms": float((shares < FALSE_ALARMS).double().mean()),
+                "false_alarms": float((shares < false_alarms).double().mean()),
                 "histogram": _histogram(shares),
             }
         results[name]["others"] = {}
@@ -110,7 +117,8 @@ def evaluate_trust(
             results[name]["others"][other] = _compare(model.tasks[name], own, found)
             if name in found.judged:
                 shares = found.judged[name].familiarity
-                results[name]["others"][other]["histogram"] = _histogram(shares)
+                unfamiliar = float((shares < false_alarms).double().mean())
+                results[name]["others"][other] |= {"unfamiliar": unfamiliar, "histogram": _histogram(shares)}
     return results
 
 
@@ -160,8 +168,6 @@ def _compare(task: Task, own: Outputs, other: Outputs) -> dict[str, Any]:
     record: dict[str, Any] = {
         how: {"auroc": auroc(*pair), "false_positives_at_95": false_positives(*pair)} for how, pair in scores.items()
     }
-    if name in own.judged:
-        record["unfamiliar"] = float((other.judged[name].familiarity < FALSE_ALARMS).double().mean())
     return {**found, **record}
 
 

@@ -45,6 +45,7 @@ class Cache:
     """Whether features that do not fit are an error; else they are computed again in every epoch."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))  # text will do
         if self.dtype not in get_args(StoreDtype):
             raise CacheError(f"features cannot be cached as {self.dtype!r}: choose {', '.join(get_args(StoreDtype))}.")
 
