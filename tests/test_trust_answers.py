@@ -163,27 +163,36 @@ def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:
     assert list(answers.values()) == [{}] * 20
 
 
-@pytest.fixture
-def table(colours: Path, tmp_path: Path) -> Path:
-    """The colours as a table whose column of labels has another name."""
+@pytest.fixture(params=["relative", "absolute"])
+def table(request: pytest.FixtureRequest, colours: Path, tmp_path: Path) -> Path:
+    """The colours as a table whose columns have other names, with relative or absolute paths."""
+    folder = "own" if request.param == "relative" else colours / "own"
     rows = [
-        f"own/{split}/{label}/{number}.png,{label},{split}"
+        f"{folder}/{split}/{label}/{number}.png,{label},{split}"
         for split, count in (("train", 20), ("test", 10))
         for label in ("red", "blue")
         for number in range(count)
     ]
     path = tmp_path / "own.csv"
-    path.write_text("\n".join(["path,tint,split", *rows]))
+    path.write_text("\n".join(["picture,tint,split", *rows]))
     (tmp_path / "own").symlink_to(colours / "own")
     return path
 
 
-def test_every_command_takes_a_label_column(colours: Path, table: Path, tmp_path: Path) -> None:
+def test_every_command_reads_tables_with_other_columns_and_absolute_paths(
+    colours: Path, table: Path, tmp_path: Path
+) -> None:
     backbone = memoro.load_backbone(str(colours / "vit"))
+    extra = ["--image-column", "picture"]
+    if str(colours) in table.read_text():
+        extra.append("--allow-absolute")
+    how = {"image_column": "picture", "allow_absolute": "--allow-absolute" in extra, "label_column": "tint"}
+    quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
+    assert memoro.train(table, backbone=backbone, val_fraction=0, **how, **quick).task.labels == ["blue", "red"]
     task = random_task(backbone, "own", labels=["blue", "red"])
     task.describe(preprocessing=backbone.preprocessing)
     path = memoro.save_task(task, tmp_path / "own.safetensors")
-    column = ("--label-column", "tint", "-b", colours / "vit")
+    column = ("--label-column", "tint", *extra, "-b", colours / "vit")
     run("calibrate", path, table, *column)
     assert memoro.load_task(path).spec.calibration is not None
     report = json.loads(run("verify", "-t", path, "--data", f"own={table}", *column, "--json"))

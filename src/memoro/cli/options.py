@@ -42,6 +42,18 @@ TaskFiles = Annotated[
         help="Task file, bundle, folder of them or hub id (owner/name@revision); NAME=FILE renames; repeat for more.",
     ),
 ]  # fmt: skip
+LabelColumn = Annotated[str | None, typer.Option(help="Column of a table with the labels.")]
+ImageColumn = Annotated[
+    str | None, typer.Option(help="Column of a table with the images.", show_default="path or image")
+]
+AllowAbsolute = Annotated[
+    bool, typer.Option("--allow-absolute", help="Trust a table that names files outside its folder.")
+]
+
+
+def table_options(label_column: str | None, image_column: str | None, allow_absolute: bool) -> dict[str, Any]:
+    """How tables are read: options of `load_data`."""
+    return {"label_column": label_column, "image_column": image_column, "allow_absolute": allow_absolute}
 
 
 def share_cores() -> None:

@@ -8,21 +8,23 @@ from typing import Annotated, Any
 import typer
 
 from memoro.cli.options import (
+    AllowAbsolute,
     BackboneOption,
     DeviceOption,
     Files,
+    ImageColumn,
     Json,
+    LabelColumn,
     TaskBackboneOption,
     TaskFiles,
     gather_tasks,
     load,
     print_json,
+    table_options,
 )
 from memoro.console import plain_console
 
 app = typer.Typer()
-
-LabelColumn = Annotated[str | None, typer.Option(help="Label column of a table.")]
 
 
 @app.command()
@@ -80,6 +82,8 @@ def verify(
         typer.Option("--data", help="NAME=DATA: also compare the task's accuracy on this set; repeat for more."),
     ] = None,
     label_column: LabelColumn = None,
+    image_column: ImageColumn = None,
+    allow_absolute: AllowAbsolute = False,
     as_json: Json = False,
 ) -> None:
     """Compare the composition with the original model, and each task alone with the same task composed.
@@ -108,7 +112,7 @@ def verify(
     if data and not all("=" in one for one in data):
         raise typer.BadParameter("--data needs NAME=DATA, such as --data pets=photos/pets")
     sets = dict(one.split("=", 1) for one in data or [])
-    found = verify_tasks(model, sets, label_column=label_column) if sets else {}
+    found = verify_tasks(model, sets, **table_options(label_column, image_column, allow_absolute)) if sets else {}
     if as_json:
         print_json({**receipt.to_json(), **({"accuracy": found} if found else {})})
     else:
@@ -126,6 +130,8 @@ def calibrate_task(
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
     label_column: LabelColumn = None,
+    image_column: ImageColumn = None,
+    allow_absolute: AllowAbsolute = False,
     extends: Annotated[
         list[Path] | None, typer.Option("--extends", help="Files of the tasks that it extends.", show_default=False)
     ] = None,
@@ -149,8 +155,9 @@ def calibrate_task(
     task = load_task(file)
     parents = [parent for path in extends or [] for parent in load_tasks(path)]
     console = plain_console(soft_wrap=True)
-    how: dict[str, Any] = {"parents": parents, "label_column": label_column, "batch_size": batch_size}
-    calibrate(load(backbone, device, task.spec.backbone), task, data, log=console.print, **how)
+    how: dict[str, Any] = {"parents": parents, "batch_size": batch_size, "log": console.print}
+    reading = table_options(label_column, image_column, allow_absolute)
+    calibrate(load(backbone, device, task.spec.backbone), task, data, **how, **reading)
     save_task(task, out or file)
     console.print(f"written to {out or file}")
 

@@ -8,9 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from memoro.cli.options import (
+    AllowAbsolute,
     BackboneOption,
     DeviceOption,
+    ImageColumn,
     Json,
+    LabelColumn,
     TaskBackboneOption,
     TaskFiles,
     gather_tasks,
@@ -19,6 +22,7 @@ from memoro.cli.options import (
     numbers,
     print_json,
     read_data,
+    table_options,
 )
 from memoro.cli.trainoptions import SWEEP, TRAIN, add_options
 from memoro.console import plain_console
@@ -152,7 +156,9 @@ def evaluate_tasks(
     tasks: TaskFiles,
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
-    label_column: Annotated[str | None, typer.Option(help="Label column of a table.")] = None,
+    label_column: LabelColumn = None,
+    image_column: ImageColumn = None,
+    allow_absolute: AllowAbsolute = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
     workers: Annotated[
         int | None, typer.Option(help="Processes that decode images.", show_default="one per core")
@@ -198,14 +204,14 @@ def evaluate_tasks(
     errors = plain_console(stderr=True, soft_wrap=True)
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "quiet": False, "log": errors.print}
     page = out or (Path("report.html") if report else None)
-    results = evaluate(frozen, loaded, read_data(data), label_column=label_column, report=page, **how)
+    reading = table_options(label_column, image_column, allow_absolute)
+    results = evaluate(frozen, loaded, read_data(data), report=page, **how, **reading)
     if page is not None:
         errors.print(f"report: {page}")
     tables, shown = metrics_tables(results), dict[str, Any](results)
     if others:
-        how = {"label_column": label_column, "false_alarms": false_alarms, "batch_size": batch_size}
-        how |= {"workers": workers, "log": errors.print}
-        relied = evaluate_trust(frozen, loaded, read_data(data), name_sets(others), **how)
+        how = {"false_alarms": false_alarms, "batch_size": batch_size, "workers": workers, "log": errors.print}
+        relied = evaluate_trust(frozen, loaded, read_data(data), name_sets(others), **how, **reading)
         tables += trust_tables(relied) if relied else []
         shown = {name: {**found, "trust": relied[name]} if name in relied else found for name, found in results.items()}
         if picture is not None and relied:

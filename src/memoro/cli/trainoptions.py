@@ -66,6 +66,12 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "label_column": _option(
         list[str] | None, None, _DATA, "Label column of a table; repeat to train a task for each in the same pass."
     ),
+    "image_column": _option(
+        str | None, None, _DATA, "Column of a table with the images.", show_default="path or image"
+    ),
+    "allow_absolute": _option(
+        bool, False, _DATA, "Trust a table that names files outside its folder.", "--allow-absolute"
+    ),
     "image_size": _option(
         int | None, None, _DATA, "Input size in pixels; resize and crop are scaled together.",
         show_default="the backbone's", min=1,

@@ -14,9 +14,12 @@ from memoro.engine.answers import NamedPicture
 from memoro.errors import ImageError
 
 
-def load_unlabelled(place: Any, workers: int | None) -> ImageSet:
-    """The readable images of a place as a set, for what needs no labels: each has a row of none."""
-    source = open_unlabelled([place])
+def load_unlabelled(place: Any, workers: int | None, **reading: Any) -> ImageSet:
+    """The readable images of a place as a set, for what needs no labels: each has a row of none.
+
+    `reading` are options of `open_unlabelled`.
+    """
+    source = open_unlabelled([place], **reading)
     keys = tuple(source.keys())
     raw = RawDataset(
         "regression", {"train": RawSplit(UnlabelledImages(source, keys), range(len(keys)), [()] * len(keys))}, ()

@@ -29,19 +29,20 @@ def evaluate(
     tasks: Sequence[Task | Baseline],
     data: Any | dict[str, Any],
     *,
-    label_column: str | None = None,
     batch_size: int = 32,
     workers: int | None = None,
     quiet: bool = True,
     log: Callable[[str], None] = lambda text: None,
     report: str | Path | None = None,
+    **reading: Any,
 ) -> dict[str, dict[str, Any]]:
     """Each task's metrics on the test split of its data (or on the whole set where there is none), by name.
 
-    `data` is one set for all tasks, or a dict from a task's name to its own; `label_column` is for tables. Tasks that
-    have the same images, labels and preprocessing share one pass; each baseline has its own. Images of classes that a
-    task does not know are left out and counted in `unknown_classes`. `log` receives a line for every pass, and notes,
-    such as on data without a test split. `report` is a file to which a page about the answers is written.
+    `data` is one set for all tasks, or a dict from a task's name to its own; `label_column`, `image_column` and
+    `allow_absolute` are for tables, as in `load_data`. Tasks that have the same images, labels and preprocessing share
+    one pass; each baseline has its own. Images of classes that a task does not know are left out and counted in
+    `unknown_classes`. `log` receives a line for every pass, and notes, such as on data without a test split. `report`
+    is a file to which a page about the answers is written.
     """
     need("torchmetrics")
     models = by_name(tasks)
@@ -58,7 +59,7 @@ def evaluate(
         key = (source if isinstance(source, (str, Path)) else id(source), task.spec.labels, task.kind)
         if key not in groups:
             how: dict[str, Any] = {"workers": workers, "quiet": quiet, "measured_only": report is None}
-            groups[key] = (*load_test_images(source, task, label_column, **how), [])
+            groups[key] = (*load_test_images(source, task, **how, **reading), [])
         groups[key][-1].append(name)
 
     def forward(names: list[str]) -> Callable[[Tensor], list[Tensor]]:
@@ -126,11 +127,11 @@ def _not_known(unknown: dict[str, int], kind: HeadKind, images: ImageSet, names:
 def load_test_images(
     source: Any,
     task: Task | Baseline,
-    label_column: str | None,
     *,
     workers: int | None = None,
     quiet: bool = True,
     measured_only: bool = True,
+    **reading: Any,
 ) -> tuple[Splits, ImageSet, str, dict[str, int]]:
     """The splits, the images to measure on, their split's name, and the unknown labels among them with their counts."""
     splits = source
@@ -138,13 +139,13 @@ def load_test_images(
         splits = load_data(
             source,
             kind=task.kind,
-            label_column=label_column,
             labels=task.labels,
             drop_unknown=True,
             val_fraction=0,
             measured_only=measured_only,
             workers=workers,
             quiet=quiet,
+            **reading,
         )
     check_labels(task, splits)
     split, images = splits.to_measure()

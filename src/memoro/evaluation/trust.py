@@ -75,16 +75,16 @@ def evaluate_trust(
     data: Any,
     others: Mapping[str, Any],
     *,
-    label_column: str | None = None,
     false_alarms: float = FALSE_ALARMS,
     batch_size: int = 32,
     workers: int | None = None,
     log: Callable[[str], None] = lambda text: None,
+    **reading: Any,
 ) -> dict[str, dict[str, Any]]:
     """For each task: calibration on the test images of its own `data`, and how well it tells `others` from them.
 
     Images whose familiarity is below `false_alarms` count as unfamiliar. Baselines are left out, and `log` is told.
-    `label_column` is for tables with a task's own images.
+    `reading` are options of `load_data`; `label_column` is for a task's own images only.
     """
     model = compose(backbone, [one for one in models if isinstance(one, Task)])
     sources = dict(data) if type(data) is dict else dict.fromkeys([one.name for one in models], data)
@@ -92,21 +92,23 @@ def evaluate_trust(
         log(f"note: {name} is a baseline: --others compares tasks only.")
         del sources[name]
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
+    unlabelled = {name: value for name, value in reading.items() if name != "label_column"}
     unlike = {
-        other: collect_outputs(model, _any_images(place, workers), list(sources), **how)[0]
+        other: collect_outputs(model, _any_images(place, workers, **unlabelled), list(sources), **how)[0]
         for other, place in others.items()
     }
     results = {}
     for name, source in sources.items():
-        _, images, *_ = load_test_images(source, model.tasks[name], label_column, workers=workers)
+        _, images, *_ = load_test_images(source, model.tasks[name], workers=workers, **reading)
         own, targets = collect_outputs(model, images, [name], **how)
         results[name] = _calibration_of(model.tasks[name], own.logits[name], targets)
         if name in own.judged:
             shares, described = own.judged[name].familiarity, model.tasks[name].spec.familiarity
             if described is not None and described.images * false_alarms < 1:
                 log(
-                    f"note: {name}: its familiarity is measured against {format_count(described.images, 'image')}, too "
-                    f"few for a share of {false_alarms:g}: only images that look stranger than all of them are unfamiliar."
+                    f"note: {name}: its familiarity is measured against {format_count(described.images, 'image')}, "
+                    f"too few for a share of {false_alarms:g}: only images that look stranger than all of them are "
+                    "unfamiliar."
                 )
             results[name] |= {
                 "false_alarms": float((shares < false_alarms).double().mean()),
@@ -175,13 +177,13 @@ def _histogram(shares: Tensor) -> list[int]:
     return (shares * 20).long().clamp(max=19).bincount(minlength=20).tolist()
 
 
-def _any_images(source: Any, workers: int | None) -> ImageSet:
+def _any_images(source: Any, workers: int | None, **reading: Any) -> ImageSet:
     """The test images of a set, whatever its labels; all of them where it has no test split, or no labels."""
     try:
         how: dict[str, Any] = {"val_fraction": 0, "measured_only": True, "workers": workers, "quiet": True}
-        splits = source if isinstance(source, Splits) else load_data(source, **how)
+        splits = source if isinstance(source, Splits) else load_data(source, **how, **reading)
     except DataError:
-        return load_unlabelled(source, workers)
+        return load_unlabelled(source, workers, **reading)
     return splits.to_measure()[1]
 
 
@@ -256,13 +258,11 @@ def _shares(counts: Sequence[int]) -> list[float]:
     return [count / max(1, sum(counts)) for count in counts]
 
 
-def verify_tasks(
-    model: Composition, data: Mapping[str, Any], *, label_column: str | None = None
-) -> dict[str, dict[str, Any]]:
+def verify_tasks(model: Composition, data: Mapping[str, Any], **reading: Any) -> dict[str, dict[str, Any]]:
     """For each softmax task with data: its accuracy alone, composed, and with routing.
 
-    Then the image goes to the task with the highest score; the answer counts if task and label are right.
-    `label_column` is for tables.
+    Then the image goes to the task with the highest score; the answer counts if task and label are right. `reading` are
+    options of `load_data`.
     """
     candidates = [name for name, task in model.tasks.items() if task.spec.familiarity is not None]
     results = {}
@@ -271,7 +271,7 @@ def verify_tasks(
             raise DataError(f"no task {name!r} among {', '.join(model.names)}: write NAME=DATA with one of these.")
         if model.tasks[name].kind != "softmax":
             raise DataError(f"{name!r} does not answer with one class: leave it out of --data.")
-        _, images, split, _ = load_test_images(source, model.tasks[name], label_column)
+        _, images, split, _ = load_test_images(source, model.tasks[name], **reading)
         alone, targets = collect_outputs(model.alone(name), images, [name])
         together, _ = collect_outputs(model, images, model.names)
         right = [one.logits[name].argmax(dim=-1) == targets for one in (alone, together)]
@@ -306,19 +306,19 @@ def calibrate(
     data: Any,
     *,
     parents: Sequence[Task] = (),
-    label_column: str | None = None,
     batch_size: int = 32,
     workers: int | None = None,
     log: Callable[[str], None] = lambda text: None,
+    **reading: Any,
 ) -> None:
     """Gives a task a new calibration and familiarity, from images that look like those it is for.
 
     The calibration is fitted on the validation split, or on all images of `data` where there is none, never on a test
-    split. Where the task was trained on some of those images, it is left as it is. `label_column` is for tables.
+    split. Where the task was trained on some of those images, it is left as it is. `reading` are
+    options of `load_data`.
     """
     model = compose(backbone, [task, *parents])
-    labels: dict[str, Any] = {"kind": task.kind, "labels": task.labels, "drop_unknown": True}
-    labels["label_column"] = label_column
+    labels: dict[str, Any] = {"kind": task.kind, "labels": task.labels, "drop_unknown": True, **reading}
     splits = data
     if not isinstance(data, Splits):
         splits = load_data(data, **labels, val_fraction=0, workers=workers, quiet=True)

@@ -138,7 +138,9 @@ def how_it_was_made(table: str, used: Sequence[Record], scale: str) -> list[str]
         "have been running."
     )
     if any(record.key["backbone"].endswith(f"({record.key['fingerprint']})") for record in used):
-        lines.append("- A fingerprint after the name of a backbone: weights that it had before the newest measurements here.")
+        lines.append(
+            "- A fingerprint after the name of a backbone: weights that it had before the newest measurements here."
+        )
     lines += [f"- {text}" for text in sorted({describe_budget(record) for record in used} - {""})]
     lines.append(
         f"- Every measurement with its settings is in the `.jsonl` files beside this one (`{table}.csv`: a row each)."

@@ -52,12 +52,13 @@ def load_sources(
     sources: dict[str | None, Any],
     columns: list[str] | None,
     streaming: bool,
-    kind: str | None,
     recipe: Recipe,
     options: TrainOptions,
+    **reading: Any,
 ) -> Sets:
-    """The sets by task name. Validation splits are cut later, as folds may be used instead."""
-    how: dict[str, Any] = {"seed": recipe.data_seed, "kind": kind}
+    """The sets by task name. Validation splits are cut later, as folds may be used instead. `reading` are options of
+    `load_data`."""
+    how: dict[str, Any] = {"seed": recipe.data_seed, **reading}
     known = {**how, "workers": options.workers, "quiet": options.quiet, "phases": options.phases}
     if columns:
         found = load_columns(next(iter(sources.values())), columns, val_fraction=0, **known)

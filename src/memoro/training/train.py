@@ -113,6 +113,8 @@ def train(
     extends: Sequence[Task | str | Path] = (),
     start_from: Task | str | Path | None = None,
     label_column: str | list[str] | None = None,
+    image_column: str | None = None,
+    allow_absolute: bool = False,
     streaming: bool = False,
     width: int = 5,
     out: str | Path | None = None,
@@ -124,8 +126,9 @@ def train(
 
     `data` is anything that load_data takes, or a dict from task names to such: then all are trained in one pass, and a
     dict of results is returned. A list of label columns does the same for the columns of one table. `kind` says what
-    the labels are: `class`, `labels` (several for an image) or `number`; by default the data decides. `backbone` is a
-    Backbone, or anything that load_backbone takes; then `device` (None: a GPU if there is one) and `dtype` are used.
+    the labels are: `class`, `labels` (several for an image) or `number`; by default the data decides. For tables,
+    `image_column` and `allow_absolute` are as in `load_data`. `backbone` is a Backbone, or anything that load_backbone
+    takes; then `device` (None: a GPU if there is one) and `dtype` are used.
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
 
@@ -203,7 +206,8 @@ def train(
         words = [word for name in sorted(missing) for word in ("--extends", name + SUFFIX)]
         raise TrainingError(f"the task to start from extends {', '.join(sorted(missing))}: add {quoted(*words)}.")
     options.phases.switch("reading")
-    sets = load_sources(sources, columns, streaming, kind, recipe, options)
+    reading = {"kind": kind, "image_column": image_column, "allow_absolute": allow_absolute}
+    sets = load_sources(sources, columns, streaming, recipe, options, **reading)
     options.phases.switch("start-up")
     if start is not None:
         name, splits = next(iter(sets.items()))
