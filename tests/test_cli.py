@@ -68,7 +68,7 @@ def test_compose_and_verify(files: tuple[Path, Path], folder: Path, tmp_path: Pa
     assert receipt["base_equal"] is True
     Image.new("RGB", (30, 40), (200, 10, 10)).save(tmp_path / "red.png")
     text = run(tmp_path, "verify", "-b", folder, "-t", files[0], "-t", files[1], tmp_path / "red.png").stdout
-    assert "equal to the bit" in text
+    assert "bitwise equal" in text
     assert "1 image" in text
     assert "1 images" not in text
 

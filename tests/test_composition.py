@@ -252,7 +252,7 @@ def test_verify_writes_a_receipt(backbone: Backbone, pixels: torch.Tensor) -> No
     assert receipt.base_difference == 0
     assert set(receipt.tasks) == {"pets", "breeds"}
     assert max(receipt.tasks.values()) < 1e-4
-    assert "equal to the bit" in str(receipt)
+    assert "bitwise equal" in str(receipt)
 
 
 def test_verify_notices_a_changed_model(vit: Any, pixels: torch.Tensor) -> None:

@@ -88,7 +88,7 @@ def test_numbers_come_in_the_order_of_the_labels(tmp_path: Path) -> None:
         load_data(path, label_column=["x", "y"], labels=["a", "b"])
     other = load_data(path, kind="regression", label_column="x", labels=["width"], val_fraction=0)
     assert other.labels == ("width",)
-    assert "the numbers of column 'x' are taken for 'width'." in other.notes
+    assert "the numbers of column 'x' are used as 'width'." in other.notes
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_the_demo_does_the_whole_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
     console = Console(record=True, width=120)
     page = run_demo(console, tmp_path / "out", letters=80, digits=80, epochs=1)
     said = console.export_text()
-    assert "equal to the bit" in said
+    assert "bitwise equal" in said
     assert said.rstrip().endswith(f"memoro serve --open --tasks {tmp_path / 'out'}"), "it ends with what to try next"
     assert "parity extends digit" in said
     text = page.read_text()

@@ -51,7 +51,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
 def test_a_column_of_prices_becomes_a_regression(train: Callable[..., Any], tmp_path: Path) -> None:
     table = save_table(tmp_path / "set", price=[90 + 7 * n for n in range(20)], rooms=[1 + n % 4 for n in range(20)])
     done = train(table, "--label-column", "price", "--task", "my houses")
-    assert "note: column 'price' is taken for numbers" in done.stderr
+    assert "note: column 'price' is treated as numbers" in done.stderr
     assert "20 different values in 20 rows" in done.stderr
     assert "use --kind class" in done.stderr
     task = memoro.load_task(tmp_path / "my houses.safetensors")
@@ -77,8 +77,8 @@ def test_a_column_of_prices_becomes_a_regression(train: Callable[..., Any], tmp_
     [
         ([1.5, 2, 2, 2, 3, 3], "regression", "not all whole"),
         ([1, 2, 3, 4, 4, 4], "regression", "4 different values in 6 rows"),
-        ([1, 1, 2, 2, 3, 3], "softmax", "taken for 3 classes"),
-        (["007", "007", "008", "008"], "softmax", "taken for 2 classes"),
+        ([1, 1, 2, 2, 3, 3], "softmax", "treated as 3 classes"),
+        (["007", "007", "008", "008"], "softmax", "treated as 2 classes"),
         (["a", "b", "3.5", "a"], "softmax", ""),
         (["1e400", "2", "2", "1e400"], "softmax", ""),
     ],
@@ -103,7 +103,7 @@ def test_typed_columns_are_read_the_same_way(tmp_path: Path) -> None:
     how: dict[str, Any] = {"val_fraction": 0, "workers": 0, "allow_absolute": True}
     kinds = {name: load_data(data, label_column=name, **how).kind for name in columns}
     assert kinds == {"price": "regression", "rooms": "softmax", "area": "regression"}
-    assert "taken for numbers" in " ".join(load_data(data, label_column="area", **how).notes)
+    assert "treated as numbers" in " ".join(load_data(data, label_column="area", **how).notes)
 
 
 def test_kinds_have_plain_names() -> None:

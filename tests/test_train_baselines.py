@@ -212,7 +212,7 @@ def test_every_regime_from_the_shell(shell: Any, tmp_path: Path) -> None:
 
 def test_rates_of_a_baseline_are_tried_in_passes_of_their_own(shell: Any) -> None:
     done = shell("train", "set", "--task", "m", "--regime", "full", *COMMON)
-    assert "regime 'full' changes base tokens, so each of the 3 runs needs passes of its own" in done.stderr
+    assert "regime 'full' changes base tokens, so its 3 runs need separate passes" in done.stderr
     record = json.loads(done.stdout)
     assert [row["lr"] for row in record["runs"]] == [0.03, 0.1, 0.3]
     assert record["chosen"]["lr"] == record["training"]["lr"]

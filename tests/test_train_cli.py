@@ -185,7 +185,7 @@ def test_eval_of_one_set_and_of_one_for_each(root: Path) -> None:
     own = run(root, "eval", "set/train", "-b", "vit", "-t", "colour.safetensors", "--workers", 0)
     assert "colour learned from some of them: this is not the accuracy on new images" in own.stderr
     new = run(root, "eval", "set/test", "-b", "vit", "-t", "colour.safetensors", "--workers", 0)
-    assert "None of them is among the training images on record" in new.stderr
+    assert "None of them is among the recorded training images" in new.stderr
     for data in (["set", "numbers"], ["colour=a", "colour=b"]):
         assert "give NAME=DATA for each" in run(root, "eval", *data, "-b", "vit", *both, code=1).stderr
     assert "no task 'other' among colour, warmth" in run(root, "eval", "other=set", "-b", "vit", *both, code=1).stderr

@@ -170,7 +170,7 @@ def test_resume_says_where_it_goes_on(shell: Callable[..., Any], monkeypatch: py
     assert "resuming in runs/set at step 8 of 10 (epoch 2), after" in done.stderr
     before = Path("set.safetensors").read_bytes()
     done = shell("train", "set", *TRAIN, "--lr", 0.05, "--resume")
-    assert "had finished: it is only evaluated again" in done.stderr
+    assert "is already finished: only evaluating it again" in done.stderr
     assert not Path("set.safetensors.1").exists(), "the same task needs no second file"
     assert memoro.load_task("set.safetensors").content_hash() in str(before)
 
@@ -248,8 +248,8 @@ def test_parents_are_suggested_in_quotes(shell: Callable[..., Any], backbone: Ba
     assert "add -t 'my fruits.safetensors'" in str(done.exception)
 
 
-def test_help_warns_of_mirror_images(shell: Callable[..., Any]) -> None:
+def test_help_warns_of_flips(shell: Callable[..., Any]) -> None:
     text = " ".join(shell("train", "--help").stdout.replace("│", " ").split())
-    assert "mirror images hurt: use --flip 0" in text
+    assert "flips hurt: use --flip 0" in text
     assert "--kind" in text
     assert "--start-from" in text

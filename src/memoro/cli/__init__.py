@@ -21,12 +21,12 @@ and the backbone's own output stays bitwise the same.
   memoro demo                                            see it work, without a download
   memoro train photos/ --task pets                       a folder of class folders becomes pets.safetensors
   memoro train pets=photos/ rooms=rooms.zip --out tasks/ several tasks in one pass
-  memoro sweep photos/ --rank 4,8,16 --from-layer 4,8    many settings in one pass, the best by validation kept
-  memoro eval photos/ --tasks pets.safetensors           how good a task is on a set's test split
+  memoro sweep photos/ --rank 4,8,16 --from-layer 4,8    many settings in one pass; the best is kept
+  memoro eval photos/ --tasks pets.safetensors           metrics on the test split
   memoro predict new/*.jpg --tasks pets.safetensors --tasks flowers.safetensors
                                                          predict with all tasks in one pass
   memoro explain photo.jpg -t pets.safetensors           where a task looked, as a picture
-  memoro serve --tasks tasks/                            answer over HTTP; attach and detach tasks without a restart
+  memoro serve --tasks tasks/                            serve over HTTP; attach and detach tasks without a restart
   memoro inspect pets.safetensors                        what a task file contains
   memoro compose pets.safetensors flowers.safetensors -o both.safetensors
                                                          put tasks into one file
@@ -40,12 +40,12 @@ and the backbone's own output stays bitwise the same.
   memoro bench engine                                    what 1 to 100 tasks cost here
   memoro bench train                                     what a training step costs here
   memoro bench serve                                     throughput and latency of the server here
-  memoro bench export                                    ONNX Runtime beside torch
-  memoro reproduce table2 --data photos.zip              check the paper's tables on your own sets
+  memoro bench export                                    ONNX Runtime compared with torch
+  memoro reproduce table2 --data photos.zip              reproduce the paper's tables on your own datasets
 
 Training takes [bold]--backbone[/], a hub id or a folder; the default is the small one that ships with memoro. A task
-file knows its backbone, and may be a hub id too (me/pets). Run [bold]memoro COMMAND --help[/] for details; most
-commands take [bold]--json[/]."""
+file names its backbone, and a hub id (me/pets) can be given instead of a file. Run [bold]memoro COMMAND --help[/] for
+details; most commands take [bold]--json[/]."""
 
 app = typer.Typer(
     add_completion=False,
@@ -88,14 +88,14 @@ def root(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for images, task files and the page.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for images, task files and the report.")] = Path(
         "memoro-demo"
     ),
 ) -> None:
     """Train five tasks on drawn letters and handwritten digits, compose them, and check that the backbone's output is
     unchanged.
 
-    A few minutes on two cores, no download. Leaves task files and a page with pictures.
+    Takes a few minutes on two cores and downloads nothing. Writes task files and an HTML report.
     """
     from memoro.console import quiet_libraries
     from memoro.demo import run_demo

@@ -22,16 +22,16 @@ bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is
 @bench.command("engine")
 def bench_engine_command(
     patch: Annotated[list[int], typer.Option(help="Patch size of the ViT-B to measure; repeat for more.")] = [32, 16],  # noqa: B006
-    batch: Annotated[int, typer.Option(help="Images in a pass.")] = 8,
+    batch: Annotated[int, typer.Option(help="Images per pass.")] = 8,
     tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,10,50,100",
     forks: Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")] = "0,8",
     cells: Annotated[int, typer.Option(help="Memory cells of each task in each layer.")] = 5,
     rank: Annotated[int, typer.Option(help="Rank of each task's own weights (regime side).")] = 0,
-    rounds: Annotated[int, typer.Option(help="Runs of each candidate; the best counts.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Timed runs of each candidate; the fastest is reported.")] = 5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Json = False,
 ) -> None:
-    """One pass with many tasks against a plain pass, a dense attention mask and separate passes."""
+    """Compare one pass with many tasks to a plain pass, a dense attention mask and separate passes."""
     from memoro.backbones import load_backbone
     from memoro.bench.engine import bench_engine, candidate_count, engine_table
     from memoro.bench.models import random_vit
@@ -55,14 +55,14 @@ def bench_engine_command(
 @bench.command("export")
 def bench_export_command(
     backbone: BackboneOption = None,
-    batch: Annotated[int, typer.Option(help="Images in a pass.")] = 8,
+    batch: Annotated[int, typer.Option(help="Images per pass.")] = 8,
     tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,100",
     cells: Annotated[int, typer.Option(help="Memory cells in each layer.")] = 5,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each candidate; the best counts.")] = 5,
-    seconds: Annotated[float, typer.Option(min=0, help="No further round after so many seconds of timing.")] = 60,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the fastest is reported.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0, help="Start no further round after this many seconds.")] = 60,
     as_json: Json = False,
 ) -> None:
-    """An exported ONNX file in ONNX Runtime against the same tasks in torch, on the CPU.
+    """Compare an exported ONNX file in ONNX Runtime to the same tasks in torch, on the CPU.
 
     Exporting takes most of the time: half a minute of CPU time, more for 100 tasks.
     """
@@ -84,28 +84,28 @@ def bench_train_command(
     ] = "ViT-B/32",
     batch: Annotated[int, typer.Option(help="Images per step.")] = 16,
     cells: Annotated[int, typer.Option(help="Memory cells in each layer.")] = 5,
-    runs: Annotated[str, typer.Option(help="Runs in one pass, separated by commas.")] = "1,8,32",
+    runs: Annotated[str, typer.Option(help="Numbers of runs in one pass, separated by commas.")] = "1,8,32",
     forks: Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")] = "0,8",
     rounds: Annotated[int, typer.Option(help="Timed steps per method; the fastest is reported.")] = 5,
     memory: Annotated[bool, typer.Option(help="Also measure each method's peak memory in a separate process.")] = True,
-    baselines: Annotated[bool, typer.Option(help="Also the regimes that change the backbone's tokens.")] = True,
-    steps: Annotated[bool, typer.Option(help="Time single steps; else only what --data asks for.")] = True,
+    baselines: Annotated[bool, typer.Option(help="Also measure the baselines.")] = True,
+    steps: Annotated[bool, typer.Option(help="Time single steps; without them, only --data is measured.")] = True,
     data: Annotated[
         str | None, typer.Option(help="Also train on this dataset and report the time to reach --goal.")
     ] = None,
     goal: Annotated[float, typer.Option(min=0, max=1, help="Test accuracy to reach, with --data.")] = 0.85,
     backbone: BackboneOption = None,
     image_size: Annotated[
-        int | None, typer.Option(help="Pixels of an image's edge, with --data.", show_default="the backbone's")
+        int | None, typer.Option(help="Image size in pixels, with --data.", show_default="the backbone's")
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs at most, with --data.")] = 6,
+    epochs: Annotated[int, typer.Option(min=1, help="Maximum number of epochs, with --data.")] = 6,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the cost over the number of runs into this PNG, accuracy over time into *-goal.png."),
+        typer.Option(help="Plot the cost over the number of runs to this PNG, accuracy over time to *-goal.png."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """One training step of every regime, alone, in many runs and from cached features, in plain base passes.
+    """Time a training step of every regime: one run, many runs and from cached features, in plain base passes.
 
     memoro bench train --no-steps --data photos.zip --goal 0.85 -b facebook/dinov2-small
     """
@@ -132,21 +132,21 @@ def bench_serve_command(
     model: Annotated[
         str, typer.Option(help="memoro-tiny, dinov2-small (random weights), a hub id or a folder; separated by commas.")
     ] = "dinov2-small,memoro-tiny",
-    image_size: Annotated[int | None, typer.Option(help="Pixels of an image's edge.", show_default="112")] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="Tasks attached; each request asks all of them.")] = 100,
-    batch: Annotated[int, typer.Option(min=1, help="Images in a pass, for the engine and the server.")] = 16,
-    clients: Annotated[int, typer.Option(min=1, help="Concurrent clients, one image per request.")] = 32,
-    requests: Annotated[int, typer.Option(min=1, help="Requests at most.")] = 600,
+    image_size: Annotated[int | None, typer.Option(help="Image size in pixels.", show_default="112")] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Number of tasks; each request asks all of them.")] = 100,
+    batch: Annotated[int, typer.Option(min=1, help="Images per pass, for the engine and the server.")] = 16,
+    clients: Annotated[int, typer.Option(min=1, help="Number of concurrent clients, one image per request.")] = 32,
+    requests: Annotated[int, typer.Option(min=1, help="Maximum number of requests.")] = 600,
     seconds: Annotated[
         float,
         typer.Option(
-            min=1, help="Maximum seconds of requests; timing the engine and separate models adds half of that."
+            min=1, help="Maximum seconds of requests; timing the engine and separate models takes half as long again."
         ),
     ] = 60,
     device: DeviceOption = None,
     as_json: Json = False,
 ) -> None:
-    """Throughput and latency through HTTP on loopback, against the engine's own at the same batch size."""
+    """Compare throughput and latency over HTTP on loopback to the engine alone at the same batch size."""
     share_cores()
     from memoro.extras import need
 

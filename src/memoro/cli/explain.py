@@ -26,9 +26,9 @@ def explain(
 ) -> None:
     """Show where tasks looked: each image in grey, coloured by attention.
 
-    Yellow is the most attention, dark blue none. Several images or tasks make
-    one sheet: a row for each image, a column for each task. The table says how
-    much attention went to the image's patches, to the task's memory and so on.
+    Yellow is the most attention, dark blue none. Several images or tasks are
+    drawn as a grid: a row for each image, a column for each task. The table
+    shows how much attention went to the image's patches, the task's memory etc.
 
     memoro explain photo.jpg -t pets.safetensors -o overlay.png
 

@@ -88,7 +88,9 @@ def name_backbone(backbone: str | None, *, hint: bool = False) -> str:
 
     quiet_libraries()
     if backbone is None and hint:
-        typer.echo(f"backbone: {TINY} (small, built in). Larger ones are better: -b facebook/dinov2-small", err=True)
+        typer.echo(
+            f"backbone: {TINY} (small, built in). Larger ones are usually better: -b facebook/dinov2-small", err=True
+        )
     return backbone or TINY
 
 

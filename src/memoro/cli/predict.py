@@ -58,13 +58,13 @@ def predict(
         typer.Option(
             "--top",
             min=1,
-            help="Give this many labels with their probabilities.",
-            show_default="the answer; all in JSON and for multi-label tasks",
+            help="Number of labels to output with their probabilities.",
+            show_default="1; all in JSON and for multi-label tasks",
         ),
     ] = None,
     unfamiliar: Annotated[
         str,
-        typer.Option("--unfamiliar", help="Answers about images unlike a task's own: mark, drop or keep them."),
+        typer.Option("--unfamiliar", help="Answers to unfamiliar images: mark, drop or keep them."),
     ] = "mark",
     false_alarms: Annotated[
         float,
@@ -72,7 +72,7 @@ def predict(
     ] = 0.01,
     embeddings: Annotated[
         bool,
-        typer.Option("--embeddings", help="Also write the final tokens of the base and of each task (Parquet)."),
+        typer.Option("--embeddings", help="Also write the final tokens of the backbone and of each task (Parquet)."),
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any image cannot be read.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
@@ -83,11 +83,11 @@ def predict(
     as_json: Json = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue in the folder: skip the shards that are there.", rich_help_panel=_MANY),
+        typer.Option("--resume", help="Continue a job: skip the shards that exist.", rich_help_panel=_MANY),
     ] = False,
     shard_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Images per file of the folder.", show_default="8192", rich_help_panel=_MANY),
+        typer.Option(min=1, help="Images per file in the folder.", show_default="8192", rich_help_panel=_MANY),
     ] = None,
     image_column: Annotated[
         str | None,
@@ -119,13 +119,13 @@ def predict(
         int | None,
         typer.Option(
             min=1,
-            help="Processes with a backbone.",
-            show_default="one per GPU, or per 4 cores of a machine",
+            help="Number of workers.",
+            show_default="one per GPU, or per 4 cores",
             rich_help_panel=_CLUSTER,
         ),
     ] = None,
 ) -> None:
-    """Predict with all tasks in one pass. Answers are written as they come.
+    """Predict with all tasks in one pass. Answers are written batch by batch.
 
     memoro predict new/*.jpg -t pets.safetensors -t rooms.safetensors
 
@@ -135,19 +135,18 @@ def predict(
 
     Folders are searched for images, which are recognised by their suffix or
     their first bytes. Tables have a column of paths, Parquet also of images.
-    An image that cannot be read has a row with the error.
+    An image that cannot be read gets a row with the error.
     CSV and Parquet have a row for each image, task and label, and the columns
     image, task, label, probability, value (of a regression), low and high (of
     its 90 % interval), predicted, score, familiarity, unfamiliar, error.
 
-    Probabilities are calibrated. familiarity is the share of the task's own
-    images that look at least as strange as this one; score compares tasks:
-    the highest is that of the task that the image most likely belongs to.
+    Probabilities are calibrated if the task is. familiarity is the share of
+    the task's own images that look at least as unusual as this one. The image
+    most likely belongs to the task with the highest score.
 
-    With a folder as --out, answers are files of --shard-size images, each
-    written whole: stop it at any time and continue with --resume. With --ray,
-    the machines of a cluster share the work; they need access to the images
-    and to the folder.
+    With a folder as --out, answers are written in files of --shard-size images:
+    stop at any time and continue with --resume. With --ray, the machines of a
+    cluster share the work; they need access to the images and to the folder.
     """
     if out is not None:
         share_cores()

@@ -47,7 +47,7 @@ def reproduce(
         typer.Option(
             "--data",
             "-d",
-            help="A set with train/ and test/ (folder or zip), or a folder of several; repeat for more.",
+            help="Dataset with train/ and test/ (folder or zip), or a folder of several; repeat for more.",
             show_default="paper: its four sets",
         ),
     ] = None,
@@ -61,9 +61,10 @@ def reproduce(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and what it needs; train nothing.")
     ] = False,
-    report: Annotated[bool, typer.Option("--report", help="Only write the tables from what is recorded.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Only write the tables from recorded results.")] = False,
     most: Annotated[
-        int | None, typer.Option(min=1, help="Training images of a set, at most.", show_default="cpu: 2000, paper: all")
+        int | None,
+        typer.Option(min=1, help="Maximum training images per dataset.", show_default="cpu: 2000, paper: all"),
     ] = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Epochs of masked regimes.", show_default="cpu: 10; paper: steps")
@@ -76,27 +77,27 @@ def reproduce(
     folds: Annotated[
         int | None,
         typer.Option(
-            min=1, max=4, help="Folds (of 4) used to choose learning rates.", show_default="1 to 4, by the set's size"
+            min=1, max=4, help="Folds (of 4) used to choose learning rates.", show_default="1 to 4, by dataset size"
         ),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Images of a step.", show_default="cpu: 32, paper: 512")
+        int | None, typer.Option(min=1, help="Images per step.", show_default="cpu: 32, paper: 512")
     ] = None,
     image_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Pixels of an image's edge.", show_default="the backbone's; cpu: at most 112"),
+        typer.Option(min=1, help="Image size in pixels.", show_default="the backbone's; cpu: at most 112"),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that decode images.", show_default="one per core")
     ] = None,
     device: DeviceOption = None,
 ) -> None:
-    """Check the paper's tables on your own sets: accuracy, parameters, FLOPs, what masks do.
+    """Reproduce the paper's tables on your own datasets: accuracy, parameters, FLOPs, masks.
 
     memoro reproduce table2 --data rsscn7.zip --data pacs_sketch.zip
 
-    Prints an estimate of the time first. Every job (some minutes) is recorded when it is done: call it again to
-    continue. Learning rates are chosen on held-out training images, the test split is used once.
+    Prints a time estimate first. Every job (some minutes) is recorded when it is done: run the same command again
+    to continue. Learning rates are chosen on held-out training images; the test split is used once.
 
     torchrun --nproc-per-node 8 -m memoro reproduce all --scale paper
     """
@@ -131,7 +132,7 @@ def reproduce(
         try:
             run_tables(order, runner, log)
         except KeyboardInterrupt:
-            log("stopped. What is done is recorded: the same command continues with the rest.")
+            log("stopped. Finished jobs are recorded: run the same command again to continue.")
             raise typer.Exit(130) from None
 
 

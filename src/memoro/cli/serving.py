@@ -21,43 +21,45 @@ def serve(
         typer.Option(
             "--tasks",
             "-t",
-            help="Folder of task files, which keeps what is attached; or files and hub ids (owner/name), each "
-            "with its own --tasks: then attaching is off. A new folder ends with /.",
+            help="Folder of task files, where attached tasks are stored; or a task file or hub id (owner/name), repeat "
+            "for more: attaching is then off. The name of a new folder must end with /.",
             show_default=False,
         ),
     ] = None,
     backbone: TaskBackboneOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all networks.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8000,
     device: DeviceOption = None,
-    max_batch: Annotated[int, typer.Option(help="Images in a pass of the backbone.")] = 16,
-    max_delay_ms: Annotated[float, typer.Option(help="How long an image waits for others to share its pass.")] = 5.0,
+    max_batch: Annotated[int, typer.Option(help="Maximum number of images per pass of the backbone.")] = 16,
+    max_delay_ms: Annotated[float, typer.Option(help="Maximum time an image waits for others.")] = 5.0,
     token: Annotated[
         str | None,
         typer.Option(
             envvar="MEMORO_TOKEN",
-            help="Bearer token for attaching and detaching. Without it, that works on loopback only, without a proxy.",
+            help="Bearer token for attaching and detaching. Without it, both work on loopback only, without a proxy.",
         ),
     ] = None,
     read_token: Annotated[
         str | None,
         typer.Option(
             envvar="MEMORO_READ_TOKEN",
-            help="Bearer token for all other requests but health checks; without --token, also to attach and detach.",
+            help="Bearer token for all other requests except health checks; without --token, also for attaching.",
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Host name that requests may use, for a proxy in front of a server on loopback; repeatable."),
+        typer.Option(
+            help="Host name that requests may use, if a proxy is in front of a server on loopback; repeat for more."
+        ),
     ] = None,
-    max_queue: Annotated[int, typer.Option(help="Images waiting; more are refused with 503.")] = 256,
-    max_images: Annotated[int, typer.Option(help="Images in one request.")] = 64,
-    max_body_mb: Annotated[int, typer.Option(help="Megabytes of one request.")] = 32,
-    max_megapixels: Annotated[int, typer.Option(help="Size of one image.")] = 50,
-    timeout: Annotated[float, typer.Option(help="Seconds for a request.")] = 30.0,
+    max_queue: Annotated[int, typer.Option(help="Maximum number of images waiting; more are refused with 503.")] = 256,
+    max_images: Annotated[int, typer.Option(help="Maximum number of images per request.")] = 64,
+    max_body_mb: Annotated[int, typer.Option(help="Maximum size of a request in MB.")] = 32,
+    max_megapixels: Annotated[int, typer.Option(help="Maximum size of an image in megapixels.")] = 50,
+    timeout: Annotated[float, typer.Option(help="Maximum seconds per request.")] = 30.0,
     browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Answer over HTTP: one backbone in memory; attach and detach tasks without a restart.
+    """Serve tasks over HTTP; attach and detach them without a restart.
 
     memoro serve --tasks tasks/
 
@@ -65,8 +67,9 @@ def serve(
 
     curl -T pets.safetensors http://127.0.0.1:8000/v1/tasks/pets
 
-    The page at / answers images that you drop on it, and lists the tasks. The
-    API is described at /docs, and by docs/serving.md. In Python: memoro.Client("http://127.0.0.1:8000").predict("photo.jpg").
+    The page at / shows the answers to an image that you drop on it, and lists
+    the tasks. The API is described at /docs and in docs/serving.md. In Python:
+    memoro.Client("http://127.0.0.1:8000").predict("photo.jpg").
     """
     share_cores()
     from memoro.extras import need

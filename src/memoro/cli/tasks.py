@@ -30,10 +30,12 @@ app = typer.Typer()
 @app.command()
 def inspect(
     file: Annotated[str, typer.Argument(help="A task file, bundle or hub id.", show_default=False)],
-    backbone: Annotated[str | None, typer.Option("--backbone", "-b", help="Also say whether it fits this one.")] = None,
+    backbone: Annotated[
+        str | None, typer.Option("--backbone", "-b", help="Also check if the task fits this backbone.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """What is in a task file: labels, memory, parents, backbone, how it was trained and how good it is.
+    """Show what is in a task file: labels, memory, parents, backbone, training and metrics.
 
     memoro inspect pets.safetensors
     """
@@ -75,11 +77,12 @@ def verify(
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
     images: Annotated[
-        list[Path] | None, typer.Argument(help="Images to run on; without any, random pixels.", show_default=False)
+        list[Path] | None,
+        typer.Argument(help="Images to run on; without any, random pixels are used.", show_default=False),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option("--data", help="NAME=DATA: also compare the task's accuracy on this set; repeat for more."),
+        typer.Option("--data", help="NAME=DATA: also compare the task's accuracy on this dataset; repeat for more."),
     ] = None,
     label_column: LabelColumn = None,
     image_column: ImageColumn = None,
@@ -142,8 +145,8 @@ def calibrate_task(
 ) -> None:
     """Recalibrate a task's probabilities and familiarity on your own images.
 
-    The weights and the content hash stay the same. A task that has no
-    calibration or no familiarity gets it.
+    The weights and the content hash stay the same. Calibration and familiarity
+    are added if the task has none.
 
     memoro calibrate pets.safetensors photos/new-pets
     """
@@ -168,7 +171,7 @@ def export(
     out: Annotated[Path, typer.Option("--out", "-o", help="The ONNX file to write.", show_default=False)],
     backbone: TaskBackboneOption = None,
     images: Annotated[
-        bool, typer.Option("--images", help="Take bytes (uint8, NHWC) of resized images; normalise in the graph.")
+        bool, typer.Option("--images", help="Take resized images as uint8 (NHWC) and normalise them in the graph.")
     ] = False,
     dtype: Annotated[
         str | None, typer.Option(help="Dtype of the weights, such as float32.", show_default="the checkpoint's")
@@ -176,8 +179,8 @@ def export(
 ) -> None:
     """Write backbone and tasks as one ONNX file, with one input and named outputs for any number of images.
 
-    Outputs: base, and for each task NAME (logits), NAME.probabilities (not of
-    a regression) and NAME.familiarity (if the task has it).
+    Outputs: base, and for each task NAME (logits), NAME.probabilities (not for
+    regression) and NAME.familiarity (if the task has it).
     Labels with their thresholds, the spread of numbers, preprocessing and
     the backbone's fingerprint are in the file's metadata, as JSON under the
     key memoro.
@@ -201,7 +204,9 @@ def card(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write.", show_default="the file's name")
     ] = None,
-    repo: Annotated[str | None, typer.Option(help="Hub id, for the example.", show_default="the folder's name")] = None,
+    repo: Annotated[
+        str | None, typer.Option(help="Hub id for the example in the card.", show_default="the folder's name")
+    ] = None,
     license: Annotated[str | None, typer.Option(help="Licence, as the hub names it, such as apache-2.0.")] = None,
     base_model: Annotated[
         str | None, typer.Option(help="Hub id of the backbone.", show_default="its name, if that is one")
@@ -221,7 +226,7 @@ def card(
     folder, tasks = out or (Path(file) if Path(file).is_dir() else Path(Path(file).stem)), load_tasks(file)
     if out is None and folder.is_dir() and any(folder.iterdir()) and not (folder / FILE).exists():
         raise TaskFileError(
-            f"{folder} is a folder with other files, such as your images: name another folder with --out, or this one."
+            f"{folder} is a folder with other files, such as your images: name another folder (or this one) with --out."
         )
     readme, console = folder / "README.md", plain_console(soft_wrap=True)
     kept = keep_copy(readme) if readme.exists() else None
@@ -240,9 +245,9 @@ def import_checkpoint(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The task file to write.", show_default=False)],
     backbone: BackboneOption = None,
-    names: Annotated[str | None, typer.Option(help="Names for its tasks, separated by commas.")] = None,
+    names: Annotated[str | None, typer.Option(help="Names for the tasks, separated by commas.")] = None,
 ) -> None:
-    """Read tasks out of a checkpoint of the paper's public reproduction.
+    """Import tasks from a checkpoint of the paper's public reproduction.
 
     memoro import model.pt -b FOLDER -o tasks.safetensors --names cifar,places
     """

@@ -47,14 +47,14 @@ def train(
 ) -> None:
     """Train a task on a folder of images and write its file; or several tasks in one pass.
 
-    Without --lr a few learning rates are tried, all in one pass, and the best
-    by validation is kept. If there is no validation split, one is held out.
+    Without --lr, a few learning rates are tried and the best by validation
+    score is kept. If there is no validation split, one is held out.
     Ctrl-C saves a checkpoint; --resume continues from it.
 
-    Tasks learn from plain images. With --views 4 they also learn from random
-    crops and mirror images; where left and right or letters matter, mirror
-    images hurt: use --flip 0. Numbers are learned from plain images unless
-    --crop or --flip is given.
+    With the default recipe, images are not augmented. --views 4 adds random
+    crops and horizontal flips. If left and right matter or images show text,
+    flips hurt: use --flip 0. For numbers, images are augmented only if --crop
+    or --flip is given.
 
     memoro train photos/pets -b facebook/dinov2-small
 
@@ -64,11 +64,11 @@ def train(
 
     memoro train pets=photos/pets rooms=rooms.zip --out tasks/
 
-    Regimes that train a task, to compose with others:
+    Regimes that train a task, which can be composed with others:
     side (class token, low-rank weights for the task's token, head; default),
     memory (class token, memory, head; the paper's) and head (linear).
 
-    Regimes that train a baseline, for comparison (it cannot be composed):
+    Regimes that train a baseline, for comparison (cannot be composed):
     memory-full (memory without the mask), class-full (class token without it),
     vpt (prompts), adapter, adapter+memory-full, propagated and
     propagated-additive (memory is passed from layer to layer), lora (on
@@ -82,12 +82,12 @@ def train(
 def sweep(
     data: Data, backbone: BackboneOption = None, device: DeviceOption = None, as_json: Json = False, **settings: Any
 ) -> None:
-    """Train every combination in one pass of the backbone and keep the best by validation score.
+    """Train every combination of settings in one pass and keep the best by validation score.
 
     memoro sweep photos/pets --rank 4,8,16 --from-layer 4,8 --seeds 3
 
-    Regimes are those of memoro train: side, memory and head train tasks, in one
-    pass for all; the others train baselines, each in passes of its own.
+    Regimes are those of memoro train. Runs of side, memory and head share one
+    pass; each run of a baseline needs separate passes.
     """
     regime = settings["regime"] or ("memory" if settings["recipe"] == "paper" else "side")
     sizes = any(settings[name] for name in ("rank", "cells", "from_layer"))
@@ -151,7 +151,7 @@ def _train(data: list[str], backbone: str | None, device: str | None, as_json: b
 @app.command("eval")
 def evaluate_tasks(
     data: Annotated[
-        list[str], typer.Argument(help="One set for all tasks, or NAME=DATA for each.", show_default=False)
+        list[str], typer.Argument(help="One dataset for all tasks, or NAME=DATA for each.", show_default=False)
     ],
     tasks: TaskFiles,
     backbone: TaskBackboneOption = None,
@@ -172,13 +172,13 @@ def evaluate_tasks(
         typer.Option(min=0, max=1, help="With --others: share of own images that may be called unfamiliar."),
     ] = 0.01,
     picture: Annotated[
-        Path | None, typer.Option(help="With --others: draw reliability and familiarity to this file.")
+        Path | None, typer.Option(help="With --others: plot reliability and familiarity to this file.")
     ] = None,
     report: Annotated[
-        bool, typer.Option("--report", help="Also write a page: confusions, each class, the worst mistakes.")
+        bool, typer.Option("--report", help="Also write an HTML report: confusion matrix, each class, worst mistakes.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Where to write that page.", show_default="report.html")
+        Path | None, typer.Option("--out", "-o", help="Where to write the report.", show_default="report.html")
     ] = None,
     as_json: Json = False,
 ) -> None:

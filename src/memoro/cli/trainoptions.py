@@ -47,21 +47,20 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "cells": _option(int | None, None, _TASK, "Memory cells in each layer.", show_default="0; 5 with memory"),
     "rank": _option(
         int | None, None, _TASK,
-        "Rank of the task's own weights with regime side, 1 to 16 or so. With the baselines lora and lora-all: rank of "
-        "what they add to a copy of the backbone.", show_default="8",
+        "Rank of the low-rank weights (regimes side, lora and lora-all).", show_default="8",
     ),
     "from_layer": _option(
-        int | None, None, _TASK, "Layer at which the task forks off the backbone; later is cheaper.",
-        show_default="two thirds of the depth, also a third from 500 images on; 0 with memory",
+        int | None, None, _TASK, "Layer at which the task forks from the backbone; later is cheaper.",
+        show_default="two thirds of the depth, with 500 or more images also a third; 0 with memory",
     ),
     "extends": _option(list[str] | None, None, _TASK, "Task file or hub id to build on; repeat for more."),
     "start_from": _option(
         str | None, None, _TASK,
-        "Task file or hub id to start from: same labels, more or fewer; new labels start from scratch.",
+        "Task file or hub id to start from; labels may be added or removed.",
     ),
     "kind": _option(
         str | None, None, _DATA, "What a label is: class, labels (several per image, a|b) or number.",
-        show_default="by the data",
+        show_default="inferred from the data",
     ),
     "label_column": _option(
         list[str] | None, None, _DATA, "Label column of a table; repeat to train a task for each in the same pass."
@@ -81,11 +80,11 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         bool, False, _DATA, "Read a hub dataset as a stream, storing nothing; needs --steps.", "--streaming"
     ),
     "out": _option(
-        Path | None, None, _OUTPUT, "Task file to write, or a folder/ for several.", "--out", "-o",
+        Path | None, None, _OUTPUT, "Task file to write, or a folder (tasks/) for several.", "--out", "-o",
         show_default="TASK.safetensors", parser=_read_target,
     ),
     "folder": _option(
-        Path | None, None, _OUTPUT, "Run folder: metrics, plots, checkpoint, images left out.", show_default="runs/TASK"
+        Path | None, None, _OUTPUT, "Run folder: metrics, plots, checkpoint, report.", show_default="runs/TASK"
     ),
     "resume": _option(bool, False, _OUTPUT, "Continue from the checkpoint in the run folder.", "--resume"),
     "tensorboard": _option(bool, False, _OUTPUT, "Also write TensorBoard events.", "--tensorboard"),
@@ -101,14 +100,14 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "optimizer": _option(str | None, None, _RECIPE, "sgd or adamw.", show_default="the recipe's"),
     "momentum": _option(float, 0.9, _RECIPE, "Momentum of sgd."),
     "weight_decay": _option(
-        float | None, None, _RECIPE, "Weight decay at each step.", show_default="the recipe's: 0.01 or, paper, 0"
+        float | None, None, _RECIPE, "Weight decay.", show_default="0.01; 0 with recipe paper"
     ),
-    "clip": _option(float, 1.0, _RECIPE, "Largest norm of a tensor's gradient; 0 for no limit."),
+    "clip": _option(float, 1.0, _RECIPE, "Maximum gradient norm of each tensor; 0: no clipping."),
     "memory_rate": _option(
         float | None, None, _RECIPE, "Learning rate of memory cells, as a fraction of --lr.",
         show_default="0.03 with sgd, 1 with adamw",
     ),
-    "warmup": _option(int, 5, _RECIPE, "Steps of linear warm-up before the cosine."),
+    "warmup": _option(int, 5, _RECIPE, "Steps of linear warm-up before the cosine schedule."),
     "label_smoothing": _option(float, 0.0, _RECIPE, "Probability spread evenly over all classes."),
     "balance": _option(bool, False, _RECIPE, "Weight classes inversely to their frequency.", "--balance"),
     "accumulate": _option(int, 1, _RECIPE, "Batches per optimiser step (gradient accumulation)."),
@@ -120,24 +119,24 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "data_seed": _option(int, 0, _RECIPE, "Seed of image order, augmentation and validation split."),
     "crop": _option(
         str | None, None, _AUGMENTATION, "inception (random resized crop), pad (random shift) or none.",
-        show_default="in random views: inception; none for numbers",
+        show_default="inception in random views; none for numbers",
     ),
     "crop_scale": _option(
-        float, 0.08, _AUGMENTATION, "Smallest fraction of the image area that an inception crop takes."
+        float, 0.08, _AUGMENTATION, "Smallest fraction of the image area in an inception crop."
     ),
     "flip": _option(
         float | None, None, _AUGMENTATION,
-        "Probability of a mirror image. Use 0 where left and right or letters matter: there mirror images hurt.",
-        show_default="in random views: 0.5; 0 for numbers",
+        "Probability of a horizontal flip. Use 0 if left and right matter or images show text.",
+        show_default="0.5 in random views; 0 for numbers",
     ),
     "views": _option(
         int | None, None, _AUGMENTATION,
         "Views of each image, used in turn: the plain one, then random ones. 0: a new random view every epoch.", min=0,
-        show_default="the recipe's: 1 or, paper, 4",
+        show_default="1; 4 with recipe paper",
     ),
     "ensemble": _option(
         int, 1, _CHOOSING,
-        "Average the answers of this many runs from different seeds: more accurate; each adds a token.", min=1,
+        "Average this many runs from different seeds: usually more accurate; each adds a token.", min=1,
     ),
     "val_fraction": _option(float, 0.15, _CHOOSING, "Fraction of train to hold out if there is no validation split."),
     "folds": _option(
@@ -172,7 +171,7 @@ SWEEP = {name: option for name, option in TRAIN.items() if name != "streaming"} 
         show_default="4,16 with side if nothing else is varied",
     ),
     "from_layer": _option(
-        str | None, None, _TASK, "Layers to fork off at, to try, separated by commas.",
+        str | None, None, _TASK, "Layers to fork at, separated by commas.",
         show_default="two thirds of the depth, and a third with 500 or more images and no --lr; 0 with memory",
     ),
     "lr": _option(

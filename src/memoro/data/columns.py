@@ -107,18 +107,18 @@ def recognise_numbers(columns: Columns, cells: Sequence[Any], options: DataOptio
             return columns, []
         else:
             how = "for numbers to be predicted, use --kind number"
-            return columns, [f"column {column!r} has whole numbers: taken for {distinct} classes; {how}."]
+            return columns, [f"column {column!r} has whole numbers: treated as {distinct} classes; {how}."]
         columns = replace(columns, kind="regression", labels=(column,))
     if KIND_OF_COLUMN.get(column.lower()) == "regression":
         return columns, []
-    return columns, [f"column {column!r} is taken for numbers, because {why}; for classes, use --kind class."]
+    return columns, [f"column {column!r} is treated as numbers, because {why}; for classes, use --kind class."]
 
 
 def check_numbers(own: Sequence[str], labels: Sequence[str], name: str) -> list[str]:
     """A note where the only column of numbers has another name than its label; an error unless each label has one."""
     if len(own) != len(labels):
         raise DataError(f"{name}: {len(own)} numbers per image ({', '.join(own)}), but {len(labels)} were asked for.")
-    return [] if tuple(own) == tuple(labels) else [f"the numbers of column {own[0]!r} are taken for {labels[0]!r}."]
+    return [] if tuple(own) == tuple(labels) else [f"the numbers of column {own[0]!r} are used as {labels[0]!r}."]
 
 
 def _find_column(present: Sequence[str], asked: str | None, usual: Sequence[str], argument: str, name: str) -> str:

@@ -88,7 +88,7 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
     samples = [*sorted(table.parent.glob("*.png"))[:8], *sorted(images.rglob("*.png"))[:8]]
     pixels = sample_pixels(backbone, samples)
     receipt = model.verify(pixels)
-    same = "equal to the bit" if receipt.base_equal else f"DIFFERENT by {receipt.base_difference:.2g}"
+    same = "bitwise equal" if receipt.base_equal else f"DIFFERENT by {receipt.base_difference:.2g}"
     cost = _measure_cost(model, pixels)
     console.print()
     console.print(make_table(RESULT_COLUMNS, result_rows(results), "Test accuracy of all tasks"))
@@ -100,7 +100,7 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
     )
     page = write_page(folder / "report.html", model, results, cost, same)
     console.print(f"{time.monotonic() - start:.0f} s. Open {page}; task files and plots are in {folder}/.")
-    console.print(f"To ask all {len(results)} tasks about images of yours, in a browser:", style="bold")
+    console.print(f"To try all {len(results)} tasks on your own images in a browser:", style="bold")
     console.print(f"  {quoted('memoro', 'serve', '--open', '--tasks', str(folder))}", soft_wrap=True, markup=False)
     return page
 

@@ -49,7 +49,7 @@ class Verification:
         return {**asdict(self), "tasks_equal": self.tasks_equal}
 
     def __str__(self) -> str:
-        base = "equal to the bit" if self.base_equal else f"DIFFERENT, by up to {self.base_difference:.3g}"
+        base = "bitwise equal" if self.base_equal else f"DIFFERENT, by up to {self.base_difference:.3g}"
         where = f"{self.dtype} on {self.device}, {format_count(self.images, 'image')}"
         return (
             f"backbone  {self.backbone} ({self.fingerprint[:12]}), {where}\n"

@@ -111,7 +111,7 @@ def _no_test_split(
             f"warning: {text} {', '.join(learned)} learned from some of them: this is not the accuracy on new images."
         )
     if split == "all" and len(on_record) == len(models):
-        return f"note: {text} None of them is among the training images on record."
+        return f"note: {text} None of them is among the recorded training images."
     were = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} were"
     return f"note: {text} If {were} {how} on them, this overestimates accuracy on new images."
 

@@ -368,6 +368,6 @@ def calibrate(
                 if name in before and name in after:
                     log(
                         f"{COLUMNS[name]}: {before[name]:.3f} before, {after[name]:.3f} after (each quarter of the "
-                        "images is judged by a calibration from the others)"
+                        "images is evaluated with a calibration fitted on the others)"
                     )
     task.describe(**changes, training=facts)

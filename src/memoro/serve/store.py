@@ -182,7 +182,7 @@ class TaskStore:
                 self._save(stored, file, task)
                 self._files[task.name] = file
                 written.append((task.name, file))
-        except MemoroError as error:
+        except Exception as error:
             for name, file in reversed(written):
                 with suppress(MemoroError, OSError):
                     if name in model.tasks:

@@ -29,6 +29,8 @@ PLAIN_FORMAT = 2
 """What everything else is written as, so that older versions can read it."""
 KEY = "memoro"
 MAX_HEADER = 64 << 20
+MAX_BRACKETS = 1 << 18
+"""Lists and objects of a record; a bundle of 1,000 tasks has a tenth of it."""
 MAX_DIM = 16_384
 MAX_DEPTH = 512
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -49,6 +51,7 @@ def write_file(path: str | Path, record: Mapping[str, Any], tensors: Mapping[str
         text = json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TaskFileError(f"training facts and metrics must be plain JSON with finite numbers: {error}.") from None
+    text = text.encode(errors="backslashreplace").decode()  # a file name that is not UTF-8, as JSON escapes it
     write_whole(Path(path), save(dict(tensors), metadata={KEY: text}))
     return Path(path)
 
@@ -127,6 +130,8 @@ def _read_record(file: Any) -> Mapping[str, Any]:
             "a safetensors file, but not one of memoro's (it has no 'memoro' record). A backbone is loaded with "
             "load_backbone(), a checkpoint of the public reproduction with import_tasks()."
         )
+    if text.count("[") + text.count("{") > MAX_BRACKETS:  # each becomes an object of many times its size
+        raise TaskFileError("the record has too many parts.")
     record = json.loads(text, parse_constant=_finite, parse_float=_finite)
     if not isinstance(record, Mapping):
         raise TaskFileError("the record is not a JSON object.")

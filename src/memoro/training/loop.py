@@ -152,7 +152,7 @@ class Trainer:
         assert self.checkpoint is not None
         going = [group for group in self.groups if not group.finished]
         if not going:
-            return f"the training in {self.checkpoint.parent} had finished: it is only evaluated again."
+            return f"the training in {self.checkpoint.parent} is already finished: only evaluating it again."
         done = ", ".join(
             f"step {group.progress.step + 1} of {group.total_steps} (epoch {group.progress.epoch + 1})"
             for group in going

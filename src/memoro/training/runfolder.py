@@ -71,11 +71,17 @@ class ProgressBar(Bar):
         self.update(advance, figures=", ".join(filter(None, shown)))
 
 
+CONFIG = "config.json"
+FILES = (METRICS, SKIPPED, REPORT, "curve*.png", "confusion*.png", "sweep*.png")
+"""What a run folder may have besides, as patterns."""
+
+
 class RunFolder:
     """Writes `metrics.jsonl`, `config.json` and `skipped.csv` (images left out); TensorBoard events on request."""
 
     def __init__(self, path: Path, trainer: Trainer, *, tensorboard: bool = False) -> None:
         self.path, self.metrics = path, path / METRICS
+        _check_own(path)
         names = list(dict.fromkeys(spec.splits.name for spec in trainer.specs))
         facts = {"backbone": trainer.backbone.name, "fingerprint": trainer.backbone.fingerprint.digest}
         self._config = {**trainer.identity, **facts, "set": names[0] if len(names) == 1 else names}
@@ -103,10 +109,10 @@ class RunFolder:
                     continue  # cut off by the kill, damaged, or of another training in the same folder
                 if done:
                     kept.append(line + b"\n")
-        write_whole(self.metrics, b"".join(kept))
         text = json.dumps(self._config, indent=2, ensure_ascii=False) + "\n"
-        write_whole(self.path / "config.json", text.encode())
-        for other in (SKIPPED, REPORT, "curve*.png", "confusion*.png", "sweep*.png"):  # of another training
+        write_whole(self.path / CONFIG, text.encode(errors="backslashreplace"))
+        write_whole(self.metrics, b"".join(kept))
+        for other in FILES[1:]:  # of another training
             for file in self.path.glob(other):
                 file.unlink(missing_ok=True)
         if self._skipped:
@@ -130,6 +136,18 @@ class RunFolder:
                 if isinstance(value, float):
                     self._board.add_scalar(name, value, entry["step"])
             self._board.flush()
+
+
+def _check_own(path: Path) -> None:
+    """Raises if the folder has files that a training would replace and that no training wrote."""
+    try:
+        if "fingerprint" in json.loads((path / CONFIG).read_bytes()):
+            return
+    except (OSError, ValueError, TypeError):
+        pass
+    there = next((file for name in (CONFIG, *FILES) for file in path.glob(name)), None)
+    if there is not None and not (path / CHECKPOINT).is_file():
+        raise TrainingError(f"{path} has a {there.name} that is not from a training: choose another --folder.")
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def train(
 
     if not own_recipe and recipe.views == 1 and "views" not in changes and _asks_for_views(recipe.augment):
         recipe = replace(recipe, views=RECIPES["paper"][1].views)
-        options.note(f"random crops and mirror images need several views of an image: using {recipe.views} (--views).")
+        options.note(f"random crops and flips need several views of an image: using {recipe.views} (--views).")
     rates = chosen.rates[recipe.optimizer][1:2] if streaming else chosen.rates[recipe.optimizer]
     check_ensemble(ensemble, seeds, chosen, start, options)
     grid = Grid(
@@ -240,9 +240,7 @@ def train(
         rows, best = found.rows if sweep.grid.choices > 1 else (), judge(found.best, options)
         result = TrainResult(**vars(best), rows=rows, score_name=sweep.score_name, skipped=sweep.splits.skipped)
         if result.metrics and rows and result.metrics["split"] != "test":
-            text = (
-                "has no test images: it was selected on the images that its metrics are from, so they are optimistic."
-            )
+            text = "has no test images: its metrics are those of the images it was selected on, so they are optimistic."
             options.note(f"{sweep.plan.name} {text}")
         if result.metrics and isinstance(result.task, Task) and result.task.spec.calibration is None:
             why = str(result.task.spec.training["calibration"]).removeprefix("none: ")
@@ -332,9 +330,7 @@ def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions
     if options.resume and options.checkpoint is not None and not options.checkpoint.is_file():
         notes.append(f"there is no checkpoint in {options.folder}: starting from the beginning.")
     if settings > 1 and not regime.composes:
-        notes.append(
-            f"regime {regime.name!r} changes base tokens, so each of the {settings} runs needs passes of its own."
-        )
+        notes.append(f"regime {regime.name!r} changes base tokens, so its {settings} runs need separate passes.")
     return notes
 
 
