@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,26 @@ def test_an_incomplete_encoder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "cut"),
+    [
+        ({}, True),
+        ({"hidden_act": "no such"}, False),
+        ({"num_attention_heads": 0}, False),
+        ({"architectures": ["Trainer"]}, True),
+    ],
+    ids=["cut off", "activation", "heads", "no model"],
+)
+def test_a_damaged_checkpoint_is_refused(changes: dict[str, Any], cut: bool, tmp_path: Path) -> None:
+    hf.ViTModel(hf.ViTConfig(**SMALL)).save_pretrained(tmp_path)
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    if cut:
+        weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(BackboneError, match=r"cannot load"):
+        memoro.load_backbone(tmp_path)
+
+
+@pytest.mark.parametrize(
     "build",
     [
         lambda: hf.SwinModel(
@@ -178,6 +199,31 @@ def test_processor_with_an_unusable_std(std: object, vit: Any) -> None:
         memoro.load_backbone(vit, processor={"size": 20, "image_std": std})
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"size": {"height": 200_000, "width": 200_000}},
+        {"size": {"height": -5, "width": 20}},
+        {"size": 20, "resample": 99},
+        {"size": 20, "resample": "bicubic"},
+    ],
+)
+def test_processor_with_unusable_sizes(record: dict[str, Any], vit: Any) -> None:
+    with pytest.raises(BackboneError, match="image processor of the checkpoint cannot be used"):
+        memoro.load_backbone(vit, processor=record)
+
+
+def test_preprocessing_takes_lists_and_one_side_of_a_square(vit: Any) -> None:
+    spec = memoro.Preprocessing(resize=[24, 24], crop=20, mean=[0.1, 0.2, 0.3], std=np.ones(3))  # type: ignore[arg-type]
+    assert spec == memoro.Preprocessing((24, 24), (20, 20), mean=(0.1, 0.2, 0.3), std=(1.0, 1.0, 1.0))
+    assert hash(spec) == hash(memoro.Preprocessing.from_json(json.loads(json.dumps(spec.to_json()))))
+    with pytest.raises(MemoroError, match="resize is not a whole number from 1 to"):
+        memoro.Preprocessing(resize=0)
+    backbone = memoro.load_backbone(vit)
+    assert memoro.load_backbone(backbone, processor=spec).preprocessing == spec
+    assert backbone.preprocessing != spec
+
+
 def test_a_model_without_a_processor_gets_its_familys_defaults() -> None:
     for case in CASES:
         found = memoro.load_backbone(case.model()).preprocessing
@@ -247,6 +293,23 @@ def test_weights_are_shared_not_copied() -> None:
     half = memoro.load_backbone(model, dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
     assert weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_backbone_is_pickled_after_use(case: Case) -> None:
+    backbone, pixels = memoro.load_backbone(case.model()), torch.randn(2, 3, 20, 20)
+    before = memoro.compose(backbone)(pixels)["base"]
+    other = pickle.loads(pickle.dumps(backbone))
+    assert torch.equal(memoro.compose(other)(pixels)["base"], before)
+    assert torch.equal(other.original(pixels), before)
+    assert other.fingerprint == backbone.fingerprint
+
+
+def test_repr_is_short() -> None:
+    backbone = memoro.load_backbone()
+    assert len(backbone.labels) > 100
+    assert repr(backbone).startswith("Backbone(name='memoro-tiny', family='ViT'")
+    assert len(repr(backbone)) < 300
 
 
 def test_real_weights(shared: Path) -> None:

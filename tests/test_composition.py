@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,48 @@ def test_another_dtype_of_the_same_backbone_fits(vit: Any, pixels: torch.Tensor)
         backbone = memoro.load_backbone(vit, dtype=dtype)
         other = memoro.compose(backbone, [task])(pixels)["pets"]
         assert (other.float() - full).norm() < tolerance * full.norm()
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_composition_is_pickled_and_copied(backbone: Backbone, pixels: torch.Tensor, live: bool) -> None:
+    pets = random_task(backbone, "pets", rank=2)
+    model = memoro.compose(backbone, [pets, random_task(backbone, "breeds", seed=1, extends=[pets])], live=live)
+    before = model(pixels)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert (other.names, other.live) == (model.names, live)
+        answers = other(pixels)
+        assert all(torch.equal(answers[name], before[name]) for name in ("base", "pets", "breeds"))
+        assert other.tasks["pets"].head.weight.data_ptr() != model.tasks["pets"].head.weight.data_ptr()
+
+
+def test_one_task_may_stand_for_a_list_of_one(backbone: Backbone, tmp_path: Path) -> None:
+    pets = random_task(backbone, "pets")
+    assert memoro.compose(backbone, pets).names == ["pets"]
+    assert memoro.new_task(backbone, "breeds", ["a", "b"], extends=pets).extends == (pets,)
+    path = memoro.save_tasks(pets, tmp_path / "pets.safetensors")
+    assert memoro.load_task(path).content_hash() == pets.content_hash()
+    with pytest.raises(CompositionError, match=r"'pets.safetensors' is not a task; use load_task\(\)"):
+        memoro.compose(backbone, "pets.safetensors")  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match=r"extends takes tasks \(load_task\(\) returns one\), not str"):
+        memoro.new_task(backbone, "breeds", ["a", "b"], extends="pets.safetensors")  # type: ignore[arg-type]
+
+
+def test_a_new_task_takes_numbers_and_labels_of_numpy(backbone: Backbone, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"cells": np.int64(2), "rank": np.int32(3), "from_layer": np.uint8(1), "seed": np.int64(4)}
+    task = memoro.new_task(backbone, "pets", np.array(["cat", "dog"]), **sizes)  # type: ignore[arg-type]
+    plain = memoro.new_task(backbone, "pets", ["cat", "dog"], cells=2, rank=3, from_layer=1, seed=4)
+    assert task.content_hash() == plain.content_hash()
+    assert [type(value) for value in (task.cells, task.rank, task.from_layer, task.labels[0])] == [int, int, int, str]
+    assert memoro.load_task(memoro.save_task(task, tmp_path / "pets.safetensors")).spec == task.spec
+    with pytest.raises(TaskError, match="labels must be non-empty strings, not 1"):
+        memoro.new_task(backbone, "pets", np.array([1, 2]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"), [("class", "softmax"), ("labels", "multilabel"), ("number", "regression"), ("softmax", "softmax")]
+)
+def test_a_head_is_named_as_in_training(backbone: Backbone, word: str, kind: str) -> None:
+    assert memoro.new_task(backbone, "pets", ["a", "b"], head=word).kind == kind
 
 
 @pytest.mark.parametrize("name", ["", " ", "base", "a/b", "a\\b", "..", ".hidden", "a\nb", "a\x00", "x" * 121, " a", 7])

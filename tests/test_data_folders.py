@@ -66,15 +66,6 @@ def test_validation_is_cut_from_train_by_seed(tmp_path: Path) -> None:
     assert first.val.name.endswith(":val")
 
 
-def test_folds_cover_train_once(tmp_path: Path) -> None:
-    save_classes(tmp_path, {"a": 9, "b": 9})
-    held = [set(shown(load_data(tmp_path, fold=(which, 3)).val)) for which in range(3)]
-    assert sum(map(len, held)) == 18
-    assert len(set.union(*held)) == 18
-    with pytest.raises(DataError, match="count from 0 to 2"):
-        load_data(tmp_path, fold=(3, 3))
-
-
 @pytest.mark.parametrize("val", ["val", "valid", "validation", "Val"])
 def test_split_folders_are_used_as_such(tmp_path: Path, val: str) -> None:
     number = save_classes(tmp_path / "train", {"a": 3, "b": 3})
@@ -396,3 +387,9 @@ def test_link_to_itself_or_to_nowhere_is_left_out_and_listed(tmp_path: Path) -> 
         "loop.png": "Too many levels of symbolic links",
         "gone.png": "No such file or directory",
     }
+
+
+def test_repr_is_short(tmp_path: Path) -> None:
+    save_classes(tmp_path, {"a": 9, "b": 9})
+    splits = load_data(tmp_path, val_fraction=0)
+    assert f"train=ImageSet('{tmp_path.name}:train', 18 images, 2 labels)" in repr(splits)

@@ -13,7 +13,8 @@ import pillow_heif
 import pytest
 from PIL import Image
 
-from memoro.data import check_images, load_data
+from memoro.data import load_data
+from memoro.data.screening import drop_unreadable
 from memoro.errors import DataError
 from memoro.images import find_images, open_image
 
@@ -100,18 +101,17 @@ def test_more_than_five_per_cent_stops(tmp_path: Path) -> None:
         load_data(folder)
 
 
-def test_check_images_lists_without_changing_the_set(tmp_path: Path) -> None:
+def test_images_are_checked_alike_with_and_without_workers(tmp_path: Path) -> None:
     folder = with_one(tmp_path, b"junk", ".png")
     splits = load_data(folder, val_fraction=0, screen=False)
     assert splits.train is not None
     assert len(splits.train) == 41
     assert any("not screened" in note for note in splits.notes)
-    [found] = check_images(splits.train, 0, quiet=True)
+    here, there = (drop_unreadable([splits.train], workers, quiet=True)[0] for workers in (0, 2))
+    [found] = here.skipped
     assert found.where.endswith("odd.png")
-    assert check_images(splits.train, 2, quiet=True) == [found]
-    bad = [at for at in range(41) if splits.train.where(at) == found.where] * 3
-    with pytest.raises(DataError, match="3 of 3 images"):
-        check_images(splits.train.subset(bad), 0, quiet=True)
+    assert there.skipped == here.skipped
+    assert len(there) == len(here) == 40
 
 
 def test_animated_gif_gives_its_first_frame(tmp_path: Path) -> None:

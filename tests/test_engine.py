@@ -140,6 +140,22 @@ def test_gradients_agree_with_finite_differences() -> None:
     assert torch.autograd.gradcheck(run, inputs, atol=1e-6)
 
 
+def test_a_training_loop_of_ones_own(backbone: Backbone, pixels: torch.Tensor) -> None:
+    task = memoro.new_task(backbone, "pets", ["cat", "dog"], cells=0, rank=2, from_layer=2)
+    model = memoro.compose(backbone, task, live=True)
+    optimizer, targets = torch.optim.AdamW(task.parameters(), lr=1e-2), torch.arange(len(pixels)) % 2
+    base, losses = model(pixels)["base"], []
+    for _ in range(20):
+        loss = torch.nn.functional.cross_entropy(model(pixels)["pets"], targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    assert torch.equal(model(pixels)["base"], base)
+    assert torch.equal(memoro.compose(backbone, task)(pixels)["pets"], model(pixels)["pets"])
+
+
 def test_gradients_reach_the_pixels_when_asked_for(backbone: Backbone, pixels: torch.Tensor) -> None:
     model = memoro.compose(backbone, [random_task(backbone, "one")])
     wanted = pixels.clone().requires_grad_()

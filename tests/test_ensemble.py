@@ -191,3 +191,18 @@ def test_an_ensemble_cannot_be_trained_further(backbone: Backbone, tmp_path: Pat
     before = child.class_token.detach().clone()
     memoro.fit(backbone, child, data, epochs=1, quiet=True)
     assert not torch.equal(child.class_token, before)
+
+
+def test_a_small_file_cannot_ask_for_endless_attention(backbone: Backbone) -> None:
+    """Ensembles that extend each other in a chain see more the longer it is."""
+    lineage = trace_lineage(list("abcd"), [(), "a", "b", "c"], [0] * 4)
+    lineage.check_size([3] * 4, [2] * 4)
+    # b sees a, c sees both, d all three: six pairs of 64 members, each with its own token and 100 cells.
+    with pytest.raises(CompositionError, match="compose fewer of them"):
+        lineage.check_size([64] * 4, [100] * 4)
+    chain: list[Task] = []
+    for number in range(4):
+        alike = [random_task(backbone, str(number), seed=seed, cells=10, extends=chain[-1:]) for seed in range(100)]
+        chain.append(join_members(alike))
+    with pytest.raises(CompositionError, match="compose fewer of them"):
+        memoro.compose(backbone, chain)

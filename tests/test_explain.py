@@ -40,6 +40,15 @@ def test_explain_takes_paths_and_images(backbone: Backbone, tmp_path: Path) -> N
     assert {"patches", "memory", "itself"} < set(shares)
 
 
+def test_images_of_several_sizes_are_explained_one_by_one(backbone: Backbone, tmp_path: Path) -> None:
+    task = random_task(backbone, "pets")
+    task.describe(preprocessing=memoro.Preprocessing(resize=20))
+    model = memoro.compose(backbone, [task])
+    wide, high = (Image.new("RGB", size) for size in ((40, 20), (20, 40)))
+    with pytest.raises(ImageError, match=r"differ in size.*one by one"):
+        model.explain([wide, high], "pets")
+
+
 def test_an_explanation_is_of_the_pixels_that_were_answered(backbone: Backbone, tmp_path: Path) -> None:
     """A large JPEG is decoded at a fraction of its size, and the overlay at another."""
     task = random_task(backbone, "pets")

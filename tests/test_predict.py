@@ -337,6 +337,13 @@ def test_out_names_a_file(shell: Shell, mess: Path, tasks: list[str]) -> None:  
 # ---------------------------------------------------------------------------------------- folders, arrays, bytes
 
 
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"batch_size": -1}, {"top": 0}, {"top": -1}])
+def test_numbers_that_make_no_sense_are_told(backbone: Backbone, wrong: dict[str, int]) -> None:
+    model = memoro.compose(backbone, [random_task(backbone, "pets")])
+    with pytest.raises(CompositionError, match="must be at least 1, not"):
+        model.predict(picture(0), **wrong)  # type: ignore[arg-type]
+
+
 def test_python_predicts_folders_arrays_tensors_and_bytes(backbone: Backbone, tmp_path: Path) -> None:
     model = memoro.compose(backbone, [random_task(backbone, "pets")])
     images = [picture(seed) for seed in range(3)]
@@ -360,10 +367,21 @@ def test_python_predicts_folders_arrays_tensors_and_bytes(backbone: Backbone, tm
         tensors / 255,
         [encoded(image, "PNG") for image in images],
         [images[0], arrays[1], encoded(images[2], "PNG")],
+        [bytearray(encoded(image, "PNG")) for image in images],
+        [io.BytesIO(encoded(image, "PNG")) for image in images],
     ):
         assert model.predict(given) == expected
     [one] = model.predict([images[1]])
     assert model.predict(encoded(images[1], "PNG")) == model.predict(tensors[1]) == model.predict(arrays[1]) == [one]
+    with open(tmp_path / "photos" / "2.png", "rb") as file:
+        assert model.predict(file) == model.predict([file]) == [one]
+        assert torch.equal(model.explain(file, "pets").patches, model.explain(images[1], "pets").patches)
+        assert open_image(file).size == images[1].size
+    with open(tmp_path / "photos" / "2.png") as file, pytest.raises(ImageError, match="open it with mode 'rb'"):
+        model.predict(file)
+    written = io.BytesIO()
+    images[1].save(written, "PNG")  # and is at its end
+    assert model.predict(written) == model.predict(bytearray(written.getvalue())) == [one]
     rows = list(model.predict_stream(tmp_path / "photos"))
     assert [Path(row.image).name for row in rows] == ["1.png", "2.png", "3"]
     grey = np.asarray(images[0].convert("L"))

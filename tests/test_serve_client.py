@@ -9,13 +9,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from PIL import ExifTags, Image
-from serving import Running, backbone, folder
+from serving import Running, backbone, folder, picture, serving
 from test_serve_answers import IMAGES, close, expected, server
 
 import memoro
+from memoro.backbones import Backbone
 from memoro.errors import ImageError, ServeError
+from memoro.serve.options import ServeOptions
 
 __all__ = ["backbone", "expected", "folder", "server"]  # fixtures
 
@@ -92,6 +96,46 @@ def test_the_client_sends_files_whose_names_are_not_utf8(
     path.write_bytes(IMAGES[0])
     with memoro.Client(server.url) as client:
         assert close(client.predict(path, top=9)[0], expected[0])
+
+
+def test_the_client_takes_images_as_the_library_does(
+    server: Running, expected: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(IMAGES[number])
+    arrays = np.stack([np.asarray(Image.open(io.BytesIO(image)).convert("RGB")) for image in IMAGES[:3]])
+    tensors = torch.from_numpy(arrays).permute(0, 3, 1, 2)
+    with memoro.Client(server.url) as client:
+        for one in (arrays[1], tensors[1], bytearray(IMAGES[1]), io.BytesIO(IMAGES[1]), [arrays[1]]):
+            [found] = client.predict(one, top=9)
+            assert close(found, expected[1]), type(one)
+        for many in (arrays, tensors, list(arrays), [arrays[:1], arrays[1:]], iter(IMAGES[:3]), tmp_path):
+            for answer, right in zip(client.predict(many, top=9), expected[:3], strict=True):
+                assert close(answer, right), type(many)
+
+
+def test_the_client_sends_many_images_in_several_requests(
+    backbone: Backbone, folder: Path, expected: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = 'memoro_requests_total{endpoint="/v1/predict",status="200"}'
+
+    def check(found: list[dict[str, Any]], count: int) -> None:
+        assert len(found) == count
+        assert all(close(one["pets"], expected[at % 5]["pets"]) for at, one in enumerate(found))
+
+    with serving(backbone, folder) as server, memoro.Client(server.url) as client:
+        check(client.predict((IMAGES[number % 5] for number in range(70)), ["pets"]), 70)
+        assert server.metric(line) == 2
+        monkeypatch.setattr(ServeOptions, "max_body", len(IMAGES[0]) + 2000)
+        check(client.predict(IMAGES, ["pets"]), 5)
+        assert server.metric(line) == 2 + 5
+        assert len(client.predict([IMAGES[0], picture(1, (200, 200))])) == 2
+    with serving(backbone, folder, max_images=6) as server, memoro.Client(server.url) as client:
+        check(client.predict(IMAGES * 3, ["pets"]), 15)
+        explained = client.explain(IMAGES[:4])
+        assert [one["pets"]["label"] for one in explained] == [one["pets"]["label"] for one in expected[:4]]
+        with pytest.raises(ServeError, match="no image to send"):
+            client.predict([])
 
 
 def test_the_client_goes_on_after_a_timeout() -> None:

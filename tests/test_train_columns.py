@@ -39,6 +39,8 @@ def screened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_columns_of_a_table_are_one_course(double: Backbone, root: Path, screened: list[str]) -> None:
     columns = load_columns(root / "table" / "table.csv", ["x", "y", "labels", "number"], val_fraction=0.25, **LOAD)
     assert len(screened) == 1  # every image is decoded once
+    [alone] = load_columns(root / "table" / "table.csv", "labels", val_fraction=0.25, **LOAD).items()
+    assert (alone[0], alone[1].labels) == ("labels", columns["labels"].labels)
     assert [one.kind for one in columns.values()] == ["softmax", "softmax", "multilabel", "regression"]
     assert [one.name for one in columns.values()] == ["table-x", "table-y", "table-labels", "table-number"]
     parts = list(columns.values())
@@ -117,14 +119,13 @@ def test_a_class_that_another_column_takes_away_is_told(root: Path, tmp_path: Pa
     assert not any("a single image" in note for note in told)  # so it was before the split
 
 
-@pytest.mark.parametrize("fold", [None, (1, 3)])
 def test_columns_of_embedded_images_are_read_once_and_hold_out_the_same_images(
-    root: Path, tmp_path: Path, screened: list[str], fold: tuple[int, int] | None
+    root: Path, tmp_path: Path, screened: list[str]
 ) -> None:
     table = csv.DictReader((root / "table" / "table.csv").read_text().splitlines())
     rows = [{"image": (root / "table" / row["path"]).read_bytes(), "x": row["x"], "y": row["y"]} for row in table]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "table.parquet")
-    how = {**LOAD, "val_fraction": 0.25, "fold": fold}
+    how = {**LOAD, "val_fraction": 0.25}
     first, second = load_columns(tmp_path / "table.parquet", ["x", "y"], **how).values()
     assert len(screened) == 1
     assert first.val is not None

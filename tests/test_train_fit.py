@@ -18,10 +18,11 @@ from torch import Tensor
 import memoro
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import Augment, Splits, load_data
-from memoro.errors import DataError, TrainingError
+from memoro.errors import CompositionError, DataError, TrainingError
 from memoro.regimes import REGIMES, TaskPlan, find_regime
 from memoro.tasks.task import Task, new_task
 from memoro.training import FitResult, Recipe, RunSpec, fit, train_runs
+from memoro.training.recipe import RECIPES
 from memoro.training.run import Run, SharedForward
 
 PLAIN = Augment(crop="none", flip=0.0)
@@ -262,6 +263,20 @@ def test_balance_lifts_the_rare_class(backbone: Backbone, tmp_path: Path) -> Non
         share[balance] = sum(answer["t"]["probabilities"]["rare"] for answer in said) / 24
     assert share[False] == pytest.approx(4 / 24, abs=0.1)
     assert share[True] == pytest.approx(1 / 2, abs=0.1)
+
+
+def test_recipes_have_names_and_one_task_is_evaluated(backbone: Backbone, squares: Path) -> None:
+    found = {}
+    for name, recipe in {"paper": "paper", "default": "default", "given": RECIPES["default"][1]}.items():
+        task = new_task(backbone, "squares", LABELS, cells=1, seed=1)
+        fit(backbone, task, squares, recipe=recipe, epochs=1, **QUICK)
+        found[name] = task
+    assert found["default"].content_hash() == found["given"].content_hash() != found["paper"].content_hash()
+    assert list(memoro.evaluate(backbone, found["paper"], squares, workers=0)) == ["squares"]
+    with pytest.raises(CompositionError, match=r"'squares\.safetensors' is not a task"):
+        memoro.evaluate(backbone, "squares.safetensors", squares, workers=0)  # type: ignore[arg-type]
+    with pytest.raises(TrainingError, match="unknown recipe 'papers': choose one of default, paper"):
+        fit(backbone, task, squares, recipe="papers")
 
 
 def test_steps_instead_of_epochs(backbone: Backbone, squares: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import random_task
 from families import CASES
@@ -99,15 +100,26 @@ def test_several_values_are_a_sweep(backbone: Backbone, root: Path) -> None:
         memoro.train(tested, backbone=backbone, lr=(0.1, 0.2), folds=0, val_fraction=0, **options)
 
 
+def test_values_may_be_arrays(backbone: Backbone, root: Path) -> None:
+    sizes: dict[str, Any] = {"cells": np.arange(2), "from_layer": np.int64(3), "lr": np.logspace(-4, -3, 2)}
+    found = memoro.train(root / "many", backbone=backbone, **sizes, **{**QUICK, **FRESH})
+    assert [(row.cells, row.lr) for row in found.rows] == [(0, 0.0001), (0, 0.001), (1, 0.0001), (1, 0.001)]
+    json.dumps(found.to_json())
+    shown = repr(found)
+    assert "accuracy" in shown
+    assert not any(word in shown for word in ("history", "rows", "skipped"))
+
+
 def test_a_child_is_built_on_tasks_and_on_files(backbone: Backbone, root: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"backbone": backbone, "lr": 0.1, "cells": 1, **QUICK}
-    parent = memoro.train(root / "many", task="parent", out=tmp_path / "parent.safetensors", **options)
+    file = tmp_path / "parent.safetensors"
+    parent = memoro.train(root / "many", task="parent", out=file, **options)
     children = [
-        memoro.train(root / "few", task="child", extends=[source], **options).task
-        for source in (parent.task, tmp_path / "parent.safetensors")
+        memoro.train(root / "few", task="child", extends=source, **options).task
+        for source in ([parent.task], parent.task, file, str(file))
     ]
     assert children[0].parents[0].content == parent.task.content_hash()
-    assert children[0].content_hash() == children[1].content_hash()
+    assert {child.content_hash() for child in children} == {children[0].content_hash()}
     alone = memoro.train(root / "few", task="child", **options).task
     assert alone.content_hash() != children[0].content_hash()
 

@@ -321,3 +321,27 @@ def test_tasks_reach_the_backbones_device(vit: Any, root: Path) -> None:
     assert {parameter.device.type for parameter in parent.parameters()} == {"cpu"}  # not asked to move
     forward = trainer.groups[0].forward(there)
     assert forward(torch.empty(2, 3, 20, 20, device="meta"))[0].device.type == "meta"
+
+
+def test_a_folder_with_files_of_others_is_left_alone(backbone: Backbone, squares: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**SHORT, "image_size": 20, "workers": 0, "quiet": True, "folder": tmp_path / "mine"}
+    for name in ("config.json", "report.html", "metrics.jsonl", "curve_fit.png"):
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        (tmp_path / "mine" / name).write_text("{}")
+        with pytest.raises(TrainingError, match=f"has a {name} that is not from a training: choose another --folder"):
+            fit(backbone, new_task(backbone, "squares", LABELS), squares, **options)
+        assert (tmp_path / "mine" / name).read_text() == "{}"
+        (tmp_path / "mine" / name).unlink()
+    for _ in range(2):  # its own it replaces
+        fit(backbone, new_task(backbone, "squares", LABELS), squares, **options)
+
+
+def test_a_task_that_diverged_can_be_trained_again(backbone: Backbone, squares: Path) -> None:
+    options: dict[str, Any] = {**SHORT, "image_size": 20, "workers": 0, "quiet": True, "cache": False}
+    task, same = (new_task(backbone, "squares", LABELS, seed=3) for _ in range(2))
+    with pytest.raises(TrainingError, match="choose a learning rate below"):
+        fit(backbone, task, squares, **{**options, "lr": 1e300})
+    assert distance(task, same) == 0
+    fit(backbone, task, squares, **options)
+    fit(backbone, same, squares, **options)
+    assert distance(task, same) == 0

@@ -40,6 +40,24 @@ def test_a_grid_is_every_combination() -> None:
         Grid(cells=())
 
 
+@pytest.mark.parametrize(
+    ("given", "rates"),
+    [(np.logspace(-4, -2, 3), (0.0001, 0.001, 0.01)), (torch.tensor([0.5]), (0.5,)), ("0.1", (0.1,)), (1, (1.0,))],
+    ids=str,
+)
+def test_a_grid_takes_arrays_and_single_values(given: Any, rates: tuple[float, ...]) -> None:
+    sizes: dict[str, Any] = {"cells": np.arange(2), "from_layers": np.int64(3), "ranks": None}
+    grid = Grid(**sizes, rates=given)
+    assert grid == Grid((0, 1), (3,), rates, ranks=(None,))
+    assert hash(grid) is not None
+    assert {type(value) for value in (*grid.cells, *grid.from_layers)} == {int}
+
+
+def test_a_learning_rate_is_a_number() -> None:
+    with pytest.raises(TrainingError, match="lr 'fast': choose one or more numbers"):
+        Grid(rates="fast")  # type: ignore[arg-type]
+
+
 def sweep(backbone: Backbone, splits: Splits, grid: Grid, recipe: Recipe, folds: int = 0) -> SweepResult:
     plan = TaskPlan("colours", splits.labels)
     spec = SweepSpec(plan, REGIMES["memory"], splits, backbone.preprocessing, grid, recipe, folds)

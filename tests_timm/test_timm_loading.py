@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,16 @@ def test_every_registered_model_is_exact_or_refused_for_its_blocks(name: str) ->
         answers = memoro.compose(backbone, [task])(pixels)
         assert torch.equal(answers["base"], model(pixels))
     assert answers["birds"].shape == (1, 2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_backbone_is_pickled_after_use(case: Any) -> None:
+    backbone = memoro.load_backbone(case.model())
+    pixels = torch.randn(2, backbone.channels, *backbone.image_size)
+    before = memoro.compose(backbone)(pixels)["base"]
+    other = pickle.loads(pickle.dumps(backbone))
+    assert torch.equal(memoro.compose(other)(pixels)["base"], before)
+    assert torch.equal(other.original(pixels), before)
 
 
 # ------------------------------------------------------------------------------------------------------ refusals

@@ -64,3 +64,12 @@ def test_damaged_checkpoint_is_refused_or_usable(backbone: Backbone, tmp_path: P
         except MemoroError:
             outcomes.add("refused")
     assert outcomes == {"used", "refused"}
+
+
+def test_tensors_larger_than_the_file_are_refused(backbone: Backbone, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "model.pt", backbone, tasks=2)
+    whole = torch.load(path, weights_only=True)
+    for key in (MASK, MEMORY):
+        torch.save({**whole, key: torch.zeros(1).expand(30_000, 30_000)}, path)
+        with pytest.raises(TaskFileError, match="larger than what the file stores"):
+            memoro.import_tasks(backbone, path)

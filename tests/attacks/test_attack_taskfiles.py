@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,21 @@ def test_mutated_bytes(file: Path, backbone: Backbone, tmp_path: Path) -> None:
 def test_the_file_itself_is_read(file: Path, backbone: Backbone, tmp_path: Path) -> None:
     assert check(file, backbone, tmp_path / "again.safetensors")
     assert file.read_bytes() == (tmp_path / "again.safetensors").read_bytes()
+
+
+def test_text_that_is_not_unicode_is_kept(file: Path, tmp_path: Path) -> None:
+    """The name of a folder may have any bytes: a training that is done must not fail because of it."""
+    task = memoro.load_tasks(file)[0]
+    task.describe(training={"data": os.fsdecode(b"caf\xe9"), "plain": "café"})
+    again = memoro.load_task(memoro.save_task(task, tmp_path / "task.safetensors"))
+    assert again.spec.training == task.spec.training
+    memoro.save_task(again, tmp_path / "task.safetensors")
+
+
+def test_a_record_of_endless_lists_is_refused(file: Path, tmp_path: Path) -> None:
+    with safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    path = tmp_path / "lists.safetensors"
+    path.write_bytes(save(tensors, metadata={"memoro": "[" + "[]," * (1 << 18) + "[]]"}))
+    with pytest.raises(TaskFileError, match="too many parts"):
+        memoro.load_tasks(path)

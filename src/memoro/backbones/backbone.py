@@ -51,7 +51,7 @@ class Backbone:
     run_forward: Callable[[nn.Module, Tensor], Tensor] = field(repr=False)
     """What such a module's own forward answers to pixels."""
     preprocessing: Preprocessing
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = field(default=(), repr=False)
     """Names of the classes of the base's own classifier, if it has one."""
     image_size: tuple[int, int] = (224, 224)
     """(height, width) that the positions were learned at."""
@@ -141,6 +141,10 @@ class Backbone:
         if shape[2] < rows or shape[3] < columns:
             raise BackboneError(f"images of {shape[2]}x{shape[3]} are smaller than one {rows}x{columns} patch.")
         return pixel_values.to(self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An anatomy is made of local functions, which cannot be pickled; it is taken again.
+        return {name: value for name, value in vars(self).items() if name != "anatomy"}
 
     def __str__(self) -> str:
         return f"{self.name} ({self.family}, {self.depth} layers of {self.dim})"

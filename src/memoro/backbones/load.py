@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memoro.backbones.backbone import Backbone, BackboneRecord
+from memoro.backbones.processor import read_processor
 from memoro.errors import BackboneError, first_line
 
 TINY = "memoro-tiny"
@@ -36,6 +37,8 @@ def load_backbone(
     """
     kind = _dtype(dtype)
     if isinstance(source, Backbone):
+        if processor is not None:
+            source = replace(source, preprocessing=read_processor(processor, source.preprocessing))
         return source.to(device, kind)
     if isinstance(source, nn.Module):
         return _wrap(source, type(source).__name__, processor).to(device, kind)
@@ -118,7 +121,7 @@ def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[st
     try:
         # Without trust_remote_code=False, transformers asks on the terminal whether to run a checkpoint's own code.
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except Exception as error:
         how = f": `hf download {source} --local-dir FOLDER`, then -b FOLDER" if is_hub_id(source) else ""
         raise BackboneError(
             f"cannot load a backbone from {source!r}: it is neither a folder with a readable config.json nor a hub id "
@@ -138,7 +141,9 @@ def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[st
     tower = {"clip": "CLIPVisionModel", "siglip": "SiglipVisionModel"}.get(config.model_type)
     if tower is not None and not str(name).endswith("ForImageClassification"):
         name = tower
-    architecture = getattr(transformers, str(name), None) or transformers.AutoModel
+    architecture: Any = getattr(transformers, str(name), None)
+    if not (isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel)):
+        architecture = transformers.AutoModel
     options = {**options, "trust_remote_code": False, **({} if dtype is None else {"dtype": dtype})}
     try:
         model, info = architecture.from_pretrained(source, output_loading_info=True, **options)
@@ -147,7 +152,7 @@ def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[st
             if hasattr(trunk, "pooler"):
                 options["add_pooling_layer"] = False
             model, info = type(trunk).from_pretrained(source, output_loading_info=True, **options)
-    except (OSError, ValueError, RuntimeError, TypeError) as error:
+    except Exception as error:  # a damaged file or config makes the libraries raise nearly every type
         raise BackboneError(f"cannot load the weights of {source!r}: {first_line(error)[:200]}") from None
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])

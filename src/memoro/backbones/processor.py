@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from memoro.errors import BackboneError
+from memoro.errors import BackboneError, DataError
 from memoro.images import Preprocessing
 
 
@@ -26,14 +26,17 @@ def read_processor(source: Any, default: Preprocessing) -> Preprocessing:
         return other if found is None else found
 
     normalise = value("do_normalize", True)
-    return Preprocessing(
-        resize=_size(value("size")) if value("do_resize", True) else None,
-        crop=_square(value("crop_size")) if value("do_center_crop", False) else None,
-        resample=int(value("resample", default.resample)),
-        scale=float(value("rescale_factor", 1 / 255)) if value("do_rescale", True) else 1.0,
-        mean=_triple(value("image_mean", default.mean)) if normalise else (0.0, 0.0, 0.0),
-        std=_triple(value("image_std", default.std)) if normalise else (1.0, 1.0, 1.0),
-    )
+    try:
+        return Preprocessing(
+            resize=_size(value("size")) if value("do_resize", True) else None,
+            crop=_size(value("crop_size")) if value("do_center_crop", False) else None,  # type: ignore[arg-type]
+            resample=int(value("resample", default.resample)),
+            scale=float(value("rescale_factor", 1 / 255)) if value("do_rescale", True) else 1.0,
+            mean=_triple(value("image_mean", default.mean)) if normalise else (0.0, 0.0, 0.0),
+            std=_triple(value("image_std", default.std)) if normalise else (1.0, 1.0, 1.0),
+        )
+    except (DataError, TypeError, ValueError) as error:
+        raise BackboneError(f"the image processor of the checkpoint cannot be used: {error}") from None
 
 
 def _read_config(source: str) -> Any:
@@ -66,11 +69,6 @@ def _size(size: Any) -> int | tuple[int, int]:
     if get("height") and get("width"):
         return get("height"), get("width")
     raise BackboneError(f"the processor's size {size!r} must be either a shortest edge or a height and width.")
-
-
-def _square(size: Any) -> tuple[int, int]:
-    size = _size(size)
-    return (size, size) if isinstance(size, int) else size
 
 
 def _triple(values: Any) -> tuple[float, float, float]:

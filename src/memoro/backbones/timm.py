@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ def wrap_timm(model: Model, name: str, processor: Any) -> Backbone:
         family="timm ViT",
         model=model,
         module=frozen,
-        take_apart=lambda module: _take_apart(module, _follower(model, module)),
-        run_forward=lambda module, pixels: _run_forward(module, model, pixels),
+        take_apart=partial(_take_apart, model),
+        run_forward=partial(_run_forward, model),
         preprocessing=read_processor(processor, _preprocessing(model)),
         labels=labels if len(labels) == model.num_classes else (),
         image_size=_image_size(model),
@@ -129,8 +130,8 @@ def _follower(model: Model, frozen: Model) -> Callable[[], None]:
     return follow
 
 
-def _take_apart(model: Model, follow: Callable[[], None]) -> Anatomy:
-    dtype, own_position = model.patch_embed.proj.weight.dtype, None
+def _take_apart(original: Model, model: Model) -> Anatomy:
+    follow, dtype, own_position = _follower(original, model), model.patch_embed.proj.weight.dtype, None
     if model.cls_token is not None and model.pos_embed is not None and not model.no_embed_class:
         own_position = model.pos_embed[0, 0]
 
@@ -157,7 +158,7 @@ def _take_apart(model: Model, follow: Callable[[], None]) -> Anatomy:
     )
 
 
-def _run_forward(module: Model, model: Model, pixels: Tensor) -> Tensor:
+def _run_forward(model: Model, module: Model, pixels: Tensor) -> Tensor:
     _follower(model, module)()
     _check_size(module, pixels)
     return _answer(module, module(pixels.to(module.patch_embed.proj.weight.dtype)))

@@ -8,7 +8,6 @@ from memoro.data.dataset import DataOptions, ImageSet, Skipped, Splits
 from memoro.data.hub import KNOWN, KnownSet
 from memoro.data.load import load_columns, load_data
 from memoro.data.loader import Batch, Loader
-from memoro.data.screening import check_images
 from memoro.data.splits import fold_numbers, hold_out, stratified_folds, stratified_split
 from memoro.data.stream import ImageStream, Streams, load_stream
 
@@ -24,7 +23,6 @@ __all__ = [
     "Skipped",
     "Splits",
     "Streams",
-    "check_images",
     "fold_numbers",
     "hold_out",
     "load_columns",

@@ -45,8 +45,6 @@ class DataOptions:
     else they are an error."""
     val_fraction: float = 0.15
     """Fraction of train that becomes the validation split where the data has none; 0 leaves train whole."""
-    fold: tuple[int, int] | None = None
-    """(k, n): the k-th of n folds of train becomes the validation split."""
     seed: int = 0
     config: str | None = None
     """The configuration of a dataset of the hub."""
@@ -108,6 +106,9 @@ class ImageSet(Labelled):
     """SHA-256 of each encoded image (n, 32), once all have been read."""
     looks: npt.NDArray[np.uint8] | None = field(default=None, repr=False)
     """What `near.hash_look` gives for each image (n, 32), once all have been read."""
+
+    def __repr__(self) -> str:
+        return f"ImageSet({self.name!r}, {len(self)} images, {len(self.labels)} labels)"
 
     def __len__(self) -> int:
         return len(self.rows)

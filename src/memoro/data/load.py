@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memoro.arguments import several
 from memoro.data.annotations import RawDataset, first_few, split_name
 from memoro.data.dataset import DataOptions, Splits
 from memoro.data.folders import read_archive, read_folder
@@ -36,26 +37,27 @@ def load_data(source: Any, **options: Any) -> Splits:
     """The splits of a folder, zip, CSV, Parquet file, `datasets` object, hub id or known name.
 
     The keyword arguments are the fields of `DataOptions`: `split`, `kind`, `image_column`, `label_column`, `labels`,
-    `val_fraction`, `fold`, `seed`, `config`, `allow_absolute`, `screen`, `workers`, `quiet`.
+    `val_fraction`, `seed`, `config`, `allow_absolute`, `screen`, `workers`, `quiet`.
     """
     return _load(source, DataOptions(**options))
 
 
-def load_columns(source: Any, columns: Sequence[str], **options: Any) -> dict[str, Splits]:
+def load_columns(source: Any, columns: str | Sequence[str], **options: Any) -> dict[str, Splits]:
     """For each label column of a table the splits of its images; all columns hold out the same images.
 
     Tasks that are trained on these share every base pass (`fit_tasks`). Options as for `load_data`.
     """
+    columns = several(columns)
     if not columns or len(set(columns)) < len(columns):
         raise DataError("name one or more label columns, each of them once.")
     common = DataOptions(**options)
     found: dict[str, Splits] = {}
     first: Splits | None = None
     for column in columns:
-        splits = _load(source, replace(common, label_column=column, val_fraction=0, fold=None), first)
+        splits = _load(source, replace(common, label_column=column, val_fraction=0), first)
         splits = replace(splits, name=f"{splits.name}-{column}")
         first = first or splits
-        found[column] = hold_out(splits, common.val_fraction, common.seed, like=first, fold=common.fold)
+        found[column] = hold_out(splits, common.val_fraction, common.seed, like=first)
     return found
 
 

@@ -80,7 +80,6 @@ class Loader:
         shuffle: bool = False,
         seed: int = 0,
         workers: int | None = None,
-        drop_last: bool = False,
         views: int | None = None,
         rank: int = 0,
         world: int = 1,
@@ -96,7 +95,7 @@ class Loader:
         self.rank, self.world = rank, world
         self.skipped: list[Skipped] = []
         """Images of a stream that could not be read so far."""
-        self._shuffle, self._drop_last = shuffle, drop_last
+        self._shuffle = shuffle
         self._workers = worker_count(workers, len(images) if isinstance(images, ImageSet) else None)
         # A stream's table stays here: workers get encoded images.
         seen = replace(images, table=None) if isinstance(images, ImageStream) else images
@@ -112,7 +111,7 @@ class Loader:
             raise DataError(
                 f"{self.images.name}: the length of this stream is unknown: use --steps 1000 instead of --epochs."
             )
-        return length // self.batch_size if self._drop_last else -(-length // self.batch_size)
+        return -(-length // self.batch_size)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, without the first `start`, which are not decoded."""
@@ -137,8 +136,7 @@ class Loader:
         samples = order(length, self.seed, Purpose.ORDER, number) if self._shuffle else np.arange(length)
         for at in range(start * self.batch_size, length, self.batch_size):
             batch = samples[at : at + self.batch_size]
-            if len(batch) == self.batch_size or not self._drop_last:
-                yield batch[self.rank :: self.world], len(batch)
+            yield batch[self.rank :: self.world], len(batch)
 
     def close(self) -> None:
         """Ends the worker processes of all loaders; the next batch starts new ones."""
@@ -151,10 +149,9 @@ class Loader:
             samples = _shuffled(samples, self.seed, number)
         for step in count():
             batch = list(islice(samples, self.batch_size))
-            if not batch or (self._drop_last and len(batch) < self.batch_size):
+            if not batch:
                 if not step:  # training would ask for the next epoch forever
-                    what = "fewer labelled images than a batch" if batch else "no labelled images"
-                    raise DataError(f"{self.images.name}: the stream has {what}.")
+                    raise DataError(f"{self.images.name}: the stream has no labelled images.")
                 return
             if step >= start:
                 yield batch

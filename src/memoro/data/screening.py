@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memoro.console import bar
-from memoro.data.dataset import ImageSet, Skipped, refuse_many
+from memoro.data.dataset import ImageSet, Skipped
 from memoro.data.loader import WorkerPool, shared_pool, worker_count
 from memoro.data.near import HASH_BYTES, hash_look
 from memoro.errors import ImageError
@@ -17,14 +17,6 @@ from memoro.images import open_image
 
 _CHUNK = 64
 _DRAFT = 64  # JPEGs are decoded at a fraction of their size: every byte is read all the same
-
-
-def check_images(images: ImageSet, workers: int | None = None, *, quiet: bool = False) -> list[Skipped]:
-    """The images that cannot be read, and why. More than 5 % of them is an error that lists the first."""
-    [readable] = drop_unreadable([images], workers, quiet=quiet)
-    skipped = list(readable.skipped)
-    refuse_many(skipped, len(images), images.name)
-    return skipped
 
 
 def drop_unreadable(sets: Sequence[ImageSet], workers: int | None = None, *, quiet: bool = False) -> list[ImageSet]:

@@ -148,7 +148,7 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
     train, val, test = map(sets.get, SPLITS)
     notes += [] if train is None else _rare_classes(train)
     splits = Splits(name, labels, raw.kind, train, val, test, tuple(notes), skipped, unknown)
-    splits = hold_out(splits, options.val_fraction, options.seed, fold=options.fold)
+    splits = hold_out(splits, options.val_fraction, options.seed)
     return replace(splits, notes=(*splits.notes, *_duplicates(splits)))
 
 
@@ -234,36 +234,25 @@ def _known_images(images: ImageSet, checked: Splits | None) -> ImageSet | None:
     return replace(images, digests=digests, looks=looks)
 
 
-def hold_out(
-    splits: Splits, fraction: float, seed: int, *, like: Splits | None = None, fold: tuple[int, int] | None = None
-) -> Splits:
-    """The same with a fraction or fold of train as the validation split; a fraction only where there is none yet.
+def hold_out(splits: Splits, fraction: float, seed: int, *, like: Splits | None = None) -> Splits:
+    """The same with a fraction of train as the validation split, where there is none yet.
 
     Where `like` has the same training images, its labels decide, so that both hold out the same ones.
     """
     train = by = splits.train
-    if train is None or by is None or (fold is None and (splits.val is not None or not fraction)):
+    if train is None or by is None or splits.val is not None or not fraction:
         return splits
     if like is not None and like.train is not None and np.array_equal(like.train.rows, train.rows):
         by = like.train
     outdated = _rare_classes(train)  # train is about to have fewer images
     notes = [note for note in splits.notes if note not in outdated]
-    if fold is None:
-        # Copies of an image stay together.
-        first = _first_copies(by)
-        unique = np.unique(first)
-        chosen = stratified_split(strata(by.targets)[unique], fraction, seed)[1]
-        held, what = np.isin(first, unique[chosen]), f"{fraction:.0%}"
-    else:
-        which, folds = fold
-        if not 0 <= which < folds:
-            raise DataError(f"there is no fold {which} of {folds}: count from 0 to {folds - 1}.")
-        held, what = fold_numbers(by, folds, seed) == which, f"fold {which} of {folds}"
-    val = splits.val
+    # Copies of an image stay together.
+    first = _first_copies(by)
+    unique = np.unique(first)
+    chosen = stratified_split(strata(by.targets)[unique], fraction, seed)[1]
+    held, val = np.isin(first, unique[chosen]), None
     if held.any():
-        if val is not None:
-            notes.append("the dataset's own validation split was left out: a fold was asked for.")
-        notes.append(f"{what} of train (stratified, seed {seed}) became the validation split.")
+        notes.append(f"{fraction:.0%} of train (stratified, seed {seed}) became the validation split.")
         # Unreadable images are listed once, with train.
         val = replace(train.subset(np.flatnonzero(held)), name=train.name.removesuffix("train") + "val", skipped=())
         train = train.subset(np.flatnonzero(~held))

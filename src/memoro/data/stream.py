@@ -75,8 +75,6 @@ def load_stream(source: Any, **options: Any) -> Streams:
     takes each image at random instead of class by class.
     """
     chosen = DataOptions(**options)
-    if chosen.fold is not None:
-        raise DataError("a stream cannot be cut into folds: use val_fraction.")
     if isinstance(source, str) and source in KNOWN and KNOWN[source].hub is not None:
         known = KNOWN[source]
         source, chosen = known.hub, replace(chosen, label_column=chosen.label_column or known.label_column)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from memoro.errors import CompositionError, ImageError
 from memoro.heads import HeadKind, probabilities
-from memoro.images import MAX_PIXELS, PICTURE_TYPES, Picture, Preprocessing, open_image, walk_images
+from memoro.images import MAX_PIXELS, PICTURE_TYPES, Picture, Preprocessing, open_image, read_file, walk_images
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.spec import TaskModule
@@ -173,6 +174,11 @@ class AnswerOptions:
     embeddings: bool = False
     """Whether predictions have the final tokens."""
 
+    def __post_init__(self) -> None:
+        for name, value in (("batch_size", self.batch_size), ("top", self.top)):
+            if value is not None and value < 1:
+                raise CompositionError(f"{name} must be at least 1, not {value}.")
+
 
 Decode = Callable[[Iterable[list[NamedPicture]]], Iterable[tuple[list[NamedPicture], "Decoded"]]]
 """Decodes batches of images: gives each batch and what a `Decoder` gives for it, in order."""
@@ -220,6 +226,8 @@ def list_pictures(images: Pictures) -> Iterator[tuple[str, Picture]]:
             inside = walk_images(item)
         elif isinstance(item, (np.ndarray, Tensor)) and item.ndim == 4:
             inside = item
+        elif isinstance(item, io.IOBase):  # some can be read only once
+            inside = [read_file(item)]
         for picture in inside:
             yield (str(picture) if isinstance(picture, (str, Path)) else f"image {number}"), picture
             number += 1

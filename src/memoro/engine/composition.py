@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from memoro.arguments import several
 from memoro.backbones import Backbone
 from memoro.engine.answers import (
     AnswerOptions,
@@ -42,13 +43,13 @@ from memoro.tasks.mask import Lineage, trace_lineage
 from memoro.tasks.task import Task, content_hashes
 
 
-def compose(backbone: Backbone, tasks: Iterable[Task] = (), *, live: bool = False) -> Composition:
-    """The tasks on the backbone, checked: right backbone, unique names, all parents present, no cycle.
+def compose(backbone: Backbone, tasks: Task | Iterable[Task] = (), *, live: bool = False) -> Composition:
+    """The task or tasks on the backbone, checked: right backbone, unique names, all parents present, no cycle.
 
     The composition keeps a snapshot of the tasks, on the backbone's device: later changes to them do not show in it.
     With `live=True` it reads the tasks' own parameters at every call and gradients flow to them: that is for training.
     """
-    return Composition(backbone, tuple(tasks), live=live)
+    return Composition(backbone, several(tasks), live=live)
 
 
 class Composition(nn.Module):
@@ -76,6 +77,7 @@ class Composition(nn.Module):
         self.backbone = backbone
         self.live = live
         self._lineage, hashes = _check_parents(tasks)
+        self._lineage.check_size([task.members for task in tasks], [task.cells for task in tasks])
         self._list = tuple(task if live else _snapshot(task, hashes, backbone.device) for task in tasks)
         self._index = {task.name: position for position, task in enumerate(self._list)}
         self.base = backbone.module
@@ -205,9 +207,9 @@ class Composition(nn.Module):
     ) -> list[Answers]:
         """What each task answers for each image: one dictionary per image, by task name.
 
-        An image is a path, encoded bytes, a PIL image, an array (height, width, channels) or a tensor (channels,
-        height, width), of bytes or of floats from 0 to 1. A folder stands for the images in it, by name, and an array
-        with one more axis for a batch. `top` limits `probabilities` to that many labels. Tasks with the same
+        An image is a path, encoded bytes, an open file, a PIL image, an array (height, width, channels) or a tensor
+        (channels, height, width), of bytes or of floats from 0 to 1. A folder stands for the images in it, by name, and
+        an array with one more axis for a batch. `top` limits `probabilities` to that many labels. Tasks with the same
         preprocessing share a pass; `passes` tells which do.
 
         `unfamiliar` says what happens where an image looks unlike those that a task was trained on: `mark` adds
@@ -337,6 +339,9 @@ class Composition(nn.Module):
                     f"{self._list[i].name!r} was trained on images of {trained[0]}x{trained[1]}, this tensor is "
                     f"{size[0]}x{size[1]}. Use predict(), which gives each task its own size, or pass any_size=True."
                 )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Composition, live=self.live), (self.backbone, self._list)
 
     def __repr__(self) -> str:
         return f"Composition({self.backbone.name}, tasks=[{', '.join(self.names)}])"

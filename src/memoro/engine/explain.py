@@ -91,6 +91,8 @@ def read_views(images: Pictures, preprocessing: Preprocessing) -> tuple[Tensor, 
         views.append(view.fit(open_image(picture, draft=view.draft, **how)))
     if not pixels:
         raise ImageError("no images to explain.")
+    if len({one.shape for one in pixels}) > 1:
+        raise ImageError("these images differ in size, and the preprocessing has no crop: explain them one by one.")
     return torch.stack(pixels), views
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from memoro.arguments import several
 from memoro.backbones import Backbone
 from memoro.console import bar, format_count
 from memoro.data import ImageSet, Loader, Splits, Streams, load_data
@@ -26,7 +27,7 @@ from memoro.tasks.task import Task
 
 def evaluate(
     backbone: Backbone,
-    tasks: Sequence[Task | Baseline],
+    tasks: Task | Baseline | Sequence[Task | Baseline],
     data: Any | dict[str, Any],
     *,
     batch_size: int = 32,
@@ -45,8 +46,9 @@ def evaluate(
     is a file to which a page about the answers is written.
     """
     need("torchmetrics")
-    models = by_name(tasks)
+    tasks = several(tasks)
     composition = compose(backbone, [task for task in tasks if not isinstance(task, Baseline)])
+    models = by_name(tasks)
     for task in tasks:
         task.spec.check_backbone(backbone)
     # A DatasetDict is a dict of splits: one set.

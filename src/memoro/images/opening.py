@@ -24,9 +24,9 @@ MAX_PIXELS = 170_000_000
 # The shortest edge that a caller needs, as a number or as a function of the upright (width, height).
 Draft = int | Callable[[tuple[int, int]], int] | None
 
-Picture = str | Path | bytes | Image.Image | npt.NDArray[Any] | Tensor
-"""A path, an encoded image, or a decoded one: see `open_image`."""
-PICTURE_TYPES = (str, Path, bytes, Image.Image, np.ndarray, Tensor)
+Picture = str | Path | bytes | bytearray | io.IOBase | Image.Image | npt.NDArray[Any] | Tensor
+"""A path, an encoded image or an open file of one, or a decoded image: see `open_image`."""
+PICTURE_TYPES = (str, Path, bytes, bytearray, io.IOBase, Image.Image, np.ndarray, Tensor)
 
 # Raster formats only, whatever the file is called: EPS would be handed to Ghostscript, and TGA has no magic number.
 # JPEG includes files of several pictures (MPO), which phones write. HEIF has a plugin of its own.
@@ -41,8 +41,8 @@ def open_image(
     max_pixels: int = MAX_PIXELS,
     opened: dict[tuple[int, int], Image.Image] | None = None,
 ) -> Image.Image:
-    """The image of a path, of encoded bytes, of a PIL image or of an array as upright RGB, its first frame if it is
-    animated.
+    """The image of a path, of encoded bytes, of an open file, of a PIL image or of an array as upright RGB, its first
+    frame if it is animated.
 
     An array is (height, width) or (height, width, channels), a tensor (channels, height, width), of bytes or of floats
     from 0 to 1. `draft` is the shortest edge that the caller needs: big JPEGs are then decoded at a fraction of their
@@ -76,9 +76,20 @@ def open_image(
         raise ImageError(f"{name}: not a readable image ({error or type(error).__name__}).") from None
 
 
+def read_file(file: io.IOBase) -> bytes:
+    """All bytes of an open file, which stays open, from its start, as Pillow reads it."""
+    if isinstance(file, io.TextIOBase):
+        raise ImageError("the file is open as text: open it with mode 'rb'.")
+    if file.seekable():
+        file.seek(0)
+    data: bytes = file.read()
+    return data
+
+
 @contextmanager
-def _open_encoded(source: str | Path | bytes) -> Iterator[Image.Image]:
-    with io.BytesIO(source) if isinstance(source, bytes) else open(os.fspath(source), "rb") as file:
+def _open_encoded(source: str | Path | bytes | bytearray | io.IOBase) -> Iterator[Image.Image]:
+    source = read_file(source) if isinstance(source, io.IOBase) else source
+    with io.BytesIO(source) if isinstance(source, (bytes, bytearray)) else open(os.fspath(source), "rb") as file:
         head = file.read(HEAD_BYTES)
         if not head:
             raise ImageError("the file is empty (0 bytes).")

@@ -34,6 +34,18 @@ class Preprocessing:
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
     def __post_init__(self) -> None:
+        resize = self.resize if self.resize is None else _side_or_pair(self.resize, "resize")
+        crop = self.crop if self.crop is None else _side_or_pair(self.crop, "crop")
+        values = {
+            "resize": resize,
+            "crop": (crop, crop) if isinstance(crop, int) else crop,
+            "resample": _whole(self.resample, "resample", low=0, high=5),
+            "scale": _number(self.scale, "scale"),
+            "mean": _triple(self.mean, "mean"),
+            "std": _triple(self.std, "std"),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         with np.errstate(all="ignore"):
             extremes = self.normalise(np.array([[[0] * 3, [255] * 3]], dtype=np.uint8))
         if not (extremes.abs() <= MAX_PIXEL).all():  # NaN fails too
@@ -117,18 +129,8 @@ class Preprocessing:
         """The spec of a task file's record, which is untrusted: every value is checked."""
         if not isinstance(record, Mapping) or set(record) != {"resize", "crop", "resample", "scale", "mean", "std"}:
             raise TaskFileError("preprocessing: not a record of resize, crop, resample, scale, mean and std.")
-        resize, crop = record["resize"], record["crop"]
-        if isinstance(resize, int):
-            _side(resize, "resize")
         try:
-            return cls(
-                resize=resize if resize is None or isinstance(resize, int) else _pair(resize, "resize"),
-                crop=None if crop is None else _pair(crop, "crop"),
-                resample=_side(record["resample"], "resample", low=0, high=5),
-                scale=_number(record["scale"], "scale"),
-                mean=_triple(record["mean"], "mean"),
-                std=_triple(record["std"], "std"),
-            )
+            return cls(**record)
         except DataError as error:
             raise TaskFileError(str(error)) from None
 
@@ -140,26 +142,29 @@ def _centre(image: Image.Image, crop: tuple[int, int]) -> Image.Image:
     return image.crop((left, top, left + width, top + height))
 
 
-def _side(value: object, what: str, low: int = 1, high: int = MAX_SIDE) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise TaskFileError(f"preprocessing: {what} is not a whole number from {low} to {high}.")
-    return value
+def _whole(value: object, what: str, low: int = 1, high: int = MAX_SIDE) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
+        raise DataError(f"preprocessing: {what} is not a whole number from {low} to {high}.")
+    return int(value)
+
+
+def _side_or_pair(value: object, what: str) -> int | tuple[int, int]:
+    if not isinstance(value, (list, tuple)):
+        return _whole(value, what)
+    if len(value) != 2:
+        raise DataError(f"preprocessing: {what} is not a pair of sizes.")
+    return _whole(value[0], what), _whole(value[1], what)
 
 
 def _number(value: object, what: str) -> float:
     # An int may be too big for a float.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        raise TaskFileError(f"preprocessing: {what} is not a finite number.")
-    return float(value)
+    known = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not known or not abs(value) <= sys.float_info.max:  # type: ignore[arg-type]
+        raise DataError(f"preprocessing: {what} is not a finite number.")
+    return float(value)  # type: ignore[arg-type]
 
 
-def _pair(value: object, what: str) -> tuple[int, int]:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise TaskFileError(f"preprocessing: {what} is not a pair of sizes.")
-    return _side(value[0], what), _side(value[1], what)
-
-
-def _triple(value: object, what: str) -> tuple[float, float, float]:
-    if not isinstance(value, (list, tuple)) or len(value) != 3:
-        raise TaskFileError(f"preprocessing: {what} is not three numbers.")
-    return _number(value[0], what), _number(value[1], what), _number(value[2], what)
+def _triple(values: object, what: str) -> tuple[float, float, float]:
+    if not isinstance(values, (list, tuple, np.ndarray)) or len(values) != 3:
+        raise DataError(f"preprocessing: {what} is not three numbers.")
+    return _number(values[0], what), _number(values[1], what), _number(values[2], what)

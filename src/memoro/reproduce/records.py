@@ -125,7 +125,8 @@ class Records:
         for record in newest.values():
             place, latest = _place(record), weights[record.key["backbone"]]
             if record.key["fingerprint"] != latest:
-                if measured[place] <= measured.get((place[0], latest), set()):
+                # What a task costs is shown beside its accuracy, with the same weights.
+                if kind != "counts" and measured[place] <= measured.get((place[0], latest), set()):
                     continue
                 record = replace(record, key={**record.key, "backbone": f"{record.key['backbone']} ({place[1]})"})
             found.append(record)

@@ -10,6 +10,7 @@ import zlib
 from typing import Any
 
 from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from memoro.errors import ServeError
@@ -60,6 +61,10 @@ async def read_images(request: Request, service: Service) -> list[Upload]:
                     Upload(file.filename or f"image {number}", await file.read())
                     for number, file in enumerate(files, start=1)
                 ]
+        except HTTPException as error:
+            if not str(error.detail).startswith("Too many files"):
+                raise
+            raise ServeError(f"more than {options.max_images} images in one request: send fewer.", 413) from None
         except UnicodeError:  # charset=undefined is a codec of Python's that always raises it
             raise ServeError("the form is not in the charset that its content type names.", 400) from None
         if not uploads:

@@ -1,4 +1,5 @@
-"""A small client for the server. It needs nothing but Python's own library, except to send PIL images."""
+"""A small client for the server. It needs nothing but Python's own library, except to send folders
+and images that are decoded already."""
 
 from __future__ import annotations
 
@@ -9,19 +10,22 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from memoro.errors import ImageError, ServeError
+from memoro.serve.options import ServeOptions
 
 if TYPE_CHECKING:
-    from PIL import Image
+    from memoro.engine.answers import Pictures, Unfamiliar
+    from memoro.images import Picture
 
-    from memoro.engine.answers import Unfamiliar
 
-    Picture = str | Path | bytes | Image.Image
+PART_BYTES = 1024
+"""More than the form needs for each file beside its bytes: a name may have 255, each of them written as three."""
 
 
 class Client:
@@ -52,30 +56,28 @@ class Client:
 
     def predict(
         self,
-        images: Picture | Iterable[Picture],
+        images: Pictures,
         tasks: Sequence[str] | None = None,
         *,
         top: int | None = None,
         unfamiliar: Unfamiliar = "mark",
         false_alarms: float | None = None,
     ) -> list[dict[str, dict[str, Any]]]:
-        """What each task answers for each image (paths, bytes, PIL images), as `Composition.predict` returns it.
+        """What each task answers for each image: takes images, and returns answers, as `Composition.predict` does.
 
         Without `top`, with the probabilities of 5 labels; the library returns those of all.
         """
         found = self.ask("predict", images, tasks, top=top, unfamiliar=unfamiliar, false_alarms=false_alarms)
         return [image["answers"] for image in found["images"]]
 
-    def explain(
-        self, images: Picture | Iterable[Picture], tasks: Sequence[str] | None = None
-    ) -> list[dict[str, dict[str, Any]]]:
+    def explain(self, images: Pictures, tasks: Sequence[str] | None = None) -> list[dict[str, dict[str, Any]]]:
         """The same, with each answer's `attention`: where the task looked."""
         return [image["answers"] for image in self.ask("explain", images, tasks)["images"]]
 
     def ask(
         self,
         what: str,
-        images: Picture | Iterable[Picture],
+        images: Pictures,
         tasks: Sequence[str] | None = None,
         *,
         top: int | None = None,
@@ -83,11 +85,13 @@ class Client:
         unfamiliar: Unfamiliar = "mark",
         false_alarms: float | None = None,
     ) -> dict[str, Any]:
-        """The server's whole answer: `images`, `tasks` with their versions, `seconds`."""
+        """The server's whole answer: `images`, `tasks` with their versions, `seconds`.
+
+        More images than the server takes at once are sent in several requests: `images` has all of them, the rest is
+        of the last request.
+        """
         if isinstance(tasks, str):
             raise ServeError(f"tasks takes a list of names: [{tasks!r}].")
-        several: Any = [images] if isinstance(images, (str, Path, bytes)) or hasattr(images, "convert") else images
-        files = [_encode(image) for image in several]
         query = [("tasks", task) for task in tasks or ()]
         query += [("top_k", str(top))] if top is not None else []
         query += [("base", "true")] if base else []
@@ -95,12 +99,27 @@ class Client:
         query += [("false_alarms", str(false_alarms))] if false_alarms is not None else []
         if tasks is not None and not tasks:
             raise ServeError("name at least one task, or leave tasks out for all of them.")
-        body, kind = _multipart(files)
-        found = self._request("POST", f"/v1/{what}?{urlencode(query)}", body, {"content-type": kind})
-        document: dict[str, Any] = json.loads(found)
-        for image in document["images"]:
-            if "error" in image:
-                raise ImageError(image["error"])
+        target, files, most = f"/v1/{what}?{urlencode(query)}", map(_encode, _list(images)), ServeOptions.max_images
+        document: dict[str, Any] = {"images": []}
+        waiting = list(islice(files, most))
+        if not waiting:
+            raise ServeError("there is no image to send.")
+        while waiting:
+            sizes = accumulate(len(data) + PART_BYTES for _, data in waiting[:most])
+            count = max(1, sum(size <= ServeOptions.max_body for size in sizes))
+            body, kind = _multipart(waiting[:count])
+            try:
+                found = json.loads(self._request("POST", target, body, {"content-type": kind}))
+            except ServeError as error:
+                if error.status != 413 or count == 1:
+                    raise
+                most = count // 2  # the server's limits are lower, or `explain` is for many tasks
+                continue
+            for image in found["images"]:
+                if "error" in image:
+                    raise ImageError(image["error"])
+            document = {**found, "images": document["images"] + found["images"]}
+            waiting = [*waiting[count:], *islice(files, count)]
         return document
 
     def tasks(self) -> dict[str, dict[str, Any]]:
@@ -190,10 +209,24 @@ def _message(data: bytes) -> str | None:
         return None
 
 
+def _list(images: Pictures) -> Iterator[Picture]:
+    """Each of the images, as `Composition.predict` finds them."""
+    some: Any = [images] if isinstance(images, (str, Path, bytes)) else images
+    if isinstance(some, (list, tuple)) and all(isinstance(one, bytes) or _is_file(one) for one in some):
+        return iter(some)
+    from memoro.engine.answers import list_pictures  # for other images only: it takes long to import
+
+    return (picture for _, picture in list_pictures(some))
+
+
+def _is_file(image: Any) -> bool:
+    return isinstance(image, (str, Path)) and not Path(image).is_dir()
+
+
 def _encode(image: Picture) -> tuple[str, bytes]:
-    """An image's name and its bytes; a PIL image as PNG, upright and in RGB, as the library itself sees it."""
-    if isinstance(image, bytes):
-        return "image", image
+    """An image's name and its bytes; a decoded one as PNG, upright and in RGB, as the library itself sees it."""
+    if isinstance(image, (bytes, bytearray)):
+        return "image", bytes(image)
     if isinstance(image, (str, Path)):
         try:
             return Path(image).name, Path(image).read_bytes()
@@ -208,8 +241,6 @@ def _encode(image: Picture) -> tuple[str, bytes]:
 
 def _multipart(files: Sequence[tuple[str, bytes]]) -> tuple[bytes, str]:
     """The body of a form with these files, and its content type."""
-    if not files:
-        raise ServeError("there is no image to send.")
     boundary, parts = uuid.uuid4().hex, list[bytes]()
     for name, data in files:
         known = name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")  # as browsers do

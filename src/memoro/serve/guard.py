@@ -110,7 +110,9 @@ class Guard:
             await answer(secured, error.status or 500, str(error))
         except TimeoutError:
             if status == 0:
-                await answer(secured, 504, "the deadline passed before the answer was ready.")
+                changing = scope["method"] in {"PUT", "POST", "DELETE"} and "/tasks" in scope["path"]
+                more = "; the change may still be made: ask for the tasks" if changing else ""
+                await answer(secured, 504, f"the deadline passed before the answer was ready{more}.")
         except (ClientGoneError, ClientDisconnect):
             status = 499
         except Exception:

@@ -111,7 +111,7 @@ class TaskStore:
         self._lock = threading.Lock()
         self._files = {name: file for name, (file, _) in found.items()}
         tasks = [task for _, task in found.values()]
-        self.current = _attach(Composition(backbone, tasks), {}, tasks)
+        self.current = _attach(_compose(backbone, tasks), {}, tasks)
 
     @property
     def writable(self) -> bool:
@@ -141,7 +141,7 @@ class TaskStore:
                     continue
                 changed.append(task)
             new = {task.name: task for task in changed}
-            model = Composition(old.model.backbone, list({**old.model.tasks, **new}.values()))
+            model = _compose(old.model.backbone, list({**old.model.tasks, **new}.values()))
             current = _attach(model, old.info, changed)
             self._write(old.model, _parents_first(changed))
             self.current = current
@@ -231,10 +231,14 @@ def file_bytes(task: Task) -> bytes:
         return save_task(task, Path(folder) / "task.safetensors").read_bytes()
 
 
+def _compose(backbone: Backbone, tasks: Sequence[Task]) -> Composition:
+    if len(tasks) > MAX_TASKS:
+        raise ServeError(f"at most {MAX_TASKS} tasks can be attached.", 422)
+    return Composition(backbone, tasks)
+
+
 def _attach(model: Composition, info: Mapping[str, dict[str, Any]], changed: Sequence[Task]) -> Attached:
     """The composition with what is known of its tasks, if the changed ones can be served."""
-    if len(model.tasks) > MAX_TASKS:
-        raise ServeError(f"at most {MAX_TASKS} tasks can be attached.", 422)
     _check(model, [task.name for task in changed])
     new = {task.name: describe_task(task) for task in changed}
     try:

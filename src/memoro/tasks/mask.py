@@ -9,6 +9,9 @@ from itertools import accumulate, chain
 
 from memoro.errors import CompositionError
 
+MAX_SEEN = 1 << 18
+"""Tokens and memory cells of other tasks that all tasks together may see: a small file could ask for far more."""
+
 
 @dataclass(frozen=True)
 class Lineage:
@@ -36,6 +39,16 @@ class Lineage:
         older = [tuple(chain.from_iterable(members[task] for task in found)) for found in self.ancestors]
         tasks = [task for task, count in enumerate(counts) for _ in range(count)]
         return Lineage(tuple(older[task] for task in tasks), tuple(self.forks[task] for task in tasks)), members
+
+    def check_size(self, members: Sequence[int], cells: Sequence[int]) -> None:
+        """Raises if tasks with so many members and memory cells see too much of each other."""
+        sizes = [count * (1 + own) for count, own in zip(members, cells, strict=True)]
+        seen = [sum(sizes[task] for task in older) for older in self.ancestors]
+        if sum(count * others for count, others in zip(members, seen, strict=True)) > MAX_SEEN:
+            raise CompositionError(
+                f"these tasks extend each other so often that they would see more than {MAX_SEEN:,} tokens and memory "
+                "cells: compose fewer of them."
+            )
 
     def closure(self, tasks: Sequence[int]) -> tuple[int, ...]:
         """The tasks and everything that they need, in index order."""

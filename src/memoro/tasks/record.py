@@ -30,7 +30,7 @@ PLAIN_FORMAT = 2
 KEY = "memoro"
 MAX_HEADER = 64 << 20
 MAX_BRACKETS = 1 << 18
-"""Lists and objects of a record; a bundle of 1,000 tasks has a tenth of it."""
+"""Lists and objects of a record. A task has fewer than 100, most of them rows of its confusion matrix."""
 MAX_DIM = 16_384
 MAX_DEPTH = 512
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

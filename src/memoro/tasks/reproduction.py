@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ def import_tasks(backbone: Backbone, path: str | Path, *, names: list[str] | Non
     used = [*tokens.values(), *memory.values(), *heads.values(), mask]
     if not all(one.is_floating_point() and one.layout == torch.strided and one.device.type == "cpu" for one in used):
         raise TaskFileError(f"{path}: its tensors are not dense floating-point numbers.")
+    if any(one.nbytes > one.untyped_storage().nbytes() for one in used):  # expanded from fewer values
+        raise TaskFileError(f"{path}: its tensors are larger than what the file stores for them.")
     try:
         cells = [memory[task, 0].shape[-2] if (task, 0) in memory else 0 for task in range(count)]
         parents = _read_mask(mask, cells, path)
@@ -86,7 +89,7 @@ def import_tasks(backbone: Backbone, path: str | Path, *, names: list[str] | Non
 def _read_state(path: Path) -> Mapping[str, Tensor]:
     if not path.is_file():
         raise TaskFileError(f"cannot read {path}: no such file.")
-    if path.stat().st_size > MAX_FILE:
+    if path.stat().st_size > MAX_FILE or _unpacked(path) > MAX_FILE:
         raise TaskFileError(f"{path} is larger than {MAX_FILE >> 30} GiB.")
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
@@ -99,6 +102,15 @@ def _read_state(path: Path) -> Mapping[str, Tensor]:
     return state
 
 
+def _unpacked(path: Path) -> int:
+    """The bytes of a zip archive's files; 0 for a file of torch's older format."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError):
+        return 0
+
+
 def _read_mask(mask: Tensor, cells: list[int], path: str | Path) -> list[list[int]]:
     """For each task the earlier ones that its class token may attend to, direct parents and others alike."""
     mask = mask.reshape(mask.shape[-2:])
@@ -107,10 +119,9 @@ def _read_mask(mask: Tensor, cells: list[int], path: str | Path) -> list[list[in
     base = rows - count
     if columns != rows + sum(cells) or base < 1:
         raise TaskFileError(f"{path}: its attention mask {tuple(mask.shape)} does not fit its {count} tasks.")
-    seen = mask > -1
     parents = []
     for task in range(count):
-        row = seen[base + task]
+        row = mask[base + task] > -1
         others = [other for other in range(count) if other != task and bool(row[base + other])]
         if any(other > task for other in others) or not bool(row[:base].all()) or not bool(row[base + task]):
             raise TaskFileError(f"{path}: its attention mask is neither a concatenation nor an extension.")

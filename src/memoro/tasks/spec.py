@@ -147,6 +147,7 @@ def check_name(name: object) -> str:
 
 def check_labels(labels: object, name: str) -> tuple[str, ...]:
     """The labels as a tuple, if they are text and no two are the same."""
+    labels = labels.tolist() if hasattr(labels, "tolist") else labels  # an array, or a column of a table
     if isinstance(labels, str) or not isinstance(labels, Sequence):
         raise TaskError(f"{name!r}: labels must be a list of strings, not {type(labels).__name__}.")
     if not labels:

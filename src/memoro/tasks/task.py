@@ -11,9 +11,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from memoro.arguments import plain_int, several
 from memoro.backbones import Anatomy, Backbone, BackboneRecord
-from memoro.errors import CompositionError, TaskError
-from memoro.heads import HeadKind
+from memoro.errors import CompositionError, DataError, TaskError
+from memoro.heads import find_kind
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import Familiarity
 from memoro.tasks.spec import INIT_STD, MAX_CELLS, MAX_RANK, ModelSpec, TaskModule, check_labels, check_name
@@ -264,10 +265,10 @@ def new_task(
     cells: int = 5,
     rank: int = 0,
     from_layer: int = 0,
-    extends: Sequence[Task] = (),
+    extends: Task | Iterable[Task] = (),
     memory_norm: MemoryNorm = "pre",
     init: Literal["copy", "normal"] = "copy",
-    head: HeadKind = "softmax",
+    head: str = "softmax",
     seed: int | None = None,
 ) -> Task:
     """An untrained task for `backbone`, on its device, in float32 (float64 on a float64 backbone).
@@ -275,12 +276,19 @@ def new_task(
     `rank` gives the task low-rank weights of its own at each layer from the fork on; base tokens do not see them.
     They start at zero. `from_layer` forks the stream off the base's class token there (0 is the paper, the backbone's
     depth a linear head). `init="copy"` starts from the pre-trained class token; a fork then starts with a zero offset.
+    `head` is `class` (softmax), `labels` (multilabel) or `number` (regression).
     """
     depth, dim = backbone.depth, backbone.dim
+    cells, rank, from_layer = map(plain_int, (cells, rank, from_layer))
+    extends = several(extends)
+    try:
+        kind = find_kind(head)
+    except DataError as error:
+        raise TaskError(f"{name!r}: {error}") from None
     spec = TaskSpec(
         name=check_name(name),
         labels=check_labels(labels, name),
-        kind=head,
+        kind=kind,
         backbone=BackboneRecord.of(backbone),
         from_layer=from_layer,
         cells=cells,
@@ -288,11 +296,11 @@ def new_task(
         rank=rank,
         widths=Widths.of(backbone.anatomy) if rank else None,
     )
-    choices = {"head": (head, get_args(HeadKind)), "memory_norm": (memory_norm, get_args(MemoryNorm))}
-    for option, (value, allowed) in {**choices, "init": (init, ("copy", "normal"))}.items():
+    choices = {"memory_norm": (memory_norm, get_args(MemoryNorm)), "init": (init, ("copy", "normal"))}
+    for option, (value, allowed) in choices.items():
         if value not in allowed:
             raise TaskError(f"{name!r}: {option} must be one of {', '.join(allowed)}, not {value!r}.")
-    if head == "softmax" and len(spec.labels) < 2:
+    if kind == "softmax" and len(spec.labels) < 2:
         raise TaskError(f"{name!r}: a softmax head needs at least two labels; for yes/no use head='multilabel'.")
     for option, number, high in (
         ("from_layer", from_layer, depth),
@@ -314,7 +322,7 @@ def new_task(
 
     generator = torch.Generator()
     # Without a seed it is drawn, so that torch.manual_seed decides; torch.seed() would reseed the caller's generator.
-    generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+    generator.manual_seed(int(torch.randint(2**62, ()) if seed is None else seed))
     dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
     bound = 1 / math.sqrt(dim)
 

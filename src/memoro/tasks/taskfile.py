@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from memoro.arguments import several
 from memoro.errors import TaskFileError
 from memoro.tasks.card import write_card
 from memoro.tasks.hub import FILE, MAX_FILE, find_task_file
@@ -41,8 +42,9 @@ def save_task(task: Task, path: str | Path) -> Path:
     return save_tasks([task], path)
 
 
-def save_tasks(tasks: Sequence[Task], path: str | Path) -> Path:
+def save_tasks(tasks: Task | Iterable[Task], path: str | Path) -> Path:
     """Writes tasks, with or without their parents, to one file: the paper's concatenated model as an artefact."""
+    tasks = several(tasks)
     if not tasks:
         raise TaskFileError("there is no task to save.")
     for task in tasks:

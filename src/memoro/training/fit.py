@@ -43,7 +43,7 @@ class FitResult:
 
     task: Any
     """The Task or Baseline, with its best weights."""
-    history: list[dict[str, Any]]
+    history: list[dict[str, Any]] = field(repr=False)
     """One entry per epoch."""
     metrics: dict[str, Any]
     """Of the test split, or of the validation split where there is none; `split` says which. Empty for a run that
@@ -68,7 +68,7 @@ def fit(
     data: Any,
     *,
     regime: str | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
     **changes: Any,
 ) -> FitResult:
@@ -77,10 +77,10 @@ def fit(
     It starts from the task's weights (their seed is an argument of new_task) and prepares images as in its earlier
     training, if there was one and no `image_size` is given.
 
-    Without a recipe, it is that of the regime: the paper's, or for low-rank weights AdamW with a rate of 0.001. This is
-    one run with one learning rate; `memoro.train` tries several in one pass. Fields of the recipe and of the
-    options can be given by name: `fit(backbone, task, "photos", epochs=5, lr=0.03, folder="runs/photos")`. A Baseline
-    is trained in passes of its own.
+    `recipe` is a Recipe or the name of one (see `RECIPES`). Without it, the regime decides: the paper's, or for
+    low-rank weights AdamW with a rate of 0.001. This is one run with one learning rate; `memoro.train` tries several
+    in one pass. Fields of the recipe and of the options can be given by name: `fit(backbone, task, "photos", epochs=5,
+    lr=0.03, folder="runs/photos")`. A Baseline is trained in passes of its own.
     """
     return fit_tasks(backbone, [(task, data)], regime=regime, recipe=recipe, options=options, **changes)[0]
 
@@ -90,7 +90,7 @@ def fit_tasks(
     tasks: Sequence[tuple[Task | Baseline, Any]],
     *,
     regime: str | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
     **changes: Any,
 ) -> list[FitResult]:
@@ -106,6 +106,7 @@ def fit_tasks(
             "seed is for initial weights, which these tasks already have: pass it to new_task, or use data_seed for "
             "the order of the images."
         )
+    recipe = find_recipe(recipe, None)[1] if isinstance(recipe, str) else recipe
     regimes = [regime_of(task, regime) for task, _ in tasks]
     recipes = [merge_options(recipe or find_recipe(None, one.name)[1], options, changes)[0] for one in regimes]
     options = merge_options(recipe, options, changes)[1]

@@ -114,6 +114,8 @@ class Trainer:
         self._started = time.monotonic() - seconds
         if not found:
             self._start_afresh()
+            for run in self.runs:
+                run.keep_first()
         for callback in self.callbacks:
             callback.on_train_begin(self.groups)
         with deferred_interrupts() as interrupted:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone
 from memoro.console import make_table
 from memoro.data import ImageSet, Splits, Streams
@@ -61,6 +62,13 @@ class Grid:
         return len(self.settings()) // (self.seeds if self.ensemble else 1)
 
     def __post_init__(self) -> None:
+        for name in ("cells", "from_layers", "ranks"):
+            object.__setattr__(self, name, tuple(map(plain_int, several(getattr(self, name)))))
+        rates: Any = self.rates
+        try:
+            object.__setattr__(self, "rates", tuple(map(float, several(rates))))
+        except (TypeError, ValueError):
+            raise TrainingError(f"lr {rates!r}: choose one or more numbers, such as 0.001.") from None
         if not (self.cells and self.from_layers and self.ranks and self.rates) or self.seeds < 1:
             raise TrainingError("a sweep needs at least one value each for cells, from_layer, rank, lr and seeds.")
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
 from rich.console import RenderableType
 from rich.table import Table
 
+from memoro.arguments import several
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.console import finite, format_bytes, format_count, make_table, quoted
@@ -42,7 +43,7 @@ MOST_BYTES = 80
 class TrainResult(FitResult):
     """What `train` returns for a task: the best run, the settings that were tried, and the files that were written."""
 
-    rows: Sequence[SweepRow] = ()
+    rows: Sequence[SweepRow] = field(default=(), repr=False)
     """The settings that were compared, if there were several."""
     score_name: str = ""
     """What they were compared by."""
@@ -51,7 +52,7 @@ class TrainResult(FitResult):
     """Where the file that was there before is kept."""
     plot: Path | None = None
     """Validation scores over learning rates, where several were compared."""
-    skipped: Sequence[Any] = ()
+    skipped: Sequence[Any] = field(default=(), repr=False)
     """Images that could not be read: where, and why."""
 
     def to_json(self) -> dict[str, Any]:
@@ -103,16 +104,16 @@ def train(
     task: str | None = None,
     kind: str | None = None,
     regime: str | None = None,
-    cells: int | Sequence[int] | None = None,
-    rank: int | Sequence[int] | None = None,
-    from_layer: int | Sequence[int] | None = None,
-    lr: float | Sequence[float] | None = None,
+    cells: int | Iterable[int] | None = None,
+    rank: int | Iterable[int] | None = None,
+    from_layer: int | Iterable[int] | None = None,
+    lr: float | Iterable[float] | None = None,
     seeds: int = 1,
     ensemble: int = 1,
     folds: int | None = None,
-    extends: Sequence[Task | str | Path] = (),
+    extends: Task | str | Path | Iterable[Task | str | Path] = (),
     start_from: Task | str | Path | None = None,
-    label_column: str | list[str] | None = None,
+    label_column: str | Sequence[str] | None = None,
     image_column: str | None = None,
     allow_absolute: bool = False,
     streaming: bool = False,
@@ -155,7 +156,7 @@ def train(
     trained, recipe = find_recipe(recipe, regime)
     recipe, options = merge_options(recipe, options, changes)
     chosen, target = find_regime(trained), None if out is None else Path(out)
-    columns = [label_column] if isinstance(label_column, str) else label_column
+    columns = None if label_column is None else [label_column] if isinstance(label_column, str) else [*label_column]
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
         task, kind = task or start.name, kind or start.kind
     sources = name_sources(data, task, columns, streaming)
@@ -163,8 +164,8 @@ def train(
         raise TrainingError("--start-from continues one task: give one DATA, and one --label-column at most.")
     if target is not None:
         _check_target(target, several=len(sources) > 1)
-    if not isinstance(backbone, Backbone):
-        backbone = load_backbone(backbone, device=own_device(device), dtype=dtype)
+    stays = isinstance(backbone, Backbone) and device is None
+    backbone = load_backbone(backbone, device=None if stays else own_device(device), dtype=dtype)
     main = find_processes(backbone.device).main
     if not main:
         options = replace(options, quiet=True, log=None)
@@ -175,19 +176,19 @@ def train(
     rates = chosen.rates[recipe.optimizer][1:2] if streaming else chosen.rates[recipe.optimizer]
     check_ensemble(ensemble, seeds, chosen, start, options)
     grid = Grid(
-        _several(cells),
-        _several(from_layer),
-        rates if lr is None else _several(lr),
+        several(cells),
+        several(from_layer),
+        several(rates if lr is None else lr),
         seeds=max(seeds, ensemble),
         first_seed=recipe.seed,
-        ranks=_several(rank),
+        ranks=several(rank),
         ensemble=ensemble > 1,
     )
     if start is not None:
         start.spec.check_backbone(backbone)
         own = replace(grid, cells=(start.cells,), from_layers=(start.from_layer,), ranks=(start.rank,))
         for asked, kept in ((cells, own.cells), (from_layer, own.from_layers), (rank, own.ranks)):
-            if asked is not None and _several(asked) != kept:
+            if asked is not None and several(asked) != kept:
                 raise TrainingError(f"{start.name!r} keeps its cells, rank and layers: leave them out.")
         grid = own
     elif chosen.name == "head":
@@ -200,7 +201,7 @@ def train(
             ranks=grid.ranks if "rank" in sizes else grid.ranks[:1],
         )
         folds = folds or 0
-    plan = TaskPlan("", (), extends=_link_parents(extends), width=width)
+    plan = TaskPlan("", (), extends=_link_parents(several(extends)), width=width)
     missing = {parent.name for parent in start.extends} - {parent.name for parent in plan.extends} if start else ()
     if missing:
         words = [word for name in sorted(missing) for word in ("--extends", name + SUFFIX)]
@@ -224,7 +225,7 @@ def train(
         )
         for (name, splits), number in zip(sets.items(), compared, strict=True)
     ]  # fmt: skip
-    asked = lr is not None or seeds > 1 or any(isinstance(sizes, Sequence) for sizes in (cells, rank, from_layer))
+    asked = lr is not None or seeds > 1 or any(isinstance(sizes, Iterable) for sizes in (cells, rank, from_layer))
     if not asked and not all(sweep.folds or sweep.splits.val is not None for sweep in sweeps):
         grid = replace(grid, rates=(grid.rates[len(grid.rates) // 2],))
         sweeps = [replace(sweep, grid=grid, folds=0) for sweep in sweeps]
@@ -254,8 +255,8 @@ def train(
         part.unlink(missing_ok=True)
     more = [{"settings": one.tables()[0] if one.rows else None, "file": one.file} for one in results.values()]
     report_training(backbone, list(results.values()), [sweep.splits for sweep in sweeps], options, more)
-    several = type(data) is dict or isinstance(label_column, list)
-    return results if several else next(iter(results.values()))
+    many = type(data) is dict or not (label_column is None or isinstance(label_column, str))
+    return results if many else next(iter(results.values()))
 
 
 def _check_target(out: Path, *, several: bool) -> None:
@@ -290,11 +291,7 @@ def _asks_for_views(augment: Augment) -> bool:
     return augment.crop not in {None, "none"} or bool(augment.flip) or augment.scale != Augment().scale
 
 
-def _several(values: Any) -> tuple[Any, ...]:
-    return tuple(values) if isinstance(values, Sequence) else (values,)
-
-
-def _link_parents(extends: Sequence[Task | str | Path]) -> list[Task]:
+def _link_parents(extends: Iterable[Task | str | Path]) -> list[Task]:
     """The tasks to build on. A task with mere records of its parents is replaced by a copy with the parents."""
     tasks = [task for source in extends for task in ([source] if isinstance(source, Task) else load_tasks(source))]
     unlinked = [task for task in tasks if any(not isinstance(parent, Task) for parent in task.extends)]

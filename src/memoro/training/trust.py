@@ -51,7 +51,8 @@ def add_answers(task: Task | Baseline, logits: Tensor, index: npt.NDArray[np.int
     if not isinstance(task, Task) or task.spec.calibration is None:
         return
     known = task.spec.familiarity
-    if known is not None and known.out_of_fold is not None and len(known.out_of_fold) == len(index):
+    # Fewer where only a part of the training images was described; classes with a single image are never held out.
+    if known is not None and known.out_of_fold is not None and int(index.max()) < len(known.out_of_fold):
         task.describe(familiarity=known.with_answers(known.out_of_fold[index], energy(task.kind, logits)))
 
 
