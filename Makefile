@@ -8,10 +8,10 @@ demo: .venv/ready
 	$(BIN)/memoro demo
 
 test: .venv/ready
-	@echo "left out: the tests in a browser (make test-browser), with timm (make test-timm) and other lanes (make test-all)"
+	@echo "left out: the tests in a browser (make test-browser), with timm (make test-timm) and others (make test-all)"
 	$(BIN)/python -m pytest
 
-# The slow lanes, each with an environment or downloads of its own, are added here.
+# Each of these has an environment or downloads of its own, or takes long.
 test-all: test test-slow test-timm test-serve test-browser test-ray
 
 test-slow: .venv/ready

@@ -78,7 +78,7 @@ def test_a_missing_extra_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
 
     extras.need("torch")
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
-    with pytest.raises(TrainingError, match=r"pip install 'memoro\[train\]'"):
+    with pytest.raises(MemoroError, match=r"pip install 'memoro\[train\]'"):
         extras.need("accelerate")
 
 

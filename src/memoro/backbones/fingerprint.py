@@ -26,7 +26,7 @@ class Fingerprint:
     digest: str
     """SHA-256 over the encoder's tensors under memoro's own names."""
     sketch: tuple[float, ...]
-    """One number for the embedding, one a layer, one for the final norm."""
+    """One number for the final norm, one for the embedding, one for each layer."""
     dtype: str
 
     @property
