@@ -74,7 +74,7 @@ def _table2(records: Records, scale: Scale) -> Report:
         **{name: [(name, 0), (name, CELLS[-1])] for name in ("head", "full", "side 8", "lora 8")},  # level lines
     }
     if found:
-        panels = panels_of(found, lines)
+        panels = panels_of({row: cells for row, cells in found.items() if len(cells) > 1}, lines)
         report.figures["test accuracy over memory cells"] = figure_of(panels, "memory cells", "test accuracy")
     return report
 

@@ -49,6 +49,8 @@ class Recipe:
     memory_rate: float | None = None
     """The memory's learning rate as a fraction of `lr`; None: 0.03 with sgd, 1 with adamw, whose steps do not grow
     with the gradient. At the head's own rate, memory can attract all attention within a few steps."""
+    head_lr: float | None = None
+    """The head's learning rate; None: `lr`."""
     warmup: int = 5
     label_smoothing: float = 0.0
     balance: bool = False
@@ -104,7 +106,9 @@ class Recipe:
     def build_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """One parameter group per tensor, in order; `lr_scale` is smaller for memory."""
         memory = self.memory_rate if self.memory_rate is not None else 0.03 if self.optimizer == "sgd" else 1.0
-        scales = {name: memory if name == "memory" else 1.0 for name in parameters}
+        head = 1.0 if self.head_lr is None else self.head_lr / self.lr
+        own = {"memory": memory, "head.weight": head, "head.bias": head}
+        scales = {name: own.get(name, 1.0) for name in parameters}
         groups = [
             {"params": [parameter], "lr_scale": scales[name], "lr": self.lr * scales[name]}
             for name, parameter in parameters.items()
