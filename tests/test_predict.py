@@ -191,6 +191,11 @@ def test_a_table_wider_than_the_terminal_has_a_row_for_each_task() -> None:
     assert re.search(r"a\.jpg +│ a-long-task-0 │ golden retriever 0\.90 +│\n", shown)
     assert re.search(r"│ +│ a-long-task-3 │ unfamiliar \(golden retriever 0\.90\) │\n", shown)
     assert re.search(r"b\.jpg +│ +│ no image +│\n", shown)
+    scored = {name: {**one, "score": float(number)} for number, (name, one) in enumerate(tasks.items())}
+    table = predictions_table([Prediction("a.jpg", scored)], 1, width=60)
+    assert [str(cell) for cell in table.columns[1].cells] == sorted(tasks, reverse=True)
+    assert [str(cell) for cell in table.columns[0].cells] == ["a.jpg", "", "", ""]
+    assert "most likely" in str(table.title)
 
 
 def test_top_gives_the_best_labels(shell: Shell, mess: Path, tasks: list[str], backbone: Backbone) -> None:  # noqa: F811

@@ -191,7 +191,7 @@ def read_errors(path: Path, form: str) -> Iterator[tuple[str, str]]:
 
 def predictions_table(predictions: Sequence[Prediction], total: int, top: int | None = None, width: int = 80) -> Table:
     """A row for each of the first images and a column for each task; where that is wider than the terminal, a row for
-    each image and task."""
+    each image and task, with the task that the image most likely belongs to first, if all have a score."""
     names = list(dict.fromkeys(name for one in predictions for name in one.answers))
     title = format_count(total, "image")
     if total > len(predictions):
@@ -204,11 +204,12 @@ def predictions_table(predictions: Sequence[Prediction], total: int, top: int | 
     table = make_table(["image", *names, *errors], rows, title, left=2 + len(names))
     if fits(table, width):
         return table
-    rows = []
+    rows, ranked = [], all("score" in answer for one in predictions for answer in one.answers.values())
     for one in predictions:
-        answers: list[tuple[str, Cell]] = [(name, _brief(answer, top)) for name, answer in one.answers.items()]
-        for number, (name, answer) in enumerate(answers or [("", one.error or "")]):
-            rows.append(["" if number else one.image, name, answer])
+        order = sorted(one.answers, key=lambda name: -one.answers[name]["score"]) if ranked else list(one.answers)
+        rows += [["", name, _brief(one.answers[name], top)] for name in order] or [["", "", one.error or ""]]
+        rows[-max(1, len(order))][0] = one.image
+    title += "; the most likely task first" if ranked else ""
     return make_table(["image", "task", "answer"], rows, title, left=3)
 
 
