@@ -22,10 +22,12 @@ import torch
 
 import memoro
 from memoro.data import Augment
+from memoro.regimes.regime import RATES
 from memoro.reproduce.measure import FOLDS, Bench, Budget, limit_training, measure_methods
 from memoro.reproduce.methods import ADAMW, Method
 from memoro.reproduce.report import format_values
 from memoro.training import Cache, TrainOptions
+from memoro.training.recipe import find_recipe
 from reports import load_results, load_splits, make_parser, table, write_report
 
 SGD = (0.03, 0.1, 0.3)
@@ -50,6 +52,8 @@ METHODS = {
         Method("memory, adamw", "memory", (1e-3, 3e-3), {"cells": 5}, recipe=ADAMW),
         Method("memory, adamw, fork 2/3", "memory", (1e-3, 3e-3), {"cells": 5}, 2 / 3, ADAMW),
         _side("side"),
+        _side("side, three rates", RATES["adamw"]),
+        _side("side, default", RATES["adamw"], head_lr=find_recipe(None, "side")[1].head_lr),
         _side("side, rank 4", rank=4),
         _side("side, rank 16", rank=16),
         _side("side, fork 5/6", fork=5 / 6),

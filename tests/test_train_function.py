@@ -69,7 +69,7 @@ def test_the_defaults_are_in_one_place() -> None:
         for field in fields(Recipe)
         if len({repr(getattr(one, field.name)) for _, one in RECIPES.values()}) > 1
     }
-    assert differing == {"lr", "optimizer", "weight_decay", "views"}
+    assert differing == {"lr", "head_lr", "optimizer", "weight_decay", "views"}
     known |= dict.fromkeys(differing)
     known["out"] = known["folder"] = None  # the command writes into the working folder, the function does not
     assert {name: default for name, (_, default) in TRAIN.items()} == {name: known[name] for name in TRAIN}

@@ -18,7 +18,7 @@ from memoro.evaluation.metrics import confusion, measure, score
 from memoro.heads import class_weights, loss_sum
 from memoro.plots import draw_confusion
 from memoro.training import Recipe
-from memoro.training.recipe import merge_options
+from memoro.training.recipe import find_recipe, merge_options
 from memoro.training.runfolder import draw_curve
 
 COLOURS = {"red": (210, 40, 40), "green": (40, 200, 60), "blue": (50, 60, 210), "grey": (128, 128, 128)}
@@ -107,6 +107,20 @@ def test_optimisers_are_built_as_asked() -> None:
     parts = {"class_token": nn.Parameter(torch.ones(2)), "memory": weight}
     assert [g["lr_scale"] for g in Recipe().build_optimizer(parts).param_groups] == [1.0, 0.03]
     assert [g["lr"] for g in Recipe(lr=0.5, memory_rate=0.2).build_optimizer(parts).param_groups] == [0.5, 0.1]
+    parts = {"head.bias": weight, "lora.qkv_A": nn.Parameter(torch.ones(2))}
+    assert [g["lr"] for g in Recipe(lr=0.001, head_lr=0.003).build_optimizer(parts).param_groups] == [0.003, 0.001]
+
+
+def test_the_heads_own_rate_belongs_to_side_and_adamw() -> None:
+    assert find_recipe(None, None)[1].head_lr == find_recipe(None, "side")[1].head_lr == 0.003
+    for name, regime in ((None, "lora"), (None, "memory"), ("default", "memory"), ("paper", None)):
+        assert find_recipe(name, regime)[1].head_lr is None
+    recipe = find_recipe(None, None)[1]
+    assert merge_options(recipe, None, {"lr": 0.01})[0].head_lr == 0.003
+    assert merge_options(recipe, None, {"optimizer": "sgd"})[0].head_lr is None
+    assert merge_options(recipe, None, {"optimizer": "sgd", "head_lr": 0.1})[0].head_lr == 0.1
+    with pytest.raises(TrainingError, match="head_lr 0: choose a number above 0"):
+        Recipe(head_lr=0)
 
 
 # ------------------------------------------------------------------------------------------------------- losses

@@ -136,7 +136,8 @@ def calibrate_task(
     image_column: ImageColumn = None,
     allow_absolute: AllowAbsolute = False,
     extends: Annotated[
-        list[str] | None, typer.Option("--extends", help="Task file or hub id that it extends; repeat for more.", show_default=False)
+        list[str] | None,
+        typer.Option("--extends", help="Task file or hub id that it extends; repeat for more.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write.", show_default="the task file itself")

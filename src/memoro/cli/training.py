@@ -124,7 +124,7 @@ def _train(data: list[str], backbone: str | None, device: str | None, as_json: b
         "folder": settings["folder"] or "runs/{task}",
         "out": settings["out"] or Path(),
     }
-    for name in ("optimizer", "weight_decay", "views"):
+    for name in ("optimizer", "weight_decay", "views", "head_lr"):
         if settings[name] is None:
             del settings[name]  # the recipe's
     if settings.get("views") == 0:

@@ -94,6 +94,10 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         show_default="default with side, lora and lora-all; paper with the other regimes",
     ),
     "lr": _option(float | None, None, _RECIPE, "Peak learning rate.", show_default="the best of three, in one pass"),
+    "head_lr": _option(
+        float | None, None, _RECIPE, "Learning rate of the head.",
+        show_default="0.003 with side and adamw, else --lr",
+    ),
     "epochs": _option(int, 15, _RECIPE, "Passes over the training images."),
     "steps": _option(int | None, None, _RECIPE, "Optimiser steps, instead of epochs."),
     "batch_size": _option(int, 32, _RECIPE, "Images per batch.", min=1),

@@ -85,6 +85,8 @@ class Recipe:
                 raise TrainingError(f"{name} {value!r}: choose a whole number, {least} or more.")
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise TrainingError(f"lr {self.lr}: choose a number above 0, such as 0.1 for sgd or 0.001 for adamw.")
+        if self.head_lr is not None and not (self.head_lr > 0 and math.isfinite(self.head_lr)):
+            raise TrainingError(f"head_lr {self.head_lr}: choose a number above 0, or None for that of the rest.")
         if not 0 <= self.label_smoothing < 1 or not 0 <= self.momentum < 1:
             raise TrainingError("label smoothing and momentum must be at least 0 and below 1.")
         if not (self.clip >= 0 and self.weight_decay >= 0):
@@ -104,7 +106,7 @@ class Recipe:
         return min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
 
     def build_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """One parameter group per tensor, in order; `lr_scale` is smaller for memory."""
+        """One parameter group per tensor, in order; memory and head have an `lr_scale` of their own."""
         memory = self.memory_rate if self.memory_rate is not None else 0.03 if self.optimizer == "sgd" else 1.0
         head = 1.0 if self.head_lr is None else self.head_lr / self.lr
         own = {"memory": memory, "head.weight": head, "head.bias": head}
@@ -122,7 +124,7 @@ class Recipe:
 
 
 RECIPES: Mapping[str, tuple[str, Recipe]] = {
-    "default": ("side", Recipe(lr=0.001, optimizer="adamw", weight_decay=0.01, views=1)),
+    "default": ("side", Recipe(lr=0.001, head_lr=0.003, optimizer="adamw", weight_decay=0.01, views=1)),
     "paper": ("memory", Recipe()),
 }
 """What `memoro train` trains and how, by name: a regime, and its recipe."""
@@ -137,7 +139,8 @@ def find_recipe(recipe: Recipe | str | None, regime: str | None) -> tuple[str, R
     name = recipe or ("default" if regime is None or regime in ADAMW_REGIMES else "paper")
     if name not in RECIPES:
         raise TrainingError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}.")
-    return regime or RECIPES[name][0], RECIPES[name][1]
+    trained, found = regime or RECIPES[name][0], RECIPES[name][1]
+    return trained, found if trained == "side" else replace(found, head_lr=None)
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,10 @@ def merge_options(
         if name not in known[0] + known[1]:
             raise TrainingError(f"unknown training option {name!r}; the options are {', '.join(known[0] + known[1])}.")
     own = [{name: value for name, value in changes.items() if name in names} for names in known]
-    merged = replace(recipe or Recipe(), **own[0]), replace(options or TrainOptions(), **{"phases": Phases(), **own[1]})
+    recipe = recipe or Recipe()
+    if own[0].get("optimizer", recipe.optimizer) != recipe.optimizer:  # a rate for the recipe's own optimiser
+        own[0].setdefault("head_lr", None)
+    merged = replace(recipe, **own[0]), replace(options or TrainOptions(), **{"phases": Phases(), **own[1]})
     if merged[1].halving and merged[0].steps is not None:
         raise TrainingError("--halving stops runs after quarters of the epochs: give --epochs instead of --steps.")
     check_views(merged[0], merged[1].wanted_cache)
