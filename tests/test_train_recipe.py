@@ -116,7 +116,8 @@ def test_the_heads_own_rate_belongs_to_side_and_adamw() -> None:
     for name, regime in ((None, "lora"), (None, "memory"), ("default", "memory"), ("paper", None)):
         assert find_recipe(name, regime)[1].head_lr is None
     recipe = find_recipe(None, None)[1]
-    assert merge_options(recipe, None, {"lr": 0.01})[0].head_lr == 0.003
+    assert merge_options(recipe, None, {"epochs": 1})[0].head_lr == 0.003
+    assert merge_options(recipe, None, {"lr": 0.01})[0].head_lr is None
     assert merge_options(recipe, None, {"optimizer": "sgd"})[0].head_lr is None
     assert merge_options(recipe, None, {"optimizer": "sgd", "head_lr": 0.1})[0].head_lr == 0.1
     with pytest.raises(TrainingError, match="head_lr 0: choose a number above 0"):

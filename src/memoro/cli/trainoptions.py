@@ -96,7 +96,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "lr": _option(float | None, None, _RECIPE, "Peak learning rate.", show_default="the best of three, in one pass"),
     "head_lr": _option(
         float | None, None, _RECIPE, "Learning rate of the head.",
-        show_default="0.003 with side and adamw, else --lr",
+        show_default="0.003 with side if --lr is not given",
     ),
     "epochs": _option(int, 15, _RECIPE, "Passes over the training images."),
     "steps": _option(int | None, None, _RECIPE, "Optimiser steps, instead of epochs."),

@@ -43,7 +43,7 @@ class Places:
             inside = path[1:2] != ":" and any(full.startswith(os.path.join(os.path.abspath(r), "")) for r in roots)
         if not inside and not self.anywhere:
             raise DataError(
-                f"{where}: {text!r} leaves the table's folder. Move the table above its images; or, if you trust it, "
+                f"{where}: {text!r} leaves the table's folder; move the table above its images or, if you trust it, "
                 "use --allow-absolute (in Python, allow_absolute=True)."
             )
         return path

@@ -199,8 +199,8 @@ def merge_options(
             raise TrainingError(f"unknown training option {name!r}; the options are {', '.join(known[0] + known[1])}.")
     own = [{name: value for name, value in changes.items() if name in names} for names in known]
     recipe = recipe or Recipe()
-    if own[0].get("optimizer", recipe.optimizer) != recipe.optimizer:  # a rate for the recipe's own optimiser
-        own[0].setdefault("head_lr", None)
+    if "lr" in own[0] or own[0].get("optimizer", recipe.optimizer) != recipe.optimizer:
+        own[0].setdefault("head_lr", None)  # the recipe's belongs to its own rate and optimiser
     merged = replace(recipe, **own[0]), replace(options or TrainOptions(), **{"phases": Phases(), **own[1]})
     if merged[1].halving and merged[0].steps is not None:
         raise TrainingError("--halving stops runs after quarters of the epochs: give --epochs instead of --steps.")

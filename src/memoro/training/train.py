@@ -154,6 +154,8 @@ def train(
     if lr is None and isinstance(recipe, Recipe):
         lr = recipe.lr
     trained, recipe = find_recipe(recipe, regime)
+    if lr is not None and not own_recipe:  # one rate for all weights
+        changes = {"head_lr": None, **changes}
     recipe, options = merge_options(recipe, options, changes)
     chosen, target = find_regime(trained), None if out is None else Path(out)
     columns = None if label_column is None else [label_column] if isinstance(label_column, str) else [*label_column]
