@@ -111,7 +111,7 @@ class Guard:
         except TimeoutError:
             if status == 0:
                 changing = scope["method"] in {"PUT", "POST", "DELETE"} and "/tasks" in scope["path"]
-                more = "; the change may still be made: ask for the tasks" if changing else ""
+                more = "; the change may still take effect: list the tasks to check" if changing else ""
                 await answer(secured, 504, f"the deadline passed before the answer was ready{more}.")
         except (ClientGoneError, ClientDisconnect):
             status = 499

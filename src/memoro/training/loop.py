@@ -115,7 +115,7 @@ class Trainer:
         if not found:
             self._start_afresh()
             for run in self.runs:
-                run.keep_first()
+                run.keep_initial()
         for callback in self.callbacks:
             callback.on_train_begin(self.groups)
         with deferred_interrupts() as interrupted:

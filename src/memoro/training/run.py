@@ -49,7 +49,7 @@ class Run:
     history: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Tensor] = field(default_factory=dict)
     """The trained parameters at the best validation score so far."""
-    first: dict[str, Tensor] = field(default_factory=dict)
+    initial: dict[str, Tensor] = field(default_factory=dict)
     """The trained parameters of a task before the first step: what it gets back if it diverges before it was scored."""
     best_score: tuple[float, float] | None = None
     best_epoch: int = -1
@@ -76,13 +76,13 @@ class Run:
             self.best_score, self.best_epoch = score, epoch
             self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
 
-    def keep_first(self) -> None:
+    def keep_initial(self) -> None:
         if isinstance(self.task, Task):  # a baseline may be as large as the backbone
-            self.first = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
+            self.initial = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
 
     def restore_best(self) -> None:
         with torch.no_grad():
-            for name, value in (self.best or (self.first if self.diverged else {})).items():
+            for name, value in (self.best or (self.initial if self.diverged else {})).items():
                 self.trained[name].copy_(value)
         if isinstance(self.task, Task):  # before it is measured
             self.task.round_low_rank()

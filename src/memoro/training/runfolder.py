@@ -81,7 +81,6 @@ class RunFolder:
 
     def __init__(self, path: Path, trainer: Trainer, *, tensorboard: bool = False) -> None:
         self.path, self.metrics = path, path / METRICS
-        _check_own(path)
         names = list(dict.fromkeys(spec.splits.name for spec in trainer.specs))
         facts = {"backbone": trainer.backbone.name, "fingerprint": trainer.backbone.fingerprint.digest}
         self._config = {**trainer.identity, **facts, "set": names[0] if len(names) == 1 else names}
@@ -153,6 +152,7 @@ def _check_own(path: Path) -> None:
 @contextmanager
 def lock_folder(path: Path) -> Iterator[None]:
     """Keeps other trainings out of a run folder. The lock belongs to this process and ends with it, however it ends."""
+    _check_own(path)
     file = path.absolute() / ".lock"
     lock = FileLock(file, timeout=0)
     try:

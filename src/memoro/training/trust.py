@@ -52,8 +52,9 @@ def add_answers(task: Task | Baseline, logits: Tensor, index: npt.NDArray[np.int
         return
     known = task.spec.familiarity
     # Fewer where only a part of the training images was described; classes with a single image are never held out.
-    if known is not None and known.out_of_fold is not None and int(index.max()) < len(known.out_of_fold):
-        task.describe(familiarity=known.with_answers(known.out_of_fold[index], energy(task.kind, logits)))
+    found = None if known is None else known.out_of_fold
+    if known is not None and found is not None and int(index.max(initial=0)) < len(found):
+        task.describe(familiarity=known.with_answers(found[index], energy(task.kind, logits)))
 
 
 def add_validation_answers(task: Task, logits: Tensor) -> None:
