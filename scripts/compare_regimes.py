@@ -31,6 +31,7 @@ from memoro.training.recipe import find_recipe
 from reports import load_results, load_splits, make_parser, table, write_report
 
 SGD = (0.03, 0.1, 0.3)
+HEAD_LR = find_recipe(None, "side")[1].head_lr
 CROPS = {"views": 4, "augment": Augment(scale=(0.5, 1.0))}
 
 
@@ -53,7 +54,8 @@ METHODS = {
         Method("memory, adamw, fork 2/3", "memory", (1e-3, 3e-3), {"cells": 5}, 2 / 3, ADAMW),
         _side("side"),
         _side("side, three rates", RATES["adamw"]),
-        _side("side, default", RATES["adamw"], head_lr=find_recipe(None, "side")[1].head_lr),
+        _side("side, default", RATES["adamw"], head_lr=HEAD_LR),
+        _side("side, default, fork 1/3", RATES["adamw"], 1 / 3, head_lr=HEAD_LR),
         _side("side, rank 4", rank=4),
         _side("side, rank 16", rank=16),
         _side("side, fork 5/6", fork=5 / 6),

@@ -42,7 +42,7 @@ def random_task(backbone: memoro.Backbone, name: str, seed: int, **options: Any)
     with torch.no_grad():
         for parameter in task.parameters():
             parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
-    task.describe(preprocessing=backbone.preprocessing)
+    task.update_spec(preprocessing=backbone.preprocessing)
     return task
 
 

@@ -112,9 +112,9 @@ def fill(folder: Path, backbone: Backbone) -> dict[str, memoro.Task]:
     weight = random_task(backbone, "weight", seed=4, head="regression", labels=["kg"])
     top = random_task(backbone, "top", seed=5, from_layer=backbone.depth, cells=0)
     for task in (pets, breeds, tags, weight, top):
-        task.describe(preprocessing=size)
+        task.update_spec(preprocessing=size)
     large = random_task(backbone, "large", seed=6)
-    large.describe(preprocessing=backbone.preprocessing.at(28))
+    large.update_spec(preprocessing=backbone.preprocessing.at(28))
     folder.mkdir(parents=True, exist_ok=True)
     memoro.save_tasks([pets, breeds], folder / "both.safetensors")
     for task in (tags, weight, top, large):
@@ -130,7 +130,7 @@ def know(task: memoro.Task, distance: float) -> memoro.Task:
     )
     assert known is not None
     tensors = {**known.tensors, "distances": torch.full((5,), distance)}
-    task.describe(familiarity=Familiarity(**tensors, residual=known.residual, images=5))
+    task.update_spec(familiarity=Familiarity(**tensors, residual=known.residual, images=5))
     return task
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from PIL import Image
 
 import memoro
 from memoro.backbones.load import supported
-from memoro.errors import BackboneError, MemoroError
+from memoro.errors import BackboneError, CompositionError, MemoroError
 
 PROCESSORS = {
     "vit": hf.ViTImageProcessorPil(size={"height": 20, "width": 20}),
@@ -136,9 +137,12 @@ def test_a_damaged_checkpoint_is_refused(changes: dict[str, Any], cut: bool, tmp
         lambda: hf.BertModel(
             hf.BertConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=8)
         ),
+        lambda: hf.Dinov2Backbone(
+            hf.Dinov2Config(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, image_size=28, patch_size=14)
+        ),
         lambda: torch.nn.Linear(3, 3),
     ],
-    ids=["swin", "resnet", "bert", "linear"],
+    ids=["swin", "resnet", "bert", "feature maps", "linear"],
 )
 def test_models_that_are_no_plain_vit(build: Any, tmp_path: Path) -> None:
     model = build()
@@ -303,6 +307,34 @@ def test_a_backbone_is_pickled_after_use(case: Case) -> None:
     assert torch.equal(memoro.compose(other)(pixels)["base"], before)
     assert torch.equal(other.original(pixels), before)
     assert other.fingerprint == backbone.fingerprint
+    size = sum(tensor.nbytes for tensor in backbone.module.state_dict().values())
+    assert len(pickle.dumps(backbone)) < 1.5 * size, "each weight once"
+
+
+def test_a_compiled_model_is_read_and_a_quantized_one_refused(vit: Any) -> None:
+    assert memoro.load_backbone(torch.compile(vit)).fingerprint == memoro.load_backbone(vit).fingerprint
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to replace its own
+        vit.vit.unused = torch.ao.nn.quantized.dynamic.Linear(24, 24)
+    with pytest.raises(BackboneError, match=r"has been quantized.*dtype='bfloat16'"):
+        memoro.load_backbone(vit)
+
+
+def test_weights_that_changed_since_are_noticed(vit: Any, tmp_path: Path) -> None:
+    backbone = memoro.load_backbone(vit)
+    task = memoro.new_task(backbone, "pets", ["a", "b"])
+    memoro.compose(backbone, task)
+    with torch.no_grad():
+        next(iter(backbone.model.vit.embeddings.parameters())).add_(0.01)  # as a step of an optimiser does
+    for use in (
+        lambda: memoro.compose(backbone, task),
+        lambda: memoro.new_task(backbone, "more", ["a", "b"]),
+        lambda: backbone.to(dtype=torch.float32),
+    ):
+        with pytest.raises(BackboneError, match="have changed since it was loaded: load the backbone again"):
+            use()
+    with pytest.raises(CompositionError, match="'pets' was trained for"):
+        memoro.compose(memoro.load_backbone(vit), task)
 
 
 def test_repr_is_short() -> None:

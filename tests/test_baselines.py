@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -19,6 +20,7 @@ from memoro.backbones import Backbone
 from memoro.backbones.huggingface import picks_kernel
 from memoro.errors import BackboneError, CompositionError, MemoroError, TaskError, TaskFileError, TrainingError
 from memoro.regimes import METHODS, REGIMES, Baseline, TaskPlan, find_regime
+from memoro.regimes.regime import all_parameters
 
 LABELS = ["a", "b", "c"]
 
@@ -48,7 +50,7 @@ def images(count: int = 6, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def train(model: Baseline, pixels: Tensor, targets: Tensor, steps: int = 100) -> None:
-    optimizer = torch.optim.AdamW(model.trained().values(), lr=1e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(all_parameters(model).values(), lr=1e-2, weight_decay=0.0)
     for _ in range(steps):
         loss = F.cross_entropy(model(pixels), targets)
         optimizer.zero_grad()
@@ -151,7 +153,7 @@ def test_shapes_say_what_is_stored(case: Case, name: str) -> None:
     shapes = METHODS[name].shapes(model.backbone, model.spec.sizes)
     stored = {key: tuple(tensor.shape) for key, tensor in model.stored().items()}
     assert stored == {**shapes, "head.weight": (3, 24), "head.bias": (3,)}
-    count = sum(parameter.numel() for parameter in model.trained().values())
+    count = sum(parameter.numel() for parameter in all_parameters(model).values())
     assert count == sum(torch.Size(shape).numel() for shape in stored.values())
 
 
@@ -191,7 +193,7 @@ def test_memory_starts_as_in_the_masked_regime(backbone: Backbone) -> None:
 @baselines
 def test_a_deep_copy_stands_alone(backbone: Backbone, name: str) -> None:
     model = shaken(build(backbone, name))
-    model.describe(metrics={"accuracy": 0.5})
+    model.update_spec(metrics={"accuracy": 0.5})
     trainable_copy, pixels = copy.deepcopy(model), images(2)
     before = model(pixels)
     assert trainable_copy.spec == model.spec
@@ -199,6 +201,17 @@ def test_a_deep_copy_stands_alone(backbone: Backbone, name: str) -> None:
     train(trainable_copy, pixels, torch.tensor([0, 1]), steps=3)
     assert torch.equal(model(pixels), before)
     assert not torch.equal(trainable_copy(pixels), before)
+
+
+@baselines
+def test_it_is_pickled_and_not_moved_without_its_backbone(backbone: Backbone, name: str) -> None:
+    model, pixels = shaken(build(backbone, name)), images(2)
+    other = pickle.loads(pickle.dumps(model))
+    assert (other.spec, other.content_hash()) == (model.spec, model.content_hash())
+    assert torch.equal(other(pixels), model(pixels))
+    with pytest.raises(TrainingError, match=r"cannot be moved alone: use model.on\(backbone.to\(device, dtype\)\)"):
+        model.double()
+    assert model.on(backbone.to(dtype=torch.float64))(pixels.double()).dtype == torch.float64
 
 
 # ---------------------------------------------------------------------------------------------------------- errors

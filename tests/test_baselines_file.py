@@ -22,12 +22,13 @@ from memoro.errors import TaskFileError
 from memoro.images import Preprocessing
 from memoro.regimes import METHODS, Baseline
 from memoro.regimes.baselinefile import is_baseline, load_baseline, save_baseline
+from memoro.regimes.regime import all_parameters
 
 
 @pytest.fixture
 def saved(backbone: Backbone, tmp_path: Path) -> Path:
     model = shaken(build(backbone, "adapter+memory-full"))
-    model.describe(training={"epochs": 3}, metrics={"accuracy": 0.5}, preprocessing=Preprocessing(resize=(20, 20)))
+    model.update_spec(training={"epochs": 3}, metrics={"accuracy": 0.5}, preprocessing=Preprocessing(resize=(20, 20)))
     return save_baseline(model, tmp_path / "pets.safetensors")
 
 
@@ -47,7 +48,7 @@ def test_a_file_gives_the_same_outputs(case: Case, name: str, tmp_path: Path) ->
     backbone, pixels = memoro.load_backbone(case.model()), images(2)
     model = build(backbone, name)
     train(model, pixels, torch.tensor([0, 1]), steps=3)
-    model.describe(training={"epochs": 3}, metrics={"accuracy": 0.5})
+    model.update_spec(training={"epochs": 3}, metrics={"accuracy": 0.5})
     path = save_baseline(model, tmp_path / "pets.safetensors")
     fresh = memoro.load_backbone(case.model())
     loaded = load_baseline(path, fresh)
@@ -108,7 +109,7 @@ def test_what_is_not_finite_is_not_saved(backbone: Backbone, tmp_path: Path) -> 
     for name in METHODS:
         model = build(backbone, name)
         with torch.no_grad():
-            next(iter(model.trained().values())).view(-1)[0] = float("nan")
+            next(iter(all_parameters(model).values())).view(-1)[0] = float("nan")
         with pytest.raises(TaskFileError, match="NaN or infinity; it was not saved"):
             save_baseline(model, tmp_path / "x.safetensors")
     assert not list(tmp_path.iterdir())
@@ -148,7 +149,7 @@ def test_a_changed_record_is_refused(
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"format": 4, "baseline": {}}, "has format 4.*pip install --upgrade memoro"),
+        ({"format": 4, "baseline": {}}, "has format 4.*Use a newer version of memoro"),
         ({"format": 1, "baseline": []}, "baseline in the record must be a JSON object"),
         ({"format": 1}, "baseline in the record"),
         ([1], "the record is not a JSON object"),
@@ -206,7 +207,7 @@ def test_a_killed_save_leaves_the_old_file(backbone: Backbone, vit: Any, tmp_pat
 
     def save() -> None:
         model = load_baseline(path, memoro.load_backbone(tmp_path / "vit"))
-        model.describe(metrics={"x": 1})
+        model.update_spec(metrics={"x": 1})
         os.fsync = lambda _: os.kill(os.getpid(), 9)
         save_baseline(model, path)
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import memoro
 from memoro.backbones.families import FAMILY_SPECS
 from memoro.backbones.huggingface import find_trunk
+from memoro.regimes.regime import all_parameters
 
 everywhere = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -135,4 +136,4 @@ def test_other_sizes_and_half_precision(case: Case, name: str) -> None:
     # bfloat16 keeps eight bits, a rounding of 0.4 %; five layers of random weights make that a few per cent.
     assert (logits.detach() - exact).norm() < 0.1 * exact.norm()
     logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in rough.trained().values())
+    assert all(parameter.grad is not None for parameter in all_parameters(rough).values())

@@ -52,7 +52,7 @@ def test_an_image_whose_answers_are_dropped_has_a_row(photos: Path, predictor: P
     pets, dim = predictor.models[0], predictor.backbone.dim
     assert isinstance(pets, memoro.Task)
     near = torch.randn(30, dim, generator=torch.Generator().manual_seed(0)) / 1000  # nothing looks like these
-    pets.describe(familiarity=fit_familiarity(near, torch.arange(30) % 2, torch.zeros(dim)))
+    pets.update_spec(familiarity=fit_familiarity(near, torch.arange(30) % 2, torch.zeros(dim)))
     how = AnswerOptions(4, routing=Routing("drop", 1.0), embeddings=embeddings)
     job = new_job(photos, Predictor(predictor.backbone, (pets,), how))
     answer_here(job, begin(job))

@@ -141,7 +141,7 @@ def test_metrics_after_training_are_those_of_eval(colours: Path, tmp_path: Path)
 def test_calibrate_adds_what_an_old_file_lacks(colours: Path, tmp_path: Path) -> None:
     backbone = memoro.load_backbone(str(colours / "vit"))
     task = random_task(backbone, "own", labels=["blue", "red"])
-    task.describe(preprocessing=backbone.preprocessing, training={"data": "own"})
+    task.update_spec(preprocessing=backbone.preprocessing, training={"data": "own"})
     path = memoro.save_task(task, tmp_path / "own.safetensors")
     assert "memoro calibrate" in run("inspect", path)
     run("calibrate", path, colours / "own", "-b", colours / "vit")
@@ -166,7 +166,7 @@ def test_calibrate_recognises_the_images_of_the_training(colours: Path, tmp_path
     assert (task.spec.training["data"], len(task.spec.training["image_sketch"])) == ("pets", 40)
 
     def told(data: Path) -> str:
-        task.describe(calibration=None)
+        task.update_spec(calibration=None)
         said: list[str] = []
         calibrate(backbone, task, data, workers=0, log=said.append)
         assert (task.spec.calibration is None) == any("the calibration stays as it is" in text for text in said)
@@ -181,7 +181,7 @@ def test_calibrate_recognises_the_images_of_the_training(colours: Path, tmp_path
     assert task.spec.training["calibration"] == "24 held-out images (pets)"
     shutil.copy(tmp_path / "2024" / "pets" / "red" / "0.png", new / "red" / "seen.png")
     assert "learned from some of these images" in told(new)
-    task.describe(training={"data": "pets"})  # as of an older version
+    task.update_spec(training={"data": "pets"})  # as of an older version
     assert "rename the folder or file" in told(new)
     newer = new.rename(tmp_path / "2025" / "newer")
     assert "calibration: from 25 images" in told(newer)

@@ -192,7 +192,7 @@ def test_the_worst_classes_are_those_with_mistakes(backbone: Backbone, pets: Pat
     shares = {"g": 0.0, "b": 0.5, "a": 0.75, "e": 0.9, "c": 1.0}
     figures = {"split": "test", "images": 1, "accuracy": 0.5, "worst_classes": shares}
     task = random_task(backbone, "pets")
-    task.describe(training={"trained_parameters": 3, "best_epoch": 1, "epochs": 2, "seconds": 1.0}, metrics=figures)
+    task.update_spec(training={"trained_parameters": 3, "best_epoch": 1, "epochs": 2, "seconds": 1.0}, metrics=figures)
     text = rendered(fit_table(TrainResult(task, [], figures, None, (), file=pets)))
     assert "g 0.000, b 0.500, a 0.750, e 0.900 " in text
     assert "1.000" not in text

@@ -115,6 +115,36 @@ def test_a_composition_is_pickled_and_copied(backbone: Backbone, pixels: torch.T
         assert other.tasks["pets"].head.weight.data_ptr() != model.tasks["pets"].head.weight.data_ptr()
 
 
+def test_torch_compile_sees_one_graph(backbone: Backbone, pixels: torch.Tensor) -> None:
+    pets = random_task(backbone, "pets", rank=2)
+    model = memoro.compose(backbone, [pets, random_task(backbone, "breeds", seed=1, extends=[pets])])
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        wanted, found = model(pixels), compiled(pixels)
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_name_or_a_model_is_not_a_backbone(vit: Any) -> None:
+    for given, what in (("memoro-tiny", "'memoro-tiny'"), (vit, type(vit).__name__)):
+        for use in (
+            lambda given=given: memoro.compose(given),
+            lambda given=given: memoro.new_task(given, "pets", ["a", "b"]),
+            lambda given=given: memoro.fit(given, random_task(memoro.load_backbone(vit), "pets"), "."),
+        ):
+            with pytest.raises(BackboneError, match=rf"{what} is not a backbone: pass load_backbone\({what}\)"):
+                use()
+
+
+def test_a_task_is_renamed(backbone: Backbone) -> None:
+    one, other = random_task(backbone, "pets"), random_task(backbone, "pets", seed=1)
+    with pytest.raises(CompositionError, match=r"two tasks are named 'pets'.*rename\(\)"):
+        memoro.compose(backbone, [one, other])
+    assert memoro.compose(backbone, [one, other.rename("animals")]).names == ["pets", "animals"]
+    with pytest.raises(TaskError, match="reserved"):
+        other.rename("base")
+
+
 def test_one_task_may_stand_for_a_list_of_one(backbone: Backbone, tmp_path: Path) -> None:
     pets = random_task(backbone, "pets")
     assert memoro.compose(backbone, pets).names == ["pets"]
@@ -226,8 +256,8 @@ def test_pixels_that_do_not_fit(backbone: Backbone, bad: Any) -> None:
 
 def test_tasks_of_another_input_size(backbone: Backbone, pixels: torch.Tensor) -> None:
     small, large = random_task(backbone, "small"), random_task(backbone, "large", seed=1)
-    small.describe(preprocessing=backbone.preprocessing)
-    large.describe(preprocessing=backbone.preprocessing.at(28))
+    small.update_spec(preprocessing=backbone.preprocessing)
+    large.update_spec(preprocessing=backbone.preprocessing.at(28))
     model = memoro.compose(backbone, [small, large])
     with pytest.raises(CompositionError, match=r"'large' was trained on images of 28x28.*any_size=True"):
         model(pixels)
@@ -274,7 +304,7 @@ def test_explain_accounts_for_all_attention(backbone: Backbone, pixels: torch.Te
     parent = random_task(backbone, "parent", seed=1, cells=2, from_layer=3, extends=[grand])
     child = random_task(backbone, "child", seed=2, cells=3, from_layer=1, extends=[parent])
     model = memoro.compose(backbone, [child, grand, parent])
-    seen = model.explain(pixels, "child")
+    seen = model.explain(pixels, "child", normalised=True)
     assert seen.layers == (1, 2, 3, 4)
     assert seen.patches.shape == (4, 2, 3, 5, 5)
     assert seen.memory.shape == (4, 2, 3, 3)

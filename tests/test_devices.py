@@ -10,6 +10,7 @@ import torch
 from conftest import random_task
 from families import FAMILIES, Case
 from reproduction_checkpoint import save_checkpoint
+from test_baselines import build
 from torch import nn
 
 import memoro
@@ -91,23 +92,41 @@ def test_a_moved_backbone_is_a_new_one(case: Case, pixels: torch.Tensor) -> None
 
 
 @families
-def test_a_moved_composition_is_a_new_one(case: Case, pixels: torch.Tensor) -> None:
+def test_a_composition_is_moved_in_place_and_its_backbone_is_not(case: Case, pixels: torch.Tensor) -> None:
     model = case.model()
     backbone = memoro.load_backbone(model)
     tasks = pair(backbone)
-    composed = memoro.compose(backbone, tasks)
+    composed, half = memoro.compose(backbone, tasks), memoro.compose(backbone, tasks)
     with torch.no_grad():
         before = composed(pixels)
-        half, moved = composed.to(torch.bfloat16), composed.to("meta")
+        assert half.to(torch.bfloat16) is half
         wanted = memoro.compose(memoro.load_backbone(model, dtype="bfloat16"), tasks)(pixels)
         assert all(torch.equal(out, wanted[name]) for name, out in half(pixels).items())
-        assert half.attach(random_task(half.backbone, "third", extends=[tasks[0]])).names == [*composed.names, "third"]
-        assert torch.equal(composed.double()(pixels)["base"], backbone.to(dtype=torch.float64).original(pixels))
+        assert half.attach(random_task(half.backbone, "third", extends=[tasks[0]])).names == [*half.names, "third"]
+        double = memoro.compose(backbone, tasks).double()(pixels)["base"]
+        assert torch.equal(double, backbone.to(dtype=torch.float64).original(pixels))
         after = composed(pixels)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert not torch.equal(half(pixels)["child"], before["child"])
-    assert (devices(moved), devices(composed), devices(model)) == ({"meta"}, {"cpu"}, {"cpu"})
+    composed.to("meta")
+    assert (devices(composed), devices(model)) == ({"meta"}, {"cpu"})
     assert [devices(task) for task in tasks] == [{"cpu"}] * 2
+
+
+def test_a_composition_inside_another_module_moves_with_it(backbone: Backbone, pixels: torch.Tensor) -> None:
+    composed = memoro.compose(backbone, pair(backbone))
+    whole = torch.nn.ModuleDict({"composed": composed}).double()
+    assert composed(pixels.double())["base"].dtype == torch.float64
+    assert devices(whole.to("meta")) == devices(composed) == {"meta"}
+    assert (backbone.dtype, backbone.device.type) == (torch.float32, "cpu")
+
+
+def test_tasks_start_alike_whatever_the_default_device(backbone: Backbone, vit: Any) -> None:
+    plain = memoro.new_task(backbone, "pets", ["a", "b"], rank=2, seed=1)
+    with torch.device("meta"):
+        task = memoro.new_task(backbone, "pets", ["a", "b"], rank=2, seed=1)
+        assert build(backbone, "vpt").content_hash() == build(backbone, "vpt").content_hash()
+    assert task.content_hash() == plain.content_hash()
 
 
 class NoDouble(torch.Tensor):

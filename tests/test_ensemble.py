@@ -33,7 +33,7 @@ def members_of(backbone: Backbone, name: str = "three", **options: Any) -> list[
 def as_tasks(members: list[Task]) -> list[Task]:
     """The same under names of their own, so that they can be composed."""
     for number, member in enumerate(members):
-        member.describe(name=str(number))
+        member.update_spec(name=str(number))
     return members
 
 
@@ -79,8 +79,8 @@ def test_members_see_their_ancestors_but_not_each_other() -> None:
 def test_an_ensemble_can_be_explained(backbone: Backbone, pixels: torch.Tensor) -> None:
     parent = join_members(members_of(backbone, "parent"))
     members = members_of(backbone, extends=[parent])
-    whole = memoro.compose(backbone, [parent, join_members(members)]).explain(pixels, "three")
-    alone = [memoro.compose(backbone, [parent, member]).explain(pixels, "three") for member in members]
+    whole = memoro.compose(backbone, [parent, join_members(members)]).explain(pixels, "three", normalised=True)
+    alone = [memoro.compose(backbone, [parent, member]).explain(pixels, "three", normalised=True) for member in members]
     assert whole.layers == alone[0].layers
     for name in ("patches", "prefix", "itself", "memory"):
         mean = torch.stack([getattr(one, name) for one in alone]).mean(dim=0)

@@ -112,7 +112,7 @@ def test_the_shell_escapes_labels_names_and_paths(
     name = FORGED.replace("\x00", "")  # what a file may be called
     escaped = printable(name)
     task = random_task(backbone, "pets", labels=[FORGED, "dog"])
-    task.describe(training={FORGED: FORGED}, metrics={"worst_classes": {FORGED: 0.5}})
+    task.update_spec(training={FORGED: FORGED}, metrics={"worst_classes": {FORGED: 0.5}})
     memoro.save_task(task, tmp_path / f"{name}.safetensors")
     Image.new("RGB", (20, 20)).save(tmp_path / f"{name}.png")
     (tmp_path / f"{name}.jpg").write_bytes(b"junk")
@@ -140,7 +140,7 @@ def test_the_demo_page_escapes_names(backbone: Backbone, tmp_path: Path) -> None
     results: dict[str, Any] = {}
     for name in ("letter", "style", "case", "digit", "parity"):
         task = random_task(backbone, name, labels=[FORGED + "<b>", "dog"])
-        task.describe(training={"lr": 0.1})
+        task.update_spec(training={"lr": 0.1})
         test = Images(labels=task.labels, targets=[0, 1], key=str, open=lambda at: image)
         best = SimpleNamespace(metrics={"accuracy": 0.5}, history=[{"epoch": 1, "val_accuracy": 0.5}])
         sweep = SimpleNamespace(task=task, best=best, results=[best])

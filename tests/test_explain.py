@@ -17,7 +17,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.engine.answers import Decoder
 from memoro.engine.explain import VIEW
-from memoro.errors import ImageError
+from memoro.errors import CompositionError, ImageError
 from memoro.images import open_image
 
 
@@ -31,7 +31,7 @@ def test_explain_takes_paths_and_images(backbone: Backbone, tmp_path: Path) -> N
     photo, other = save_photo(tmp_path / "a.png"), save_photo(tmp_path / "b.png", 1)
     found = model.explain(photo, "pets")
     pixels = backbone.preprocessing.to_tensor(open_image(photo))[None]
-    assert torch.equal(found.patches, model.explain(pixels, "pets").patches)
+    assert torch.equal(found.patches, model.explain(pixels, "pets", normalised=True).patches)
     assert not torch.equal(found.patches, model.explain(photo, "rooms").patches)
     several = model.explain([str(other), open_image(photo)], "pets")
     assert torch.allclose(several.heatmap()[1], found.heatmap()[0], atol=1e-6)  # another batch size rounds differently
@@ -40,9 +40,21 @@ def test_explain_takes_paths_and_images(backbone: Backbone, tmp_path: Path) -> N
     assert {"patches", "memory", "itself"} < set(shares)
 
 
+def test_a_tensor_means_what_it_means_in_predict(backbone: Backbone, tmp_path: Path) -> None:
+    task = random_task(backbone, "pets")
+    task.update_spec(preprocessing=backbone.preprocessing.at(20))
+    model, photo = memoro.compose(backbone, [task]), save_photo(tmp_path / "a.png")
+    array = np.asarray(open_image(photo))
+    pixels = torch.from_numpy(array / 255).permute(2, 0, 1)
+    for given in (array, pixels, pixels[None]):
+        assert torch.equal(model.explain(given, "pets").patches, model.explain(photo, "pets").patches)
+    with pytest.raises(CompositionError, match="'pets' was trained on images of 20x20, this tensor is 28x28"):
+        model.explain(torch.rand(1, 3, 28, 28), "pets", normalised=True)
+
+
 def test_images_of_several_sizes_are_explained_one_by_one(backbone: Backbone, tmp_path: Path) -> None:
     task = random_task(backbone, "pets")
-    task.describe(preprocessing=memoro.Preprocessing(resize=20))
+    task.update_spec(preprocessing=memoro.Preprocessing(resize=20))
     model = memoro.compose(backbone, [task])
     wide, high = (Image.new("RGB", size) for size in ((40, 20), (20, 40)))
     with pytest.raises(ImageError, match=r"differ in size.*one by one"):
@@ -52,12 +64,12 @@ def test_images_of_several_sizes_are_explained_one_by_one(backbone: Backbone, tm
 def test_an_explanation_is_of_the_pixels_that_were_answered(backbone: Backbone, tmp_path: Path) -> None:
     """A large JPEG is decoded at a fraction of its size, and the overlay at another."""
     task = random_task(backbone, "pets")
-    task.describe(preprocessing=backbone.preprocessing.at(20))
+    task.update_spec(preprocessing=backbone.preprocessing.at(20))
     model, photo = memoro.compose(backbone, [task]), tmp_path / "a.jpg"
     noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
     Image.fromarray(noise).save(photo)
     [[pixels]] = Decoder((task.spec.preprocessing,))([("a", photo)]).pixels
-    assert torch.equal(model.explain(photo, "pets").patches, model.explain(pixels, "pets").patches)
+    assert torch.equal(model.explain(photo, "pets").patches, model.explain(pixels, "pets", normalised=True).patches)
 
 
 def test_an_overlay_is_bright_where_the_attention_is(backbone: Backbone, tmp_path: Path) -> None:
@@ -74,7 +86,7 @@ def test_an_overlay_is_bright_where_the_attention_is(backbone: Backbone, tmp_pat
     assert most.sum() > least.sum() + 200
     assert found.overlay(1).tobytes() != overlay.tobytes()
     with pytest.raises(ImageError, match="give explain\\(\\) images or paths, not a tensor"):
-        model.explain(backbone.preprocessing.to_tensor(grey)[None], "pets").overlay()
+        model.explain(backbone.preprocessing.to_tensor(grey)[None], "pets", normalised=True).overlay()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -84,7 +96,7 @@ def test_a_head_shows_what_the_base_attends_to(case: Case) -> None:
     backbone = memoro.load_backbone(theirs)
     head = random_task(backbone, "head", from_layer=backbone.depth)
     pixels = torch.randn(2, 3, *backbone.image_size, generator=torch.Generator().manual_seed(0))
-    found = memoro.compose(backbone, [head]).explain(pixels, "head")
+    found = memoro.compose(backbone, [head]).explain(pixels, "head", normalised=True)
     assert found.layers == tuple(range(backbone.depth))
     assert torch.isfinite(found.heatmap()).all()
     weights = torch.cat([found.prefix, found.patches.flatten(-2)], dim=-1)

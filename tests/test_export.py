@@ -39,13 +39,13 @@ def compose_small(case: Case) -> Composition:
     linear = random_task(backbone, "linear", cells=2)
     own = torch.randn(FAMILIAR, 3, 20, 20, generator=torch.Generator().manual_seed(9))
     tokens = entering_token(backbone.anatomy, own)
-    linear.describe(familiarity=fit_familiarity(tokens, torch.arange(FAMILIAR) % 3, torch.zeros(backbone.dim)))
+    linear.update_spec(familiarity=fit_familiarity(tokens, torch.arange(FAMILIAR) % 3, torch.zeros(backbone.dim)))
     fork = random_task(
         backbone, "älter 2.x", seed=1, cells=3, rank=2, from_layer=1, extends=[linear], head="multilabel"
     )
     head = random_task(backbone, "age", seed=2, from_layer=2, head="regression")
-    fork.describe(calibration=Calibration((1.0, 1.0, 1.0), (0.3, 0.5, 0.8), (), 30, "validation"))
-    head.describe(calibration=Calibration((), (), (2.0, 0.5, 1.0), 30, "validation"))
+    fork.update_spec(calibration=Calibration((1.0, 1.0, 1.0), (0.3, 0.5, 0.8), (), 30, "validation"))
+    head.update_spec(calibration=Calibration((), (), (2.0, 0.5, 1.0), 30, "validation"))
     return memoro.compose(backbone, [linear, fork, head])
 
 
@@ -117,7 +117,7 @@ def test_the_command_exports_bytes_as_input(tmp_path: Path) -> None:
     case.model(num_hidden_layers=1).save_pretrained(tmp_path / "clip")
     backbone = memoro.load_backbone(tmp_path / "clip")
     pets = random_task(backbone, "pets", labels=["cat", "dog"])
-    pets.describe(preprocessing=SMALL, calibration=Calibration((2.5,), (), (), 30, "validation"))
+    pets.update_spec(preprocessing=SMALL, calibration=Calibration((2.5,), (), (), 30, "validation"))
     memoro.save_task(pets, tmp_path / "pets.safetensors")
     said = run(tmp_path, "export", "-b", "clip", "-t", "pets.safetensors", "-o", "model.onnx", "--images")
     assert said.stdout.startswith("model.onnx: pets (")
@@ -152,8 +152,8 @@ def test_every_family_answers_as_memoro_does(case: Case, tmp_path: Path) -> None
 def test_what_cannot_be_one_file_is_refused(backbone: memoro.Backbone, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     small, large = random_task(backbone, "small"), random_task(backbone, "large")
-    small.describe(preprocessing=replace(SMALL, resize=(12, 12)))
-    large.describe(preprocessing=SMALL)
+    small.update_spec(preprocessing=replace(SMALL, resize=(12, 12)))
+    large.update_spec(preprocessing=SMALL)
     with pytest.raises(CompositionError, match=r"its own file: small \(12x12\); large \(20x20\)"):
         memoro.compose(backbone, [small, large]).export(path)
     names = [random_task(backbone, name) for name in ("pets", "pets.probabilities")]

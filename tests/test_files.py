@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from conftest import random_task
 
+import memoro
+from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
 from memoro.files import open_whole, write_gradually
 
@@ -43,3 +47,11 @@ def test_a_full_disk_is_an_error_of_the_file(
     (tmp_path / "file").touch()
     with pytest.raises(TaskFileError, match="cannot write"), write(tmp_path / "file" / "out.bin"):
         pass
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+def test_a_pipe_is_not_replaced(backbone: Backbone, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TaskFileError, match="is not a regular file, so it is not replaced"):
+        memoro.save_task(random_task(backbone, "pets"), tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()

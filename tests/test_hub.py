@@ -28,7 +28,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture
 def pets(backbone: Backbone) -> Task:
     task = random_task(backbone, "pets", labels=["cat", "d|og <b>", "`hen`"])
-    task.describe(
+    task.update_spec(
         training={"data": "photos/pets", "lr": 0.1, "notes": ["a list"]},
         metrics={
             "split": "test", "images": 9, "accuracy": 0.75, "loss": 0.5, "worst_classes": {"cat": 0.5},
@@ -186,7 +186,7 @@ def test_the_cards_example_runs(pets: Task, vit: Any, tmp_path: Path, monkeypatc
 def test_the_card_of_a_strangers_file(pets: Task, backbone: Backbone, tmp_path: Path) -> None:
     name = "x`]([a](b)---"
     odd = random_task(backbone, name, labels=["---", "\n# title"], extends=[pets])
-    odd.describe(
+    odd.update_spec(
         training={"data": "\n---\nlicense: mit", "deep": {"a": 1}, "big": 10**400},
         metrics={"accuracy": True, "<b>": 1.0, "big": 10**400, "split": ["a"], "confusion": [[1, 2], [3, -4]]},
     )
@@ -218,6 +218,9 @@ def test_the_card_command(pets: Task, backbone: Backbone, tmp_path: Path) -> Non
     (tmp_path / "both" / "README.md").write_text("my words")
     assert "you may have edited, is kept as README.md.3." in run(tmp_path, "card", "both").stdout
     assert (tmp_path / "both" / "README.md.3").read_text() == "my words"
+    (tmp_path / "both" / "README.md").write_text("my other words")
+    pets.save_pretrained(tmp_path / "both")
+    assert (tmp_path / "both" / "README.md.4").read_text() == "my other words", "and so it is in Python"
 
 
 def test_a_card_does_not_go_among_other_files(pets: Task, tmp_path: Path) -> None:

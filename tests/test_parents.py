@@ -79,6 +79,21 @@ def test_a_child_that_nobody_trained_follows_its_parent(backbone: Backbone) -> N
     memoro.compose(backbone, [pets, breeds])
 
 
+def test_a_child_from_a_bundle_has_its_parents(backbone: Backbone, squares: Path, tmp_path: Path) -> None:
+    parent = random_task(backbone, "parent")
+    child = random_task(backbone, "child", seed=1, labels=LABELS, extends=[parent])
+    memoro.save_tasks([child, parent], tmp_path / "both.safetensors")
+    memoro.save_task(child, tmp_path / "child.safetensors")
+    loaded, older = memoro.load_tasks(tmp_path / "both.safetensors")
+    assert loaded.extends == (older,)
+    assert loaded.parents == child.parents
+    memoro.fit(backbone, loaded, squares, **OPTIONS)
+    assert memoro.compose(backbone, [older, loaded]).names == ["parent", "child"]
+    [alone] = memoro.load_tasks(tmp_path / "child.safetensors")
+    with pytest.raises(TrainingError, match="without its parent 'parent'"):
+        memoro.fit(backbone, alone, squares, **OPTIONS)
+
+
 def test_a_refused_training_records_nothing(backbone: Backbone, squares: Path) -> None:
     pets = random_task(backbone, "pets")
     breeds = memoro.new_task(backbone, "breeds", LABELS, extends=[pets])

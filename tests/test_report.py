@@ -162,7 +162,7 @@ def test_the_page_names_the_thresholds(tiny: memoro.Backbone, tmp_path: Path) ->
         (None, "A label is found where its probability is at least 0.50."),
         (Calibration((1.0, 1.0), (0.3, 0.8), (), 30, "validation"), "at least its threshold, from 0.30 to 0.80."),
     ):
-        task.describe(calibration=calibration)
+        task.update_spec(calibration=calibration)
         page = tmp_path / "page.html"
         memoro.evaluate(tiny, [task], tmp_path / "tags.csv", workers=0, report=page)
         assert words in check_page(page)
@@ -171,7 +171,7 @@ def test_the_page_names_the_thresholds(tiny: memoro.Backbone, tmp_path: Path) ->
 @pytest.mark.parametrize("facts", [{"seconds": "12"}, {"phases": ["a"]}, {"phases": {"a": "b", "c": None}}])
 def test_odd_facts_do_not_stop_the_page(tiny: memoro.Backbone, tmp_path: Path, facts: dict[str, Any]) -> None:
     task = memoro.new_task(tiny, "t", ["blue", "green", "red"], seed=0)
-    task.describe(training=facts)
+    task.update_spec(training=facts)
     data = save_squares(tmp_path / "set")
     memoro.evaluate(tiny, [task], data, workers=0, report=tmp_path / "page.html")
     assert "Evaluation settings" in check_page(tmp_path / "page.html")

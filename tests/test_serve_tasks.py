@@ -118,7 +118,7 @@ def test_a_task_that_is_calibrated_again_is_replaced(server: Running, backbone: 
         {"familiarity": know(pets, 3.0).spec.familiarity},
         {"familiarity": know(pets, 4.0).spec.familiarity},  # of the same sizes
     ):
-        pets.describe(**change)
+        pets.update_spec(**change)
         for changed in (True, False):
             status, _, found = server.request("PUT", "/v1/tasks/pets", file_of(tmp_path, pets))
             assert (status, found["tasks"]["pets"]["changed"]) == (201 if changed else 200, changed), change
@@ -189,10 +189,10 @@ def hostile(backbone: Backbone, tmp_path: Path) -> dict[str, bytes]:
     good = file_of(tmp_path, random_task(backbone, "new", cells=1))
     record = good[8 : 8 + int.from_bytes(good[:8], "little")]
     huge, wrong = random_task(backbone, "huge"), random_task(backbone, "wrong")
-    huge.describe(preprocessing=backbone.preprocessing.at(4096))
-    wrong.describe(preprocessing=backbone.preprocessing.at(2))  # less than one patch
+    huge.update_spec(preprocessing=backbone.preprocessing.at(4096))
+    wrong.update_spec(preprocessing=backbone.preprocessing.at(2))  # less than one patch
     cut = random_task(backbone, "cut")
-    cut.describe(preprocessing=memoro.Preprocessing(resize=8192, crop=(20, 20)))
+    cut.update_spec(preprocessing=memoro.Preprocessing(resize=8192, crop=(20, 20)))
     loud = random_task(backbone, "loud", from_layer=backbone.depth, cells=0)
     loud.head.weight.data.fill_(3e38)
     other = memoro.load_backbone(CASES[0].model(seed=8))
@@ -224,7 +224,7 @@ def test_input_sizes(
     server: Running, backbone: Backbone, tmp_path: Path, resize: int | None, crop: tuple[int, int] | None, status: int
 ) -> None:
     task = random_task(backbone, "new", from_layer=backbone.depth, cells=0)
-    task.describe(preprocessing=memoro.Preprocessing(resize=resize, crop=crop))
+    task.update_spec(preprocessing=memoro.Preprocessing(resize=resize, crop=crop))
     assert server.request("PUT", "/v1/tasks/new", file_of(tmp_path, task))[0] == status
 
 

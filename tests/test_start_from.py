@@ -94,7 +94,7 @@ def test_what_cannot_be_started_from(shell: Callable[..., Any], tmp_path: Path) 
     assert "keeps its cells, rank and layers" in refused("two", "--cells", 3)
     assert "has a softmax head" in refused("two/table.csv", "--kind", "number")
     a, b = memoro.load_task("colours.safetensors"), memoro.load_task("colours.safetensors")
-    b.describe(name="b")
+    b.update_spec(name="b")
     memoro.save_tasks([a, b], "bundle.safetensors")
     start = ("--start-from", "bundle.safetensors", "--epochs", 1)
     assert "choose one of colours, b with --task" in refused("two")
@@ -158,7 +158,7 @@ def test_the_images_of_all_trainings_are_recognised(shell: Callable[..., Any]) -
     assert set(old) < set(new)
     assert "image sketch" not in shell("inspect", "colours.safetensors").stdout
     task = memoro.load_task("colours.safetensors")
-    task.describe(training={"data": "two"})  # as of an older version, which did not record the images
+    task.update_spec(training={"data": "two"})  # as of an older version, which did not record the images
     memoro.save_task(task, "colours.safetensors")
     shell("train", "three", *TRAIN, "--start-from", "colours.safetensors", "--epochs", 1)
     assert "image_sketch" not in memoro.load_task("colours.safetensors").spec.training

@@ -27,7 +27,7 @@ from memoro.tasks.task import Task
 @pytest.fixture
 def task(backbone: Backbone) -> Task:
     task = random_task(backbone, "pets", cells=2, labels=["cat", "dog", "öre"])
-    task.describe(training={"epochs": 3}, metrics={"accuracy": 0.5})
+    task.update_spec(training={"epochs": 3}, metrics={"accuracy": 0.5})
     return task
 
 
@@ -103,7 +103,7 @@ def test_parents_are_matched_by_content(backbone: Backbone, tmp_path: Path) -> N
 
 def test_a_note_does_not_make_another_task(task: Task) -> None:
     before = task.content_hash()
-    task.describe(metrics={"accuracy": 0.9})
+    task.update_spec(metrics={"accuracy": 0.9})
     assert task.content_hash() == before
     with torch.no_grad():
         task.memory[0, 0, 0] += 1
@@ -146,7 +146,7 @@ def test_a_killed_save_leaves_the_old_file(task: Task, tmp_path: Path) -> None:
 
     def save() -> None:
         changed = memoro.load_task(path)
-        changed.describe(metrics={"x": 1})
+        changed.update_spec(metrics={"x": 1})
         os.fsync = lambda _: os.kill(os.getpid(), 9)
         memoro.save_task(changed, path)
 
@@ -162,7 +162,7 @@ def test_nan_is_neither_saved_nor_loaded(task: Task, tmp_path: Path) -> None:
     with pytest.raises(TaskFileError, match="NaN"):
         memoro.save_task(task, tmp_path / "t.safetensors")
     assert not (tmp_path / "t.safetensors").exists()
-    task.describe(metrics={"accuracy": float("inf")})
+    task.update_spec(metrics={"accuracy": float("inf")})
     with torch.no_grad():
         task.memory.zero_()
     with pytest.raises(TaskFileError, match="finite"):
@@ -183,7 +183,7 @@ def rewrite(path: Path, change: Any) -> Path:
 
 
 ATTACKS: dict[str, tuple[Any, str]] = {
-    "newer format": (lambda r, t: r.update(format=4), "upgrade"),
+    "newer format": (lambda r, t: r.update(format=4), "Use a newer version"),
     "format of another type": (lambda r, t: r.update(format="1"), "version"),
     "no tasks": (lambda r, t: r.update(tasks=[]), "tasks"),
     "task is a list": (lambda r, t: r.update(tasks=[[]]), "object"),

@@ -20,6 +20,7 @@ from memoro.data import Splits, load_data
 from memoro.errors import CompositionError, TrainingError
 from memoro.regimes import METHODS, REGIMES, TaskPlan, find_regime
 from memoro.regimes.baselinefile import is_baseline
+from memoro.regimes.regime import all_parameters
 from memoro.training import Cache, FitResult, Recipe, RunSpec, Trainer, fit, train_runs
 
 __all__ = ["double", "squares"]  # fixtures
@@ -43,7 +44,7 @@ def test_what_was_trained_is_what_a_file_answers(
     result = fit(backbone, model, squares, epochs=2, batch_size=9, lr=0.03, augment=PLAIN, **QUICK)
     assert result.task is model
     assert model.spec.training["regime"] == regime
-    trained = model.trained()
+    trained = all_parameters(model)
     assert model.spec.training["trained_parameters"] == sum(value.numel() for value in trained.values())
     still = {name for name in trained if torch.equal(start[name], state(model)[name])}
     assert all(name.endswith(".k.1") for name in still)  # a bias of all keys alike: softmax does not see it

@@ -41,12 +41,12 @@ def strange(known: Familiarity) -> Familiarity:
 def test_predict_marks_drops_or_keeps(backbone: Backbone, known: Task) -> None:
     other = random_task(backbone, "rooms", seed=1)
     assert known.spec.familiarity is not None
-    other.describe(familiarity=strange(known.spec.familiarity))
+    other.update_spec(familiarity=strange(known.spec.familiarity))
     wide = Familiarity(
         **{**known.spec.familiarity.tensors, "distances": torch.full((5,), 1e6)},
         residual=known.spec.familiarity.residual, images=5,
     )  # fmt: skip
-    known.describe(familiarity=wide)
+    known.update_spec(familiarity=wide)
     plain = random_task(backbone, "plain", seed=2)
     model = memoro.compose(backbone, [known, other, plain])
     images = pictures(3, seed=0)
@@ -81,9 +81,9 @@ def test_probabilities_are_calibrated_and_logits_are_not(backbone: Backbone, kno
 
 def test_numbers_have_intervals_and_labels_thresholds(backbone: Backbone) -> None:
     age = random_task(backbone, "age", labels=["years"], head="regression")
-    age.describe(calibration=Calibration((), (), (2.5,), 50, "validation"))
+    age.update_spec(calibration=Calibration((), (), (2.5,), 50, "validation"))
     tags = random_task(backbone, "tags", labels=["a", "b"], head="multilabel", seed=1)
-    tags.describe(calibration=Calibration((1.0, 1.0), (1e-5, 1 - 1e-5), (), 50, "validation"))
+    tags.update_spec(calibration=Calibration((1.0, 1.0), (1e-5, 1 - 1e-5), (), 50, "validation"))
     answers = memoro.compose(backbone, [age, tags]).predict(pictures(1, 0))[0]
     value = answers["age"]["values"]["years"]
     assert answers["age"]["intervals"]["years"] == pytest.approx([value - 2.5, value + 2.5])
@@ -190,7 +190,7 @@ def test_every_command_reads_tables_with_other_columns_and_absolute_paths(
     quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
     assert memoro.train(table, backbone=backbone, val_fraction=0, **how, **quick).task.labels == ["blue", "red"]
     task = random_task(backbone, "own", labels=["blue", "red"])
-    task.describe(preprocessing=backbone.preprocessing)
+    task.update_spec(preprocessing=backbone.preprocessing)
     path = memoro.save_task(task, tmp_path / "own.safetensors")
     column = ("--label-column", "tint", *extra, "-b", colours / "vit")
     run("calibrate", path, table, *column)

@@ -36,7 +36,7 @@ def test_sections_are_kept_and_leave_the_content_as_it_is(known: Task, tmp_path:
     assert all(torch.equal(mine.tensors[name], tensor) for name, tensor in kept.tensors.items())
     assert (kept.residual, kept.images, kept.energy) == (mine.residual, 150, mine.energy)
     assert memoro.save_task(back, tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
-    back.describe(calibration=None, familiarity=None)
+    back.update_spec(calibration=None, familiarity=None)
     plain = memoro.load_task(memoro.save_task(back, path))
     assert (plain.spec.calibration, plain.spec.familiarity) == (None, None)
     assert plain.content_hash() == content
@@ -49,7 +49,7 @@ def test_near_identical_images_can_be_saved(backbone: Backbone, tmp_path: Path) 
     assert found is not None
     assert float(found.distances[-1]) == 1e6, "as far as a distance goes"
     task = random_task(backbone, "pets")
-    task.describe(familiarity=found)
+    task.update_spec(familiarity=found)
     path = memoro.save_task(task, tmp_path / "pets.safetensors")
     assert memoro.load_task(path).spec.familiarity is not None
     assert fit_familiarity(tokens * 1e5, None, torch.zeros(backbone.dim)) is None, "beyond what a file may hold"
@@ -60,7 +60,7 @@ def test_what_cannot_be_loaded_is_not_saved(known: Task, tmp_path: Path) -> None
     before = path.read_bytes()
     assert known.spec.familiarity is not None
     tensors = {**known.spec.familiarity.tensors, "distances": torch.full((5,), 1e9)}
-    known.describe(familiarity=Familiarity(**tensors, residual=1.0, images=5))
+    known.update_spec(familiarity=Familiarity(**tensors, residual=1.0, images=5))
     with pytest.raises(TaskFileError, match="invalid values: compute it again"):
         memoro.save_task(known, path)
     assert path.read_bytes() == before

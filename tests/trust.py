@@ -41,7 +41,7 @@ def known(backbone: Backbone) -> Task:
     assert familiarity is not None
     assert familiarity.out_of_fold is not None
     familiarity = familiarity.with_answers(familiarity.out_of_fold, torch.linspace(-1, 1, 150))
-    task.describe(calibration=Calibration((1.7,), (), (), 90, "4 folds"), familiarity=familiarity)
+    task.update_spec(calibration=Calibration((1.7,), (), (), 90, "4 folds"), familiarity=familiarity)
     return task
 
 

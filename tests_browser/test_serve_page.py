@@ -263,7 +263,7 @@ def test_the_overlay_lies_over_what_the_task_saw(context: BrowserContext, backbo
     """A task that resizes the shorter edge to 24 and crops 20: of an image of 80 x 40, a square of 33 in its centre."""
     task = random_task(backbone, "cut", seed=1)
     steps = memoro.Preprocessing(resize=24, crop=(20, 20))
-    task.describe(preprocessing=steps)
+    task.update_spec(preprocessing=steps)
     memoro.save_task(task, tmp_path / "cut.safetensors")
     with serving(backbone, tmp_path) as server:
         shown = visit(context, server.url)
@@ -486,7 +486,9 @@ def test_a_hostile_task_file(context: BrowserContext, backbone: Backbone, server
     assert listed(shown) == TASKS
     name = HOSTILE.replace("/", "")
     task = random_task(backbone, name, seed=8, labels=[HOSTILE, "</script><h1>x", "c"])
-    task.describe(training={"data": HOSTILE, "note": "x" * 5000, "deep": [[[HOSTILE]]]}, metrics={"accuracy": HOSTILE})
+    task.update_spec(
+        training={"data": HOSTILE, "note": "x" * 5000, "deep": [[[HOSTILE]]]}, metrics={"accuracy": HOSTILE}
+    )
     drop(shown, f"{HOSTILE}.safetensors", memoro.save_task(task, folder.parent / "h.safetensors").read_bytes())
     expect(page.locator(".task")).to_have_count(7)
     ask(shown)

@@ -22,6 +22,6 @@ for name, kind in kinds.items():
     with torch.no_grad():
         for parameter in task.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator))
-    task.describe(preprocessing=backbone.preprocessing)
+    task.update_spec(preprocessing=backbone.preprocessing)
     memoro.save_task(task, folder / "tasks" / f"{name}.safetensors")
 Image.effect_noise((80, 60), 90).convert("RGB").save(folder / "image.png")

@@ -134,7 +134,7 @@ def test_explain_adds_up() -> None:
     case = next(case for case in CASES if case.name == "registers")
     backbone = memoro.load_backbone(case.model())
     task = memoro.new_task(backbone, "birds", ["a", "b"], cells=3)
-    seen = memoro.compose(backbone, [task]).explain(case.pixels(), "birds")
+    seen = memoro.compose(backbone, [task]).explain(case.pixels(), "birds", normalised=True)
     assert seen.patches.shape == (5, 2, 3, 5, 5)
     assert seen.prefix.shape == (5, 2, 3, 3)
     whole = seen.patches.sum((-1, -2)) + seen.prefix.sum(-1) + seen.itself + seen.memory.sum(-1)

@@ -51,6 +51,8 @@ def write_whole(path: Path, data: bytes) -> None:
 def open_whole(path: Path) -> Iterator[BinaryIO]:
     """A hidden file beside the path. It gets that name at the end; after an error, it is removed."""
     temporary = path.parent / f".{path.name[:40]}.{uuid.uuid4().hex}.part"
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise TaskFileError(f"{path} is not a regular file, so it is not replaced: choose another name.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("xb") as file:

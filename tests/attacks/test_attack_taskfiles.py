@@ -44,7 +44,7 @@ def file(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pets = random_task(backbone, "pets", cells=1, from_layer=4, labels=["cat", "dog"])
     breeds = random_task(backbone, "breeds", cells=1, from_layer=4, seed=1, extends=[pets])
     for task in (pets, breeds):
-        task.describe(training=TRAINING, metrics=METRICS, preprocessing=backbone.preprocessing)
+        task.update_spec(training=TRAINING, metrics=METRICS, preprocessing=backbone.preprocessing)
     return memoro.save_tasks([pets, breeds], tmp_path_factory.mktemp("attack") / "two.safetensors")
 
 
@@ -142,7 +142,7 @@ def test_the_file_itself_is_read(file: Path, backbone: Backbone, tmp_path: Path)
 def test_text_that_is_not_unicode_is_kept(file: Path, tmp_path: Path) -> None:
     """The name of a folder may have any bytes: a training that is done must not fail because of it."""
     task = memoro.load_tasks(file)[0]
-    task.describe(training={"data": os.fsdecode(b"caf\xe9"), "plain": "café"})
+    task.update_spec(training={"data": os.fsdecode(b"caf\xe9"), "plain": "café"})
     again = memoro.load_task(memoro.save_task(task, tmp_path / "task.safetensors"))
     assert again.spec.training == task.spec.training
     memoro.save_task(again, tmp_path / "task.safetensors")

@@ -1,8 +1,18 @@
 """Frozen Vision Transformers behind one protocol."""
 
 from memoro.backbones.anatomy import Anatomy, Block, Context
-from memoro.backbones.backbone import Backbone, BackboneRecord, TrainableCopy
+from memoro.backbones.backbone import Backbone, BackboneRecord, TrainableCopy, check_backbone
 from memoro.backbones.fingerprint import Fingerprint
 from memoro.backbones.load import load_backbone
 
-__all__ = ["Anatomy", "Backbone", "BackboneRecord", "Block", "Context", "Fingerprint", "TrainableCopy", "load_backbone"]
+__all__ = [
+    "Anatomy",
+    "Backbone",
+    "BackboneRecord",
+    "Block",
+    "Context",
+    "Fingerprint",
+    "TrainableCopy",
+    "check_backbone",
+    "load_backbone",
+]

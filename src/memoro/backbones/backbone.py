@@ -40,7 +40,7 @@ class Backbone:
     """What `load_backbone` returns. It reads the model that it was built around and never changes it."""
 
     name: str
-    """Hub id, name of the folder or class: how a person finds it again. Task files store it, so it is no path."""
+    """Hub id, name of the folder or class: how a person finds it again. Task files store it, so it is not a path."""
     family: str
     model: nn.Module = field(repr=False)
     """What it was built around."""
@@ -57,7 +57,7 @@ class Backbone:
     """(height, width) that the positions were learned at."""
     channels: int = 3
     functions: tuple[str, ...] = field(default=(), repr=False)
-    """See `name_functions`: these are no part of the fingerprint, since each library has its own names for them."""
+    """See `name_functions`: these are not part of the fingerprint, since each library has its own names for them."""
 
     @cached_property
     def anatomy(self) -> Anatomy:
@@ -86,7 +86,13 @@ class Backbone:
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Taken once, at first use: a task file is bound to it."""
+        vars(self)["_versions"] = self._count_versions()
         return take_fingerprint(self.anatomy.tensors, self.anatomy.heads)
+
+    def _count_versions(self) -> tuple[int, ...]:
+        """How often torch has written to each weight, where it counts that."""
+        tensors = self.anatomy.tensors.values()
+        return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
     def original(self, pixel_values: Tensor) -> Tensor:
         """What the untouched model's own forward returns, by memoro's rule of what `"base"` is.
@@ -105,7 +111,8 @@ class Backbone:
         """The backbone with every weight passed through a function, which may return it as it is."""
         new = replace(self, module=frozen_view(self.module, change, keeps_grad=lambda _: True))
         if new.dtype == self.dtype and "fingerprint" in vars(self):
-            vars(new)["fingerprint"] = self.fingerprint  # of the same weights
+            self.check_unchanged()
+            vars(new).update(fingerprint=self.fingerprint, _versions=new._count_versions())  # of the same weights
         return new
 
     def trainable_copy(self, dtype: torch.dtype | None = None) -> TrainableCopy:
@@ -113,9 +120,17 @@ class Backbone:
         module = frozen_view(copy.deepcopy(self.module), _mover(None, dtype))
         return TrainableCopy(module, self.take_apart(module))
 
-    def check_unchanged(self) -> None:
-        """Raises if the model's weights have changed since the fingerprint was taken."""
-        if take_fingerprint(self.anatomy.tensors, self.anatomy.heads).digest != self.fingerprint.digest:
+    def check_unchanged(self, *, read_weights: bool = False) -> None:
+        """Raises if the model's weights have changed since the fingerprint was taken.
+
+        It asks torch whether they were written to. That takes no time, but misses writes through `.data`:
+        `read_weights` takes the fingerprint again.
+        """
+        taken = self.fingerprint
+        changed = vars(self).get("_versions") not in {None, self._count_versions()}
+        if read_weights and not changed:
+            changed = take_fingerprint(self.anatomy.tensors, self.anatomy.heads).digest != taken.digest
+        if changed:
             raise BackboneError(
                 f"the weights of {self.name} have changed since it was loaded: load the backbone again."
             )
@@ -143,8 +158,10 @@ class Backbone:
         return pixel_values.to(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        # An anatomy is made of local functions, which cannot be pickled; it is taken again.
-        return {name: value for name, value in vars(self).items() if name != "anatomy"}
+        # An anatomy is made of local functions, which cannot be pickled; it is taken again. The model and the module
+        # share their weights, and would be two sets of them.
+        state = {name: value for name, value in vars(self).items() if name not in {"anatomy", "_versions"}}
+        return state | {"model": self.module}
 
     def __str__(self) -> str:
         return f"{self.name} ({self.family}, {self.depth} layers of {self.dim})"
@@ -162,10 +179,18 @@ class BackboneRecord:
 
     @classmethod
     def of(cls, backbone: Backbone) -> BackboneRecord:
+        backbone.check_unchanged()
         return cls(backbone.name, backbone.family, backbone.dim, backbone.depth, backbone.fingerprint)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.family}, {self.depth} layers of {self.dim}, fingerprint {self.fingerprint.short})"
+
+
+def check_backbone(given: object) -> None:
+    """Raises if it is something that `load_backbone` would have to load first, such as a name or a model."""
+    if not isinstance(given, Backbone):
+        what = repr(given) if isinstance(given, str) else type(given).__name__
+        raise BackboneError(f"{what} is not a backbone: pass load_backbone({what}).")
 
 
 def _mover(device: torch.device | str | None, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:

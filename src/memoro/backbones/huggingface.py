@@ -20,7 +20,12 @@ def find_trunk(model: Model) -> Model | None:
     """The encoder inside a model with heads around it, None where there is none that memoro knows."""
     for name in ("", "vision_model", getattr(model, "base_model_prefix", "")):
         trunk: Model = getattr(model, name, None) if name else model
-        if hasattr(trunk, "embeddings") and getattr(trunk.config, "model_type", "") in FAMILY_SPECS:
+        # A backbone class of transformers (out_features) answers with feature maps, not with tokens.
+        if (
+            hasattr(trunk, "embeddings")
+            and not hasattr(trunk, "out_features")
+            and getattr(trunk.config, "model_type", "") in FAMILY_SPECS
+        ):
             return trunk
     return None
 

@@ -41,7 +41,8 @@ def load_backbone(
             source = replace(source, preprocessing=read_processor(processor, source.preprocessing))
         return source.to(device, kind)
     if isinstance(source, nn.Module):
-        return _wrap(source, type(source).__name__, processor).to(device, kind)
+        model = getattr(source, "_orig_mod", source)  # what torch.compile was given
+        return _wrap(model, type(model).__name__, processor).to(device, kind)
     if isinstance(source, BackboneRecord):
         from memoro.backbones.find import find_backbone
 
@@ -90,6 +91,11 @@ def supported() -> str:
 
 
 def _wrap(model: nn.Module, name: str, processor: Any) -> Backbone:
+    if any("quantized" in type(part).__module__.split(".") for part in model.modules()):
+        raise BackboneError(
+            f"{name} has been quantized, so memoro cannot read its weights: load the original model, and use "
+            "dtype='bfloat16' to save memory."
+        )
     if type(model).__module__.startswith("timm."):
         from memoro.backbones.timm import wrap_timm
 

@@ -107,7 +107,7 @@ TICKS = 4
 
 def _task(backbone: Backbone, name: str, steps: Preprocessing) -> Any:
     task = new_task(backbone, name, [str(i) for i in range(CLASSES)])
-    task.describe(preprocessing=steps)
+    task.update_spec(preprocessing=steps)
     return task
 
 

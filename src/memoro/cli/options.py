@@ -133,7 +133,6 @@ def _find(files: Iterable[str]) -> Iterator[tuple[str, Path, str]]:
 
 def _load_as(path: Path, name: str) -> list[Task]:
     """The tasks of a file, of which the only one gets another name if one is given."""
-    from memoro.tasks.spec import check_name
     from memoro.tasks.taskfile import load_tasks
 
     tasks = load_tasks(path)
@@ -142,7 +141,7 @@ def _load_as(path: Path, name: str) -> list[Task]:
             f"{path} contains {len(tasks)} tasks: only a file with one can be given as {name}={path}."
         )
     if name:
-        tasks[0].describe(name=check_name(name))
+        tasks[0].rename(name)
     return tasks
 
 

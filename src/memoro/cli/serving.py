@@ -88,7 +88,7 @@ def serve(
         max_delay_ms=max_delay_ms,
         max_queue=max_queue,
         max_images=max_images,
-        max_body=max_body_mb << 20,
+        max_body=max_body_mb * 10**6,
         max_pixels=max_megapixels * 1_000_000,
         timeout=timeout,
     )

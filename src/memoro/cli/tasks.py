@@ -220,7 +220,6 @@ def card(
     hf upload me/pets pets
     """
     from memoro.errors import TaskFileError
-    from memoro.files import keep_copy
     from memoro.tasks.hub import FILE
     from memoro.tasks.taskfile import load_tasks, save_pretrained
 
@@ -229,12 +228,9 @@ def card(
         raise TaskFileError(
             f"{folder} is a folder with other files, such as your images: name another folder (or this one) with --out."
         )
-    readme, console = folder / "README.md", plain_console(soft_wrap=True)
-    kept = keep_copy(readme) if readme.exists() else None
+    before, console = set(folder.glob("README.md.*")), plain_console(soft_wrap=True)
     save_pretrained(tasks, folder, repo_id=repo, license=license, base_model=base_model)
-    if kept is not None and kept.read_bytes() == readme.read_bytes():
-        kept.unlink()
-    elif kept is not None:
+    for kept in set(folder.glob("README.md.*")) - before:
         console.print(f"The card that was there, which you may have edited, is kept as {kept.name}.")
     console.print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 

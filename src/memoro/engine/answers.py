@@ -96,17 +96,11 @@ class Routing:
         """The answer as it is given to the user; None where it is dropped."""
         if self.unfamiliar == "keep" or "familiarity" not in answer:
             return answer
-        marked = self.mark(answer)
-        if self.unfamiliar == "drop":
-            return None if marked["unfamiliar"] else answer
-        return marked
-
-    def mark(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """The answer with `unfamiliar`, where it has a familiarity."""
-        if "familiarity" not in answer:
-            return answer
         # In float32, as the familiarity: 1 of 100 images is not less than 0.01.
-        return {**answer, "unfamiliar": answer["familiarity"] < float(np.float32(self.false_alarms))}
+        unfamiliar = answer["familiarity"] < float(np.float32(self.false_alarms))
+        if self.unfamiliar == "drop":
+            return None if unfamiliar else answer
+        return {**answer, "unfamiliar": unfamiliar}
 
 
 def read_answers(

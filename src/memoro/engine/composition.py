@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from memoro.arguments import several
-from memoro.backbones import Backbone
+from memoro.backbones import Backbone, check_backbone
 from memoro.engine.answers import (
     AnswerOptions,
     Answers,
@@ -53,7 +53,8 @@ def compose(backbone: Backbone, tasks: Task | Iterable[Task] = (), *, live: bool
 
 
 class Composition(nn.Module):
-    """Immutable: attach, detach and `to` give a new one, so threads can share it. It is always in eval mode.
+    """Attach and detach give a new one, so threads can share it; `to` moves it in place, like any module. It is always
+    in eval mode.
 
     As a module it has the backbone's frozen weights as `base` and the tasks by their numbers, since a task's name may
     contain dots.
@@ -62,6 +63,7 @@ class Composition(nn.Module):
     base: nn.Module
 
     def __init__(self, backbone: Backbone, tasks: Sequence[Task], *, live: bool = False) -> None:
+        check_backbone(backbone)
         for task in tasks:
             if not isinstance(task, Task):
                 raise CompositionError(
@@ -125,22 +127,21 @@ class Composition(nn.Module):
         return Composition(self.backbone, [self._list[i] for i in members], live=self.live)
 
     def forward(
-        self,
-        pixel_values: Tensor,
-        tasks: Sequence[str] | None = None,
-        *,
-        any_size: bool = False,
-        seconds: list[float] | None = None,
+        self, pixel_values: Tensor, tasks: Sequence[str] | None = None, *, any_size: bool = False
     ) -> dict[str, Tensor]:
         """`{"base": the backbone's own answer, "pets": logits, …}` for a batch of normalised images.
 
         `tasks` names the ones to answer; only those and what they extend are computed. Tasks that were trained at
-        another input size are refused, unless `any_size`. `seconds` receives the time of each backbone layer.
+        another input size are refused, unless `any_size`.
         """
-        return self._run(pixel_values, tasks, any_size, seconds)[0]
+        return self._run(pixel_values, tasks, any_size)[0]
 
     def _run(
-        self, pixel_values: Tensor, tasks: Sequence[str] | None, any_size: bool, seconds: list[float] | None
+        self,
+        pixel_values: Tensor,
+        tasks: Sequence[str] | None,
+        any_size: bool,
+        seconds: list[float] | None = None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], BaseTokens]:
         """What `forward` gives, the final-normed tokens (b, members * dim) that each task's head reads, and the base's
         tokens."""
@@ -149,7 +150,8 @@ class Composition(nn.Module):
             self.check_size(tasks, (pixels.shape[-2], pixels.shape[-1]))
         plan = self._plan(wanted)
         base, stream, ends = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), seconds=seconds)
-        answers, tokens = {"base": base}, dict[str, Tensor]()
+        answers: dict[str, Tensor] = {"base": base}
+        tokens: dict[str, Tensor] = {}
         row = {member: position for position, member in enumerate(plan.order)}
         for i in wanted:
             assert stream is not None
@@ -171,7 +173,7 @@ class Composition(nn.Module):
         seconds: list[float] | None = None,
     ) -> Outputs:
         """`forward` with the final tokens and, for each task that knows it, how familiar the images are. Logits and
-        tokens include those of `base`."""
+        tokens include those of `base`. `seconds` receives the time of each backbone layer."""
         wanted = self._pick(tasks)
         answers, tokens, ends = self._run(pixel_values, tasks, any_size, seconds)
         tokens["base"] = self.backbone.anatomy.finish_token(ends.last)
@@ -255,18 +257,20 @@ class Composition(nn.Module):
             groups.setdefault(task.spec.preprocessing or self.backbone.preprocessing, []).append(task.name)
         return groups
 
-    def explain(self, images: Tensor | Pictures, task: str) -> Explanation:
+    def explain(self, images: Pictures, task: str, *, normalised: bool = False) -> Explanation:
         """What a task's token attends to at each layer: patches, memory, the tasks that it extends.
 
-        Takes images as `predict` does, and `overlay()` draws on them; or a tensor of normalised pixels.
+        Takes images as `predict` does, and `overlay()` draws on them. With `normalised`, `images` is a batch of pixels
+        as `model(pixel_values)` takes it.
         """
         (index,) = self._pick([task])
         views: list[Image.Image] = []
-        if not isinstance(images, Tensor):
+        if not normalised:
             preprocessing = self._list[index].spec.preprocessing or self.backbone.preprocessing
             pixels, views = read_views(images, preprocessing)
             images = pixels.to(self.backbone.dtype)
         pixels = self.backbone.check_pixels(images)
+        self.check_size([task], (pixels.shape[-2], pixels.shape[-1]))
         with torch.no_grad():
             plan, members = self._plan((index,)), self._members[index]
             found = explain_task(self.backbone.anatomy, pixels, plan, self._bank(), self._streams, members)
@@ -290,8 +294,12 @@ class Composition(nn.Module):
         return export_onnx(Composition(self.backbone.to("cpu"), self._list), path, images=images)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Composition:
-        # What to(), cuda(), half() and the like call. Tasks keep their dtype: they are computed in the backbone's.
-        return Composition(self.backbone.convert(fn), self._list, live=self.live)
+        # What to(), cuda(), half() and the like call. The user's backbone and tasks stay where they are, and tasks keep
+        # their dtype: they are computed in the backbone's.
+        moved = Composition(self.backbone.convert(fn), self._list, live=self.live)
+        vars(self).clear()
+        vars(self).update(vars(moved))
+        return self
 
     def train(self, mode: bool = True) -> Composition:
         """Nothing changes: dropout would change the backbone's own answer."""

@@ -98,7 +98,9 @@ def sample_pixels(backbone: Backbone, images: Sequence[str | Path]) -> Tensor:
     if images:
         return torch.stack([backbone.preprocessing.to_tensor(open_image(image)) for image in images])
     height, width = backbone.preprocessing.size or backbone.image_size
-    return torch.randn(2, backbone.channels, height, width, generator=torch.Generator().manual_seed(0))
+    return torch.randn(
+        2, backbone.channels, height, width, generator=torch.Generator("cpu").manual_seed(0), device="cpu"
+    )
 
 
 def _difference(first: Tensor, second: Tensor) -> float:

@@ -370,4 +370,4 @@ def calibrate(
                         f"{COLUMNS[name]}: {before[name]:.3f} before, {after[name]:.3f} after (each quarter of the "
                         "images is evaluated with a calibration fitted on the others)"
                     )
-    task.describe(**changes, training=facts)
+    task.update_spec(**changes, training=facts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -99,11 +99,13 @@ class Method:
 
 def _start_values(shapes: Shapes, start: Task, seed: int) -> dict[str, nn.Parameter]:
     """Class token and memory as in a fresh task of regime `memory`, all else N(0, 0.02)."""
-    generator, like = torch.Generator().manual_seed(seed), start.head.weight
+    generator, like = torch.Generator("cpu").manual_seed(seed), start.head.weight
     values: dict[str, Tensor] = {"class_token": start.class_token, "memory": start.memory}
     for name, shape in shapes.items():
         if name not in values:
-            values[name] = INIT_STD * torch.randn(shape, generator=generator, dtype=like.dtype).to(like.device)
+            values[name] = INIT_STD * torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu").to(
+                like.device
+            )
     return {name: nn.Parameter(values[name].detach()[: shape[0]].clone()) for name, shape in shapes.items()}
 
 
@@ -189,10 +191,6 @@ class Baseline(TaskModule[BaselineSpec]):
 
         return [Pass(preprocessing, [self], run)]
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """All that the regime trains, by name."""
-        return all_parameters(self)
-
     def stored(self) -> dict[str, Tensor]:
         """What a file holds: views of the trained values, under names that no library decides."""
         own = self._weights() if self._stored is None else self._stored
@@ -214,10 +212,18 @@ class Baseline(TaskModule[BaselineSpec]):
 
     def on(self, backbone: Backbone) -> Baseline:
         """A copy on the same backbone, which may be on another device."""
-        copy = self.method.build(backbone, self.spec.plan)
-        copy.spec = self.spec
-        copy.fill(self.stored())
-        return copy
+        return _rebuild(backbone, self.regime, self.spec, self.stored())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NoReturn:
+        # What to(), cuda(), half() and the like call.
+        raise TrainingError(
+            f"{self.name!r} reads the weights of its backbone, so it cannot be moved alone: use "
+            "model.on(backbone.to(device, dtype))."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Its backbone is pickled, and all else is built on it again.
+        return _rebuild, (self.backbone, self.regime, self.spec, self.stored())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Baseline:
         # Built anew: a copied anatomy would go on reading the old parameters.
@@ -230,6 +236,15 @@ class Baseline(TaskModule[BaselineSpec]):
     def extra_repr(self) -> str:
         sizes = "".join(f", {size} {name}" for name, size in self.spec.sizes.items())
         return f"{self.name!r}, {len(self.labels)} labels, regime {self.regime!r}{sizes}"
+
+
+def _rebuild(backbone: Backbone, regime: str, spec: BaselineSpec, stored: Weights) -> Baseline:
+    from memoro.regimes import METHODS
+
+    model = METHODS[regime].build(backbone, spec.plan)
+    model.spec = spec
+    model.fill(stored)
+    return model
 
 
 def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -78,7 +78,7 @@ def _read_spec(item: Mapping[str, Any]) -> BaselineSpec:
     common, regime, sizes = read_spec(item), read_text(item, "regime"), read_object(item, "sizes")
     name = common["name"]
     if regime not in METHODS:
-        raise TaskFileError(f"{name!r} has the unknown regime {regime!r}; try pip install --upgrade memoro.")
+        raise TaskFileError(f"{name!r} has the unknown regime {regime!r}; a newer version of memoro may know it.")
     known = METHODS[regime].sizes
     if set(sizes) != set(known):
         raise TaskFileError(f"{name!r}: the sizes of regime {regime!r} are {', '.join(known) or 'none'}.")

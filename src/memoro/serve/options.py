@@ -36,7 +36,7 @@ class ServeOptions:
     """Images that are being decoded or waiting; more are refused with 503."""
     max_images: int = 64
     """In one request."""
-    max_body: int = 32 << 20
+    max_body: int = 32 * 10**6
     """Bytes of one request, after decompression as well."""
     max_pixels: int = 50_000_000
     """Of one image, by its header."""

@@ -85,7 +85,7 @@ def decide_unseen(kind: HeadKind, logits: Tensor, targets: Tensor) -> Tensor | N
 
     A calibration looks better than it is on the answers that it was fitted on. None where too few remain to fit one.
     """
-    part = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0)) % PARTS
+    part = torch.randperm(len(targets), generator=torch.Generator("cpu").manual_seed(0), device="cpu") % PARTS
     logits, targets = logits.detach().cpu(), targets.cpu()
     decided = logits.clone()
     for number in range(PARTS):

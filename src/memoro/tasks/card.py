@@ -14,7 +14,7 @@ from torch import Tensor
 from memoro.backbones.load import is_hub_id
 from memoro.console import printable
 from memoro.errors import TaskFileError
-from memoro.files import write_whole
+from memoro.files import keep_copy, write_whole
 from memoro.plots import MAX_CONFUSION, draw_confusion
 from memoro.tasks.task import Task
 
@@ -32,6 +32,8 @@ def write_card(
     base_model: str | None = None,
 ) -> Path:
     """Writes README.md and a picture of each task's confusion matrix, if its file has one; returns the path.
+
+    A card that was there and differs, which may have been edited, is kept as README.md.1.
 
     `repo_id` is the hub id that the card's example loads (default: the folder's name). `base_model` is the hub id of
     the backbone, where the tasks record it under another name, such as that of a folder.
@@ -56,8 +58,11 @@ def write_card(
     sections = [part for task in tasks for part in _describe(task, pictures.get(task.name))]
     text = "\n\n".join([f"---\n{head}\n---", *_introduce(tasks, base_model), usage, *sections]) + "\n"
     ModelCard(text)  # what the hub's own parser refuses is not written
-    write_whole(folder / "README.md", text.encode(errors="backslashreplace"))
-    return folder / "README.md"
+    readme, content = folder / "README.md", text.encode(errors="backslashreplace")
+    if readme.exists() and readme.read_bytes() != content:
+        keep_copy(readme)
+    write_whole(readme, content)
+    return readme
 
 
 def _front_matter(tasks: Sequence[Task], license: str | None, base_model: str | None) -> str:

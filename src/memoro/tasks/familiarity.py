@@ -269,7 +269,7 @@ def fit_familiarity(tokens: Tensor, classes: Tensor | None, background: Tensor) 
     whole = {**_describe(tokens, groups), "background": background}
     if not Familiarity(**whole, distances=torch.ones(1), images=0).valid:
         return None
-    fold = torch.randperm(count, generator=torch.Generator().manual_seed(0)) % FOLDS
+    fold = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu") % FOLDS
     found = torch.empty(count)
     for number in range(FOLDS):
         own = fold == number

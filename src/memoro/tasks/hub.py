@@ -23,7 +23,7 @@ def is_task_id(source: str) -> bool:
     return is_hub_id(source, r"@[\w./-]+") and not source.endswith(".safetensors")
 
 
-def find_task_file(source: str | Path, revision: str | None = None) -> Path:
+def find_task_file(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
     """The task file that is meant by a path, by a folder with a card, or by a hub id such as `owner/name@revision`.
 
     A local path wins over a hub id of the same spelling, and a Path is always local. From the hub only the task file
@@ -37,7 +37,7 @@ def find_task_file(source: str | Path, revision: str | None = None) -> Path:
     if isinstance(source, Path) or path.exists() or not is_task_id(source):
         return path
     name, _, own = source.partition("@")
-    return _download(name, revision or own or None)
+    return _download(name, revision or own or None, token)
 
 
 def find_task_files(source: str) -> list[str]:
@@ -49,17 +49,17 @@ def find_task_files(source: str) -> list[str]:
     return sorted(glob.glob(source)) or [source] if not path.exists() and glob.has_magic(source) else [source]
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, token: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
-        size = hf_hub_download(name, FILE, revision=revision, dry_run=True).file_size
+        size = hf_hub_download(name, FILE, revision=revision, token=token, dry_run=True).file_size
         if size is not None and size <= MAX_FILE:
-            return Path(hf_hub_download(name, FILE, revision=revision))
+            return Path(hf_hub_download(name, FILE, revision=revision, token=token))
     except Exception as error:  # the network, the hub and the cache each fail in their own ways
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            raise TaskFileError(f"{name} on the hub has no {FILE}, so it is not a task of memoro's.") from None
+            raise TaskFileError(f"{name} on the hub has no {FILE}, so it is not a memoro task.") from None
         reason = first_line(error)[:200].rstrip(".")
         raise TaskFileError(
             f"'{name}' is not a file or folder here, and could not be downloaded from the hub ({reason}). "

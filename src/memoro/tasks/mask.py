@@ -60,7 +60,7 @@ def trace_lineage(names: Sequence[str], parents: Sequence[Sequence[str]], forks:
     index: dict[str, int] = {}
     for position, name in enumerate(names):
         if name in index:
-            raise CompositionError(f"two tasks are named {name!r}; names must be unique, so rename one.")
+            raise CompositionError(f"two tasks are named {name!r}; names must be unique: rename one with rename().")
         index[name] = position
     for name, wanted in zip(names, parents, strict=True):
         for parent in wanted:

@@ -52,8 +52,14 @@ def write_file(path: str | Path, record: Mapping[str, Any], tensors: Mapping[str
     except (TypeError, ValueError) as error:
         raise TaskFileError(f"training facts and metrics must be plain JSON with finite numbers: {error}.") from None
     text = text.encode(errors="backslashreplace").decode()  # a file name that is not UTF-8, as JSON escapes it
+    if _count_brackets(text) > MAX_BRACKETS:
+        raise TaskFileError("the record would have too many parts to be read again: write fewer tasks to one file.")
     write_whole(Path(path), save(dict(tensors), metadata={KEY: text}))
     return Path(path)
+
+
+def _count_brackets(text: str) -> int:
+    return text.count("[") + text.count("{")
 
 
 def write_spec(spec: ModelSpec, content: str) -> dict[str, Any]:
@@ -130,7 +136,7 @@ def _read_record(file: Any) -> Mapping[str, Any]:
             "a safetensors file, but not one of memoro's (it has no 'memoro' record). A backbone is loaded with "
             "load_backbone(), a checkpoint of the public reproduction with import_tasks()."
         )
-    if text.count("[") + text.count("{") > MAX_BRACKETS:  # each becomes an object of many times its size
+    if _count_brackets(text) > MAX_BRACKETS:  # each becomes an object of many times its size
         raise TaskFileError("the record has too many parts.")
     record = json.loads(text, parse_constant=_finite, parse_float=_finite)
     if not isinstance(record, Mapping):
@@ -140,8 +146,8 @@ def _read_record(file: Any) -> Mapping[str, Any]:
         raise TaskFileError(f"the format {version!r} is not a version number.")
     if version > FORMAT:
         raise TaskFileError(
-            f"the file has format {version}; this version of memoro reads formats up to {FORMAT}. Upgrade it: pip "
-            "install --upgrade memoro."
+            f"the file has format {version}; this version of memoro reads formats up to {FORMAT}. Use a newer "
+            "version of memoro."
         )
     return record
 

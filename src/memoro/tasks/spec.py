@@ -7,7 +7,7 @@ import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,7 @@ class ModelSpec:
 
     def check_backbone(self, backbone: Backbone) -> None:
         """Raises if the model was made for another backbone."""
+        backbone.check_unchanged()
         made, here = self.backbone, backbone.fingerprint
         if (made.dim, made.depth) != (backbone.dim, backbone.depth):
             why = f"{made.depth} layers of {made.dim}; this one has {backbone.depth} of {backbone.dim}"
@@ -109,10 +110,15 @@ class TaskModule(nn.Module, Generic[Spec]):
     def prepare_training(self, backbone: Backbone) -> None:
         """Called when a training starts."""
 
-    def describe(self, **changes: Any) -> None:
+    def update_spec(self, **changes: Any) -> None:
         """Replaces fields of the spec that do not decide the logits: training, metrics, calibration, familiarity; and
         the preprocessing."""
         self.spec = replace(self.spec, **changes)
+
+    def rename(self, name: str) -> Self:
+        """Gives it another name; returns it. Tasks that extend it know it by the old one, and do not find it."""
+        self.update_spec(name=check_name(name))
+        return self
 
 
 AnyModule = TypeVar("AnyModule", bound=TaskModule[Any])
@@ -123,7 +129,9 @@ def by_name(models: Iterable[AnyModule]) -> dict[str, AnyModule]:
     named: dict[str, AnyModule] = {}
     for model in models:
         if model.name in named:
-            raise CompositionError(f"two tasks are named {model.name!r}; names must be unique, so rename one.")
+            raise CompositionError(
+                f"two tasks are named {model.name!r}; names must be unique: rename one with rename()."
+            )
         named[model.name] = model
     return named
 

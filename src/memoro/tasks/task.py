@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memoro.arguments import plain_int, several
-from memoro.backbones import Anatomy, Backbone, BackboneRecord
+from memoro.backbones import Anatomy, Backbone, BackboneRecord, check_backbone
 from memoro.errors import CompositionError, DataError, TaskError
 from memoro.heads import find_kind
 from memoro.tasks.calibration import Calibration
@@ -204,12 +204,17 @@ class Task(TaskModule[TaskSpec]):
 
     @classmethod
     def from_pretrained(
-        cls, source: str | Path, *, revision: str | None = None, device: torch.device | str | None = None
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        device: torch.device | str | None = None,
+        token: str | None = None,
     ) -> Task:
         """The task of a hub id, a folder or a file: `memoro.load_task` under the name that the hub's libraries use."""
         from memoro.tasks.taskfile import load_task
 
-        return load_task(source, revision=revision, device=device)
+        return load_task(source, revision=revision, device=device, token=token)
 
     def push_to_hub(
         self,
@@ -257,6 +262,19 @@ def content_hashes(tasks: Iterable[Task]) -> dict[int, str]:
     return hashes
 
 
+def link_parents(tasks: Sequence[Task], hashes: Mapping[int, str]) -> None:
+    """Gives each task its parents, where those are among the tasks and are the versions that it was trained with."""
+    present = {task.name: task for task in tasks}
+
+    def find(parent: Task | Parent) -> Task | Parent:
+        found = present.get(parent.name)
+        same = found is not None and isinstance(parent, Parent) and hashes[id(found)] == parent.content
+        return found if found is not None and same else parent
+
+    for task in tasks:
+        task.extends = tuple(find(parent) for parent in task.extends)
+
+
 def new_task(
     backbone: Backbone,
     name: str,
@@ -278,6 +296,7 @@ def new_task(
     depth a linear head). `init="copy"` starts from the pre-trained class token; a fork then starts with a zero offset.
     `head` is `class` (softmax), `labels` (multilabel) or `number` (regression).
     """
+    check_backbone(backbone)
     depth, dim = backbone.depth, backbone.dim
     cells, rank, from_layer = map(plain_int, (cells, rank, from_layer))
     extends = several(extends)
@@ -320,17 +339,17 @@ def new_task(
         if parent.name == name:
             raise TaskError(f"{name!r} cannot extend a task with the same name.")
 
-    generator = torch.Generator()
+    generator = torch.Generator("cpu")
     # Without a seed it is drawn, so that torch.manual_seed decides; torch.seed() would reseed the caller's generator.
-    generator.manual_seed(int(torch.randint(2**62, ()) if seed is None else seed))
+    generator.manual_seed(int(torch.randint(2**62, (), device="cpu") if seed is None else seed))
     dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
     bound = 1 / math.sqrt(dim)
 
     def normal(shape: Sequence[int]) -> Tensor:
-        return INIT_STD * torch.randn(shape, generator=generator, dtype=dtype)
+        return INIT_STD * torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
 
     def uniform(shape: Sequence[int]) -> Tensor:  # as nn.Linear starts
-        return torch.rand(shape, generator=generator, dtype=dtype) * 2 * bound - bound
+        return torch.rand(shape, generator=generator, dtype=dtype, device="cpu") * 2 * bound - bound
 
     class_token, pretrained = normal((dim,)), backbone.anatomy.class_token
     if init == "copy" and from_layer > 0:
@@ -342,7 +361,8 @@ def new_task(
         tensors[part] = draw(spec.shapes[part])
     for part, shape in spec.shapes.items():
         if part.endswith("_A"):  # as PEFT's: uniform like nn.Linear's weights
-            tensors[part] = (torch.rand(shape, generator=generator, dtype=dtype) * 2 - 1) / math.sqrt(shape[-1])
+            drawn = torch.rand(shape, generator=generator, dtype=dtype, device="cpu")
+            tensors[part] = (drawn * 2 - 1) / math.sqrt(shape[-1])
         elif part.endswith("_B"):
-            tensors[part] = torch.zeros(shape, dtype=dtype)
+            tensors[part] = torch.zeros(shape, dtype=dtype, device="cpu")
     return Task.from_tensors(spec, {part: tensor.to(backbone.device) for part, tensor in tensors.items()}, extends)

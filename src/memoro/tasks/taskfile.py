@@ -31,7 +31,7 @@ from memoro.tasks.record import (
 )
 from memoro.tasks.sections import read_sections, section_tensors, write_sections
 from memoro.tasks.spec import MAX_CELLS, MAX_MEMBERS, MAX_RANK, by_name, check_name
-from memoro.tasks.task import LOW_RANK, MemoryNorm, Parent, Task, TaskSpec, Widths, content_hashes
+from memoro.tasks.task import LOW_RANK, MemoryNorm, Parent, Task, TaskSpec, Widths, content_hashes, link_parents
 
 MAX_TASKS = 10_000
 MAX_WIDTH = 1 << 20
@@ -61,13 +61,19 @@ def save_tasks(tasks: Task | Iterable[Task], path: str | Path) -> Path:
     return write_file(path, {"tasks": records, **newer}, tensors)
 
 
-def load_task(path: str | Path, *, revision: str | None = None, device: torch.device | str | None = None) -> Task:
+def load_task(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    device: torch.device | str | None = None,
+    token: str | None = None,
+) -> Task:
     """The one task of a file, of a folder that `save_pretrained` wrote, or of a hub id (`owner/name`).
 
-    A local path wins over a hub id of the same spelling. `revision` is a branch, tag or commit of the hub. The task is
-    on the CPU unless another device is given.
+    A local path wins over a hub id of the same spelling. `revision` is a branch, tag or commit of the hub; `token` is
+    for a private repository, that of `hf auth login` by default. The task is on the CPU unless another device is given.
     """
-    tasks = load_tasks(path, revision=revision, device=device)
+    tasks = load_tasks(path, revision=revision, device=device, token=token)
     if len(tasks) != 1:
         held = ", ".join(task.name for task in tasks)
         raise TaskFileError(f"{path} contains {len(tasks)} tasks ({held}): read it with load_tasks().")
@@ -75,13 +81,17 @@ def load_task(path: str | Path, *, revision: str | None = None, device: torch.de
 
 
 def load_tasks(
-    path: str | Path, *, revision: str | None = None, device: torch.device | str | None = None
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    device: torch.device | str | None = None,
+    token: str | None = None,
 ) -> list[Task]:
     """All tasks of a file, a folder or a hub id (see `load_task`), every value checked.
 
     At most twice the size of the file is allocated.
     """
-    with open_file(find_task_file(path, revision), "tasks", MAX_FILE) as (file, record):
+    with open_file(find_task_file(path, revision, token), "tasks", MAX_FILE) as (file, record):
         items = read_list(record, "tasks", 1, MAX_TASKS)
         specs = [_read_spec(item) for item in items]
         sections = [section_tensors(item, spec.backbone.dim) for item, spec in zip(items, specs, strict=True)]
@@ -93,7 +103,7 @@ def load_tasks(
         extra = set(file.keys()) - known
         if extra:
             raise TaskFileError(f"the file contains tensors that belong to none of its tasks ({min(extra)!r}).")
-        tasks = []
+        tasks, hashes = [], {}
         for number, (item, spec) in enumerate(zip(items, specs, strict=True)):
             tensors = read_tensors(file, spec.name, spec.shapes, f"{number}.")
             dtype = tensors["class_token"].dtype
@@ -106,10 +116,12 @@ def load_tasks(
                 if not torch.isfinite(tensors[part]).all():
                     raise TaskFileError(f"{spec.name!r}: {part} has values beyond {dtype}, which the task is in.")
             tasks.append(Task.from_tensors(spec, tensors, _read_parents(item)))
-            check_content(item, spec.name, tasks[-1].content_hash())
-            tasks[-1].describe(**read_sections(item, spec, file, f"{number}."))
+            hashes[id(tasks[-1])] = tasks[-1].content_hash()
+            check_content(item, spec.name, hashes[id(tasks[-1])])
+            tasks[-1].update_spec(**read_sections(item, spec, file, f"{number}."))
         if len({spec.name for spec in specs}) < len(specs):
             raise TaskFileError("the file contains two tasks of one name.")
+    link_parents(tasks, hashes)
     return [task.to(device) for task in tasks]
 
 

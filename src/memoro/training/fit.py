@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memoro.backbones import Backbone
+from memoro.backbones import Backbone, check_backbone
 from memoro.console import bar, format_bytes, quoted
 from memoro.data import ImageSet, ImageStream, Splits, Streams, load_data
 from memoro.data.augment import output_size
@@ -101,6 +101,7 @@ def fit_tasks(
     """
     from memoro.training.report import report_training
 
+    check_backbone(backbone)
     if "seed" in changes:
         raise TrainingError(
             "seed is for initial weights, which these tasks already have: pass it to new_task, or use data_seed for "
@@ -245,7 +246,7 @@ def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
             f"{backbone.name} is in float16, in which small gradients vanish: load it with dtype='float32' (--dtype "
             "float32) or 'bfloat16'."
         )
-    backbone.check_unchanged()
+    backbone.check_unchanged(read_weights=True)
     older = ancestors(tasks)
     for task in [*tasks, *older]:
         task.spec.check_backbone(backbone)
@@ -306,7 +307,7 @@ def record_time(results: Sequence[FitResult], phases: Phases) -> None:
     seconds = {name: round(value, 2) for name, value in phases.seconds.items()}
     for result in results:
         facts = {**result.task.spec.training, "seconds": round(sum(phases.seconds.values()), 1), "phases": seconds}
-        result.task.describe(training=facts)
+        result.task.update_spec(training=facts)
 
 
 def evaluate_runs(trainer: Trainer) -> list[FitResult]:
@@ -344,7 +345,7 @@ def evaluate_runs(trainer: Trainer) -> list[FitResult]:
         describer.add_familiarity(spec, run, None if validated is None else validated[0])
         split = spec.final[0]
         metrics = {"split": split, **measure_task(run.task, out, targets, fitted_on=split == "val")}
-        run.task.describe(metrics=recorded(run.task.kind, metrics, out, targets))
+        run.task.update_spec(metrics=recorded(run.task.kind, metrics, out, targets))
         results.append(FitResult(run.task, run.history, metrics, folder, notes, out, targets, spec.final[1], validated))
     return results
 
@@ -353,7 +354,7 @@ def _describe(spec: RunSpec, run: Run) -> None:
     """Records in the task how it was trained."""
     images = spec.train
     known = run.task.spec.training  # of an earlier training, or where a sweep made the task
-    run.task.describe(
+    run.task.update_spec(
         preprocessing=spec.preprocessing,
         training={
             "data": spec.splits.name,

@@ -130,7 +130,7 @@ class SweepSpec:
             for part in parts:
                 task = self.regime.build(backbone, replace(self.plan, **sizes, seed=setting.seed))
                 task = task if self.start is None else start_from(self.start, task)
-                task.describe(training={**task.spec.training, "seed": setting.seed})
+                task.update_spec(training={**task.spec.training, "seed": setting.seed})
                 recipe = replace(self.recipe, lr=setting.lr, seed=setting.seed)
                 made = setting._replace(**{name: getattr(task, name) for name in sizes})
                 found.append((made, RunSpec(task, recipe, self.regime, self.splits, self.preprocessing, part, start)))
@@ -267,7 +267,7 @@ def _join_seeds(sweep: SweepSpec, seeds: Sequence[Sequence[FitResult]]) -> FitRe
     whole = replace(together[-1], task=join_members([results[-1].task for results in seeds]))
     task, training = whole.task, whole.task.spec.training
     count = training["trained_parameters"] * task.members
-    task.describe(training={**training, "ensemble": task.members, "trained_parameters": count})
+    task.update_spec(training={**training, "ensemble": task.members, "trained_parameters": count})
     if sweep.folds:
         scored = _score_folds([*together[:-1], whole], sweep)
         assert scored is not None
@@ -279,7 +279,7 @@ def _join_seeds(sweep: SweepSpec, seeds: Sequence[Sequence[FitResult]]) -> FitRe
     assert whole.targets is not None
     split = whole.metrics["split"]
     metrics = {"split": split, **measure_task(task, whole.logits, whole.targets, fitted_on=split == "val")}
-    task.describe(metrics=recorded(task.kind, metrics, whole.logits, whole.targets))
+    task.update_spec(metrics=recorded(task.kind, metrics, whole.logits, whole.targets))
     return replace(whole, metrics=metrics)
 
 
@@ -321,7 +321,7 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
     split = f"{len(folds)} folds" if splits.test is None else whole.metrics["split"]
     found = measure_task(whole.task, whole.logits, whole.targets, fitted_on=splits.test is None)
     whole = replace(whole, metrics={"split": split, **found})
-    whole.task.describe(metrics=recorded(splits.kind, whole.metrics, whole.logits, whole.targets))
+    whole.task.update_spec(metrics=recorded(splits.kind, whole.metrics, whole.logits, whole.targets))
     return judged, whole
 
 

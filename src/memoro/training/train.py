@@ -25,7 +25,7 @@ from memoro.evaluation.training_images import SKETCH
 from memoro.files import keep_copy, left_behind
 from memoro.regimes import METHODS, Baseline, TaskPlan, find_regime
 from memoro.regimes.baselinefile import save_baseline
-from memoro.tasks.task import Task
+from memoro.tasks.task import Task, content_hashes, link_parents
 from memoro.tasks.taskfile import load_tasks, save_task
 from memoro.training.distributed import find_processes
 from memoro.training.fit import FitResult, judge, preprocessing_of, record_time, regime_of
@@ -299,10 +299,8 @@ def _link_parents(extends: Iterable[Task | str | Path]) -> list[Task]:
     unlinked = [task for task in tasks if any(not isinstance(parent, Task) for parent in task.extends)]
     if unlinked:
         check_together(tasks)
-        linked = {task.name: task for task in tasks} | {task.name: copy(task) for task in unlinked}
-        for task in unlinked:
-            linked[task.name].extends = tuple(linked[parent.name] for parent in task.extends)
-        return list(linked.values())
+        tasks = [copy(task) if any(task is one for one in unlinked) else task for task in tasks]
+        link_parents(tasks, content_hashes(tasks))
     return tasks
 
 

@@ -42,7 +42,7 @@ def add_calibration(
         return
     found = None if held_out is None or seen else fit_calibration(task.kind, *held_out, source)
     text = SEEN if seen else describe_calibration(found, 0 if held_out is None else len(held_out[1]))
-    task.describe(calibration=found, training={**task.spec.training, "calibration": text})
+    task.update_spec(calibration=found, training={**task.spec.training, "calibration": text})
 
 
 def add_answers(task: Task | Baseline, logits: Tensor, index: npt.NDArray[np.int64]) -> None:
@@ -54,14 +54,14 @@ def add_answers(task: Task | Baseline, logits: Tensor, index: npt.NDArray[np.int
     # Fewer where only a part of the training images was described; classes with a single image are never held out.
     found = None if known is None else known.out_of_fold
     if known is not None and found is not None and int(index.max(initial=0)) < len(found):
-        task.describe(familiarity=known.with_answers(found[index], energy(task.kind, logits)))
+        task.update_spec(familiarity=known.with_answers(found[index], energy(task.kind, logits)))
 
 
 def add_validation_answers(task: Task, logits: Tensor) -> None:
     """The same from the logits of the validation images, where those of another task with its description counted."""
     known = task.spec.familiarity
     if known is not None and known.validated is not None:
-        task.describe(familiarity=known.with_answers(known.validated, energy(task.kind, logits)))
+        task.update_spec(familiarity=known.with_answers(known.validated, energy(task.kind, logits)))
 
 
 class Describer:
@@ -107,7 +107,7 @@ class Describer:
                     if answered is not found:
                         text = f"{found.images} training images, {answered.images} validation images"
                         found = replace(answered, validated=distances)
-        spec.task.describe(familiarity=found, training={**spec.task.spec.training, "familiarity": text})
+        spec.task.update_spec(familiarity=found, training={**spec.task.spec.training, "familiarity": text})
 
     def _measure_val(self, spec: RunSpec, run: Run, found: Familiarity) -> Tensor:
         """The distances (n) of the validation images, whatever the task answers."""

@@ -80,7 +80,7 @@ def start_from(old: Task, fresh: Task) -> Task:
     spec = replace(old.spec, name=fresh.name, labels=fresh.spec.labels, backbone=fresh.spec.backbone, metrics={})
     task = Task.from_tensors(spec, tensors, fresh.extends)
     sketch = {SKETCH: old.spec.training[SKETCH]} if SKETCH in old.spec.training else {}
-    task.describe(training={"history": _history(old), **sketch}, calibration=None)
+    task.update_spec(training={"history": _history(old), **sketch}, calibration=None)
     return task
 
 
