@@ -89,6 +89,17 @@ def test_sources_can_be_mixed(photos: Path, predictor: Predictor) -> None:
     assert "images.parquet, row 20" in images
 
 
+def test_links_to_other_folders_are_followed_once(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "far" / "x.png").write_bytes(png(1))
+    (tmp_path / "far" / "deep" / "back").symlink_to(photos.resolve())
+    (tmp_path / "far" / "deep" / "round").symlink_to(tmp_path / "far")
+    before = list(find_images(["photos"]))
+    (photos / "link").symlink_to(tmp_path / "far")
+    (photos / "up").symlink_to(photos.resolve().parent)
+    assert list(find_images(["photos"])) == [*before, Path("photos/link/x.png")]
+
+
 def test_places_that_overlap_give_each_image_once(photos: Path) -> None:
     (photos / "deep").mkdir()
     (photos / "deep" / "x.png").write_bytes(png(1))

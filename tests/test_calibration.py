@@ -167,9 +167,10 @@ def test_calibrate_recognises_the_images_of_the_training(colours: Path, tmp_path
 
     def told(data: Path) -> str:
         task.update_spec(calibration=None)
-        said: list[str] = []
+        said, before = list[str](), task.spec
         calibrate(backbone, task, data, workers=0, log=said.append)
-        assert (task.spec.calibration is None) == any("the calibration stays as it is" in text for text in said)
+        assert (task.spec.calibration is None) == any("nothing is changed" in text for text in said)
+        assert (task.spec is before) == (task.spec.calibration is None), "the familiarity stays, too"
         return " ".join(said)
 
     assert "learned from some of these images" in told(shutil.copytree(tmp_path / "2024" / "pets", tmp_path / "copy"))

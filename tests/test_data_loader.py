@@ -17,7 +17,7 @@ import pytest
 import torch
 from test_data_images import picture, save_classes, to_bytes
 
-from memoro.data import Augment, Batch, ImageSet, Loader, load_data
+from memoro.data import Augment, Batch, ImageSet, Loader, load_data, loader
 from memoro.data.loader import WorkerPool
 from memoro.errors import DataError
 from memoro.images import Preprocessing
@@ -279,3 +279,16 @@ def test_real_set() -> None:
     batch = next(Loader(splits.train, Preprocessing().at(112), batch_size=16, augment=Augment(), workers=0).epoch(0))
     assert batch.pixels.shape == (16, 3, 112, 112)
     assert batch.pixels.std() > 0.1
+
+
+def test_little_shared_memory_changes_nothing(images: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container, which has 64 MB: batches are copied through pipes instead."""
+    monkeypatch.setattr(loader, "shared_pool", loader.WorkerPool)
+    alone = list(Loader(images, SMALL, batch_size=5, workers=0).epoch(0))
+    shared = list(Loader(images, SMALL, batch_size=5, workers=2).epoch(0))
+    monkeypatch.setattr(loader, "_has_little_shared_memory", lambda: True)
+    copied = list(Loader(images, SMALL, batch_size=5, workers=2).epoch(0))
+    assert same(alone, shared)
+    assert same(alone, copied)
+    assert all(batch.pixels.is_shared() for batch in shared)
+    assert not any(batch.pixels.is_shared() for batch in copied)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_data_images import picture, save_classes, to_bytes
 
-from memoro.data import load_data, load_stream
+from memoro.data import load_columns, load_data, load_stream
 from memoro.errors import DataError
 
 NAMES = ["zebra", "ant", "bee"]
@@ -94,9 +94,13 @@ def test_numbers_come_in_the_order_of_the_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("path,label\n0.png,a\n1.png,\n2.png,b\n", r"1 rows have no label \(.*line 3"),
         ("path,number\n0.png,1\n1.png,nan\n", r"line 3: 'nan' is not a finite number"),
-        ("path,number\n0.png,1\n1.png,\n", r"line 3: '' is not a number"),
+        ("path,number\n0.png,1\n1.png,much\n", r"line 3: 'much' is not a number"),
+        ("path,label\n0.png,\n1.png,\n", r"contains no images. set.csv: 2 images were left out: they have no label"),
+        (
+            "path,age\n" + "".join(f"0.png,{at}.5\n" for at in range(20)) + "1.png,unknown\n",
+            r"column 'age' has numbers, but also 'unknown' \(1 of 21 rows\): leave those cells empty.*--kind class",
+        ),
         ("path,number\n0.png,inf\n", "not a finite number"),
         ("photo,what\n0.png,a\n", r"no column for the image's path among 'photo', 'what'.*image_column"),
         ("path,what\n0.png,a\n", r"no column for the label among 'what'.*label_column"),
@@ -111,7 +115,60 @@ def test_numbers_come_in_the_order_of_the_labels(tmp_path: Path) -> None:
 def test_unusable_csv(tmp_path: Path, text: str, message: str) -> None:
     path = csv(tmp_path, text)
     with pytest.raises(DataError, match=message):
-        load_data(path)
+        load_data(path, label_column="age" if "age" in text else None)
+
+
+@pytest.mark.parametrize(
+    ("text", "targets"),
+    [
+        ("path,label\n0.png,a\n1.png,\n2.png,b\n", [0, 1]),
+        ("path,number\n0.png,1\n1.png,\n2.png,2\n", [[1], [2]]),
+    ],
+)
+def test_rows_without_a_label_are_left_out(tmp_path: Path, text: str, targets: list[Any]) -> None:
+    splits = load_data(csv(tmp_path, text), val_fraction=0)
+    assert splits.train is not None
+    assert splits.train.targets.tolist() == targets
+    assert splits.train.open(1).tobytes() == picture(2).tobytes()
+    assert "set.csv: 1 image was left out: it has no label." in splits.notes
+
+
+def test_columns_of_one_table_may_have_gaps_of_their_own(tmp_path: Path) -> None:
+    path = csv(tmp_path, "path,shape,age\n0.png,round,\n1.png,,1.5\n2.png,flat,2.5\n3.png,flat,3.5\n")
+    found = load_columns(path, ["shape", "age"], val_fraction=0)
+    assert [len(one.train) for one in found.values() if one.train is not None] == [3, 3]
+
+
+@pytest.mark.parametrize("cells", [["sky,sea", "sea, tree", "tree"], ["['sky', 'sea']", "['sea', 'tree']", "['tree']"]])
+def test_labels_between_commas_and_lists_of_pandas(tmp_path: Path, cells: list[str]) -> None:
+    text = "path,labels\n" + "".join(f'{at}.png,"{cell}"\n' for at, cell in enumerate(cells))
+    splits = load_data(csv(tmp_path, text), val_fraction=0)
+    assert splits.labels == ("sea", "sky", "tree")
+    assert splits.train is not None
+    assert splits.train.targets.tolist() == [[1, 1, 0], [1, 0, 1], [0, 0, 1]]
+
+
+def test_class_numbers_of_few_images_are_classes_where_the_column_says_so(tmp_path: Path) -> None:
+    text = "path,{}\n" + "".join(f"{at}.png,{at}\n" for at in range(6))
+    assert load_data(csv(tmp_path, text.format("label")), val_fraction=0).kind == "softmax"
+    assert load_data(csv(tmp_path, text.format("age")), val_fraction=0, label_column="age").kind == "regression"
+
+
+def test_a_regression_finds_its_own_columns(tmp_path: Path) -> None:
+    path = csv(tmp_path, "path,x,y\n0.png,1,10\n1.png,2,20\n")
+    both = load_data(path, kind="regression", labels=["y", "x"], val_fraction=0)
+    assert both.train is not None
+    assert both.train.targets.tolist() == [[10, 1], [20, 2]]
+    assert load_data(path, kind="regression", labels=["y"], val_fraction=0).labels == ("y",)
+
+
+def test_a_folder_with_a_file_that_datasets_might_have_written(tmp_path: Path) -> None:
+    save_classes(tmp_path, {"a": 2, "b": 2})
+    (tmp_path / "state.json").write_text("{}")
+    assert load_data(tmp_path, val_fraction=0).labels == ("a", "b")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(DataError, match=r"cannot be read by datasets\.load_from_disk"):
+        load_data(tmp_path)
 
 
 def test_csv_in_another_encoding(tmp_path: Path) -> None:
@@ -215,7 +272,7 @@ def test_dataset_images_without_label_are_left_out() -> None:
     assert splits.train is not None
     assert splits.train.targets.tolist() == [2, 0, 1, 2]
     assert splits.train.open(0).tobytes() == picture(2).tobytes()
-    assert any("2 images without a label" in note for note in splits.notes)
+    assert any("2 images were left out: they have no label." in note for note in splits.notes)
 
 
 def test_dataset_of_unnamed_classes_and_odd_columns() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import random_task
 from PIL import Image
 from test_cli_words import Shell, shell  # noqa: F401
+from test_train_recipe import save_squares
 
 import memoro
 from memoro.backbones import Backbone
@@ -21,7 +24,7 @@ from memoro.console import bar, make_table, plain_console, printable
 from memoro.demo.page import Cost, DemoResult, write_page
 from memoro.errors import ImageError
 from memoro.evaluation.breakdown import class_figures
-from memoro.evaluation.metrics import measure
+from memoro.evaluation.metrics import measure, warn_of
 from memoro.images import open_image
 from memoro.regimes import METHODS, TaskPlan
 
@@ -149,3 +152,47 @@ def test_the_demo_page_escapes_names(backbone: Backbone, tmp_path: Path) -> None
     text = write_page(tmp_path / "page.html", model, results, Cost(1.0, 2.0), "equal").read_text()
     assert ESCAPED + "&lt;b&gt;" in text
     assert not set(text) & set("\x1b\x9b\u202e\u2028\x7f\x00")
+
+
+def test_metrics_are_those_of_torchmetrics() -> None:
+    """Which is too slow to import for two functions."""
+    from torchmetrics.functional.classification import binary_average_precision, multiclass_calibration_error
+
+    generator = torch.Generator().manual_seed(0)
+    for classes in (2, 5, 40):
+        logits = 3 * torch.randn(300, classes, generator=generator)
+        targets = torch.randint(classes, (300,), generator=generator)
+        found = measure("softmax", [str(at) for at in range(classes)], logits, targets)
+        wanted = multiclass_calibration_error(logits.softmax(dim=-1), targets, classes, n_bins=15)
+        assert found["calibration_error"] == pytest.approx(float(wanted), abs=1e-6)
+    logits = torch.randn(200, 3, generator=generator).mul(2).round()  # many of them equal
+    truth = torch.randint(2, (200, 3), generator=generator)
+    each = [float(binary_average_precision(logits[:, at].sigmoid(), truth[:, at])) for at in range(3)]
+    found = measure("multilabel", ["a", "b", "c"], logits, truth.float())
+    assert found["mean_average_precision"] == pytest.approx(sum(each) / 3, abs=1e-6)
+
+
+def test_a_model_that_answers_one_class_is_warned_of() -> None:
+    targets = torch.tensor([0, 0, 0, 1])
+    lazy = {"split": "test", **measure("softmax", ["a", "b"], torch.tensor([[1.0, 0.0]] * 4), targets)}
+    assert warn_of(lazy) == "accuracy is 0.750 (test): no better than always predicting the most frequent class."
+    good = {"split": "test", **measure("softmax", ["a", "b"], F.one_hot(targets, 2).float(), targets)}
+    assert warn_of(good) is None
+
+
+def test_evaluate_says_what_it_left_out_and_what_was_learned(
+    backbone: Backbone, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_squares(tmp_path / "set" / "train", dict.fromkeys(("red", "blue"), 8))
+    shutil.copytree(tmp_path / "set" / "train", tmp_path / "set" / "test")
+    (tmp_path / "set" / "test" / "red" / "broken.png").write_bytes(b"no image")
+    quick: dict[str, Any] = {"epochs": 1, "lr": 0.1, "image_size": 20, "workers": 0, "quiet": True}
+    task = memoro.train(tmp_path / "set", backbone=backbone, task="squares", **quick).task
+    capsys.readouterr()
+    said: list[str] = []
+    [found] = memoro.evaluate(backbone, task, tmp_path / "set", workers=0, log=said.append).values()
+    assert found["skipped"] == 1
+    assert any(text.startswith("note: 1 unreadable image was left out") for text in said)
+    assert any("squares learned from some of them: this is not the accuracy on new images" in text for text in said)
+    memoro.evaluate(backbone, task, tmp_path / "set", workers=0)
+    assert "learned from some of them" in capsys.readouterr().err, "without a log too"

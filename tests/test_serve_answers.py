@@ -112,6 +112,13 @@ def test_an_unreadable_image_does_not_affect_the_others(server: Running, expecte
         ("/v1/predict", b"{", {"content_type": "application/json"}, 400, "not valid JSON"),
         ("/v1/predict", b"[" * 100_000, {"content_type": "application/json"}, 400, "not valid JSON"),
         ("/v1/predict", b'{"images": []}', {"content_type": "application/json"}, 422, "at least one image"),
+        (
+            "/v1/predict",
+            b'{"images": ["AA=="], "top_k": 1}',
+            {"content_type": "application/json"},
+            422,
+            "unknown key 'top_k'",
+        ),
         ("/v1/predict", b'{"images": ["?"]}', {"content_type": "application/json"}, 422, "image 1 is not base64"),
         ("/v1/predict", b"--B--\r\n", {"content_type": "multipart/form-data; boundary=B"}, 422, "no file"),
         ("/v1/predict", b"x", {"content_type": "multipart/form-data"}, 400, "boundary"),
@@ -220,10 +227,10 @@ def test_other_requests_run_between_maps(server: Running, monkeypatch: pytest.Mo
         called.append(function)
         return await call(batcher, function)
 
-    def first(*given: Any) -> Any:
+    def first(*given: Any, **options: Any) -> Any:
         order.append("map")
         assert go_on.wait(30)
-        return explain(*given)
+        return explain(*given, **options)
 
     def second(*given: Any) -> Any:
         order.append("pass")

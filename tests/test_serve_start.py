@@ -47,8 +47,16 @@ def test_problems_at_the_start_are_named(backbone: Backbone, tmp_path: Path) -> 
     (tmp_path / "tasks" / "copy.safetensors").write_bytes((tmp_path / "tasks" / "tags.safetensors").read_bytes())
     with pytest.raises(CompositionError, match=r"'tags', in .*copy.safetensors and in .*tags.safetensors"):
         open_store([tmp_path / "tasks"], lambda _: backbone)
-    with pytest.raises(ServeError, match="one folder, or files"):
-        open_store([tmp_path / "tasks", tmp_path / "tasks" / "tags.safetensors"], lambda _: backbone)
+    (tmp_path / "tasks" / "copy.safetensors").unlink()
+    for places in (
+        [f"{tmp_path}/tasks", f"other={tmp_path}/tasks/tags.safetensors"],
+        [f"{tmp_path}/tasks/*.safetensors", f"other={tmp_path}/tasks/tags.safetensors"],
+    ):
+        store = open_store(places, lambda _: backbone)
+        assert {"tags", "other"} < set(store.current.info), "as every -t takes them"
+        assert not store.writable
+    with pytest.raises(ServeError, match=r"nothing/\*.safetensors: no such file or folder\.$"):
+        open_store([f"{tmp_path}/nothing/*.safetensors"], lambda _: backbone)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ServeError, match="cannot use the folder"):
         open_store([tmp_path / "file" / "inside"], lambda _: backbone)

@@ -127,10 +127,10 @@ def test_a_model_no_better_than_the_mean_says_so(backbone: Backbone, tmp_path: P
     said: list[str] = []
     result = memoro.train(table, backbone=backbone, epochs=1, lr=0.01, log=said.append, **QUICK)
     assert result.metrics["r2"] < 0.05
-    assert "no better than always answering the mean" in result.notes[-1]
+    assert "no better than always predicting the mean" in result.notes[-1]
     assert [line for line in said if line.startswith("warning: table: R² is")]
     memoro.evaluate(backbone, [result.task], table, workers=0, log=said.append)
-    assert sum("no better than always answering the mean" in line for line in said) == 2
+    assert sum("no better than always predicting the mean" in line for line in said) == 2
     assert warn_of({"split": "test", "r2": 0.4}) is None
 
 

@@ -54,7 +54,7 @@ def test_a_stream_trains_a_task(backbone: Backbone, streams: Streams, tmp_path: 
     assert history[-1]["step"] == 24
     assert metrics["split"] == "test"
     assert metrics["accuracy"] > 0.9
-    assert list((tmp_path / "tensorboard").glob("events*"))
+    assert list((tmp_path / "tensorboard" / "0").glob("events*")), "a folder for each run"
 
 
 def test_a_stream_with_a_validation_split_of_its_own(backbone: Backbone, table: datasets.IterableDataset) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -110,39 +110,16 @@ def gather_tasks(files: Iterable[str], option: str = "-t") -> list[Task]:
     `option` is what precedes a file there, nothing for an argument.
     """
     from memoro.regimes.baselinefile import is_baseline, read_baseline
+    from memoro.tasks.hub import find_given
+    from memoro.tasks.taskfile import load_named
 
     found: list[tuple[str, Task]] = []
-    for file, path, name in _find(files):
+    for file, path, name in find_given(files):
         if is_baseline(path):
             spec, _, _ = read_baseline(path)
             raise CompositionError(f"{file} is a baseline, which cannot be composed or verified. {spec.not_composable}")
-        found += [(file, task) for task in _load_as(path, name)]
+        found += [(file, task) for task in load_named(path, name)]
     return _checked(found, option)
-
-
-def _find(files: Iterable[str]) -> Iterator[tuple[str, Path, str]]:
-    """Each file as it was given, its path, and the name that its task is to have: `NAME=FILE`, empty for its own."""
-    from memoro.tasks.hub import find_task_file, find_task_files
-
-    for given in files:
-        name, _, named = given.partition("=")
-        if not named or Path(given).exists():
-            name, named = "", given
-        yield from ((file, find_task_file(file), name) for file in find_task_files(named))
-
-
-def _load_as(path: Path, name: str) -> list[Task]:
-    """The tasks of a file, of which the only one gets another name if one is given."""
-    from memoro.tasks.taskfile import load_tasks
-
-    tasks = load_tasks(path)
-    if name and len(tasks) > 1:
-        raise CompositionError(
-            f"{path} contains {len(tasks)} tasks: only a file with one can be given as {name}={path}."
-        )
-    if name:
-        tasks[0].rename(name)
-    return tasks
 
 
 def load_models(
@@ -150,13 +127,15 @@ def load_models(
 ) -> tuple[Backbone, list[Task | Baseline]]:
     """The backbone of some files or hub ids, and their tasks and baselines."""
     from memoro.regimes.baselinefile import is_baseline, load_baseline, read_baseline
+    from memoro.tasks.hub import find_given
     from memoro.tasks.task import Task
+    from memoro.tasks.taskfile import load_named
 
     found: list[tuple[str, Task | BaselineSpec]] = []
     paths: dict[str, Path] = {}
-    for file, path, name in _find(files):
+    for file, path, name in find_given(files):
         paths[file] = path
-        models = [read_baseline(path)[0]] if is_baseline(path) else _load_as(path, name)
+        models = [read_baseline(path)[0]] if is_baseline(path) else load_named(path, name)
         found += [(file, model) for model in models]
     first = _checked(found, "-t")[0]
     frozen = load(backbone, device, (first.spec if isinstance(first, Task) else first).backbone)

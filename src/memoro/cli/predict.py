@@ -157,6 +157,8 @@ def predict(
 
     folder = out is not None and (out.endswith(("/", os.sep)) or Path(out).is_dir())
     cluster = ray or ray_address is not None or ray_workers is not None
+    if as_json and (form not in {None, "json"} or (out is not None and Path(out).suffix not in {"", ".json"})):
+        raise typer.BadParameter("--json is the same as --format json: leave it out for another format")
     form = _choose_form("json" if as_json else form, None if out is None else Path(out), folder)
     if ray and (address := next((place for place in images if _is_address(place)), None)) is not None:
         raise typer.BadParameter(f"{address} is not an image; if it is a Ray cluster, use --ray-address {address}")

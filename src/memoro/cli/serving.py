@@ -99,12 +99,12 @@ def serve(
     console.print(f"{format_count(len(model.names), 'task')} on {model.backbone.name}: {', '.join(model.names) or '-'}")
     if not store.writable:
         console.print("attaching is off: it needs --tasks FOLDER")
+    elif not options.may_write:
+        console.print("attaching is off: it needs --token, or a server on loopback without --allow-host")
     elif not model.names:
         console.print(
             f"the folder {(tasks or ['-'])[0]} has no tasks yet: attach some on the page, or put files into it first"
         )
-    elif not options.may_write:
-        console.print("attaching is off: it needs --token, or a server on loopback without --allow-host")
 
     def started(url: str) -> None:
         console.print(f"listening on {url} (open it in a browser; API: {url}/docs); Ctrl-C stops")

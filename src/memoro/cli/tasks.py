@@ -107,13 +107,14 @@ def verify(
     from memoro.engine.composition import compose
     from memoro.engine.verify import sample_pixels
     from memoro.evaluation.trust import verify_table, verify_tasks
+    from memoro.images.finding import find_images
 
+    if data and not all("=" in one for one in data):
+        raise typer.BadParameter("--data needs NAME=DATA, such as --data pets=photos/pets")
     members = gather_tasks(tasks)
     loaded = load(backbone, device, members[0].spec.backbone)
     model = compose(loaded, members)
-    receipt = model.verify(sample_pixels(loaded, images or []))
-    if data and not all("=" in one for one in data):
-        raise typer.BadParameter("--data needs NAME=DATA, such as --data pets=photos/pets")
+    receipt = model.verify(sample_pixels(loaded, list(find_images(images)) if images else []))
     sets = dict(one.split("=", 1) for one in data or [])
     found = verify_tasks(model, sets, **table_options(label_column, image_column, allow_absolute)) if sets else {}
     if as_json:
@@ -161,7 +162,10 @@ def calibrate_task(
     console = plain_console(soft_wrap=True)
     how: dict[str, Any] = {"parents": parents, "batch_size": batch_size, "log": console.print}
     reading = table_options(label_column, image_column, allow_absolute)
+    before = task.spec
     calibrate(load(backbone, device, task.spec.backbone), task, data, **how, **reading)
+    if task.spec is before and out is None:
+        return
     save_task(task, out or file)
     console.print(f"written to {out or file}")
 

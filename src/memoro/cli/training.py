@@ -204,6 +204,8 @@ def evaluate_tasks(
     errors = plain_console(stderr=True, soft_wrap=True)
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "quiet": False, "log": errors.print}
     page = out or (Path("report.html") if report else None)
+    if page is not None and page.suffix.lower() not in {".html", ".htm"}:
+        raise DataError(f"--out {page} is for the HTML report: name it .html. For metrics as JSON, use --json.")
     reading = table_options(label_column, image_column, allow_absolute)
     results = evaluate(frozen, loaded, read_data(data), report=page, **how, **reading)
     if page is not None:

@@ -7,7 +7,6 @@ compares them. Where recipes differ, the default is None: the recipe's.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,16 +23,6 @@ def _check_folds(folds: int | None) -> int | None:
     if folds is not None and folds != 0 and folds < 2:
         raise typer.BadParameter(f"{folds} folds: choose 2 or more, or 0 for a validation split.")
     return folds
-
-
-def _read_target(text: str) -> Path:
-    """The path; a folder is created where it ends with a slash, which a Path does not keep."""
-    try:
-        if text.endswith(("/", os.sep)):
-            Path(text).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"{text}: {error.strerror}") from None
-    return Path(text)
 
 
 _DATA, _TASK, _RECIPE, _AUGMENTATION = "Data", "Task", "Recipe", "Augmentation"
@@ -71,6 +60,9 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "allow_absolute": _option(
         bool, False, _DATA, "Trust a table that names files outside its folder.", "--allow-absolute"
     ),
+    "max_unreadable": _option(
+        float, 0.05, _DATA, "Fraction of images that may be unreadable; they are left out.", min=0, max=1
+    ),
     "image_size": _option(
         int | None, None, _DATA, "Input size in pixels; resize and crop are scaled together.",
         show_default="the backbone's", min=1,
@@ -80,8 +72,8 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         bool, False, _DATA, "Read a hub dataset as a stream, storing nothing; needs --steps.", "--streaming"
     ),
     "out": _option(
-        Path | None, None, _OUTPUT, "Task file to write, or a folder (tasks/) for several.", "--out", "-o",
-        show_default="TASK.safetensors", parser=_read_target,
+        str | None, None, _OUTPUT, "Task file to write, or a folder (tasks/) for several.", "--out", "-o",
+        show_default="TASK.safetensors",
     ),
     "folder": _option(
         Path | None, None, _OUTPUT, "Run folder: metrics, plots, checkpoint, report.", show_default="runs/TASK"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,15 +73,13 @@ def split_name(text: str) -> SplitName | None:
 
 
 def parse(cells: Sequence[Any], kind: HeadKind, where: Callable[[int], str]) -> list[Annotation]:
-    """The annotation of each cell: a class name, a tuple of labels (text is split at | and ;), or finite numbers."""
+    """The annotation of each cell: a class name, a tuple of labels (text is split at | and ;, or at commas where it has
+    neither), or finite numbers."""
     if kind == "regression":
         return [_numbers(cell, where(at)) for at, cell in enumerate(cells)]
     if kind == "multilabel":
-        return [_labels(cell) for cell in cells]
-    empty = [at for at, cell in enumerate(cells) if _missing(cell)]
-    if empty:
-        rows = ", ".join(map(where, empty[:5])) + (", …" if len(empty) > 5 else "")
-        raise DataError(f"{len(empty)} rows have no label ({rows}): fill it in, or remove them.")
+        separators = "[|;]" if any(isinstance(cell, str) and re.search("[|;]", cell) for cell in cells) else ","
+        return [_labels(cell, separators) for cell in cells]
     return [_text(cell) for cell in cells]
 
 
@@ -130,6 +130,19 @@ def as_numbers(cells: Sequence[Any]) -> list[float] | None:
     return numbers if numbers and all(map(math.isfinite, numbers)) else None
 
 
+def labelled_rows(cells: Sequence[Any], kind: HeadKind) -> list[int]:
+    """The rows that have a label. An image without any of several labels has one: none of them."""
+    if kind == "multilabel":
+        return list(range(len(cells)))
+    rows = (cell if isinstance(cell, tuple) else (cell,) for cell in cells)  # several numbers are a tuple
+    return [row for row, parts in enumerate(rows) if not any(map(_missing, parts))]
+
+
+def unlabelled(count: int, name: str) -> str:
+    """The note on rows that have none."""
+    return f"{name}: {left_out(count, 'image')}: {'it has' if count == 1 else 'they have'} no label."
+
+
 def _missing(cell: Any) -> bool:
     return cell is None or (isinstance(cell, float) and math.isnan(cell)) or not str(cell).strip()
 
@@ -138,9 +151,12 @@ def _text(cell: Any) -> str:
     return unicodedata.normalize("NFC", str(cell)).strip()
 
 
-def _labels(cell: Any) -> tuple[str, ...]:
+def _labels(cell: Any, separators: str) -> tuple[str, ...]:
+    if isinstance(cell, str) and re.fullmatch(r"\s*\[.*\]\s*", cell, re.DOTALL):  # a list, as pandas and JSON write it
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            cell = ast.literal_eval(cell.strip())
     if not isinstance(cell, (list, tuple, np.ndarray)):
-        cell = [] if _missing(cell) else re.split("[|;]", str(cell))
+        cell = [] if _missing(cell) else re.split(separators, str(cell))
     return tuple(_text(item) for item in cell if not _missing(item))
 
 

@@ -51,6 +51,8 @@ def choose_columns(
 ) -> Columns:
     """The columns of a table, by the types of its features (None where it has none) first and by their names second."""
     asked, kind = options.label_column, options.kind
+    if asked is None and kind == "regression" and options.labels and set(options.labels) <= set(features):
+        asked = options.labels[0] if len(options.labels) == 1 else options.labels  # what a task was trained on
     image = find_image_column(features, options.image_column, name, image_columns)
     classes = [column for column, feature in features.items() if _kind_of_feature(feature)[1] is not None]
     if asked is None and len(classes) == 1:
@@ -96,15 +98,18 @@ def recognise_numbers(columns: Columns, cells: Sequence[Any], options: DataOptio
     if columns.kind == "regression":
         why = "its values are decimal numbers"
     else:
-        numbers = as_numbers(cells) if columns.kind == "softmax" and columns.labels is None else None
+        if columns.kind != "softmax" or columns.labels is not None:
+            return columns, []
+        numbers = as_numbers(cells)
         if numbers is None:
+            _refuse_mixture(column, cells)
             return columns, []
         if not all(number.is_integer() for number in numbers):
             why = "its values are not all whole"
-        elif rows < 2 * distinct:
-            why = f"it has {distinct} different values in {rows} rows"
         elif column.lower() in KIND_OF_COLUMN:
             return columns, []
+        elif rows < 2 * distinct:
+            why = f"it has {distinct} different values in {rows} rows"
         else:
             how = "for numbers to be predicted, use --kind number"
             return columns, [f"column {column!r} has whole numbers: treated as {distinct} classes; {how}."]
@@ -112,6 +117,17 @@ def recognise_numbers(columns: Columns, cells: Sequence[Any], options: DataOptio
     if KIND_OF_COLUMN.get(column.lower()) == "regression":
         return columns, []
     return columns, [f"column {column!r} is treated as numbers, because {why}; for classes, use --kind class."]
+
+
+def _refuse_mixture(column: str, cells: Sequence[Any]) -> None:
+    """An error where nearly all cells are measurements, and others, such as `unknown`, would make a class of each."""
+    numbers = [one for cell in cells for one in as_numbers([cell]) or ()]
+    others = [cell for cell in cells if isinstance(cell, str) and cell.strip() and as_numbers([cell]) is None]
+    if others and len(numbers) >= 9 * len(others) and not all(number.is_integer() for number in numbers):
+        raise DataError(
+            f"column {column!r} has numbers, but also {others[0]!r} ({len(others)} of {len(cells)} rows): leave those "
+            "cells empty, and the rows are left out; or use --kind class, if these are classes."
+        )
 
 
 def check_numbers(own: Sequence[str], labels: Sequence[str], name: str) -> list[str]:

@@ -53,8 +53,9 @@ class DataOptions:
     measured_only: bool = False
     """Whether only the split that an evaluation measures is kept: test, else val, else train."""
     screen: bool = True
-    """Whether every image is decoded once: unreadable ones are left out and listed, more than 5 % of them is an error,
-    and duplicates are found."""
+    """Whether every image is decoded once: unreadable ones are left out and listed, and duplicates are found."""
+    max_unreadable: float = MAX_UNREADABLE
+    """The fraction of images that may be unreadable; more of them is an error, but one always may, unless this is 0."""
     workers: int | None = None
     """Worker processes for that; by default one per core, and none for a small dataset."""
     quiet: bool = False
@@ -174,13 +175,13 @@ def unreadable_size(size: int) -> str | None:
     return f"{size / 2**20:.0f} MiB, more than {MAX_BYTES // 2**20}" if size > MAX_BYTES else None
 
 
-def refuse_many(skipped: Sequence[Skipped], total: int, name: str) -> None:
-    """An error if more than 5 % of `total` images, the skipped ones among them, cannot be read."""
-    if len(skipped) <= MAX_UNREADABLE * total:
+def refuse_many(skipped: Sequence[Skipped], total: int, name: str, most: float = MAX_UNREADABLE) -> None:
+    """An error if more than this fraction of `total` images, the skipped ones among them, cannot be read."""
+    if len(skipped) <= max(most * total, 1 if most and total > 1 else 0):
         return
     first = "; ".join(f"{where}: {reason}" for where, reason in skipped[:5])
     more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
     raise DataError(
-        f"{name}: {len(skipped)} of {total} images cannot be read, more than {MAX_UNREADABLE:.0%}; "
-        f"repair or remove them: {first}{more}"
+        f"{name}: {len(skipped)} of {total} images cannot be read, more than {most:.0%}: {first}{more}. Repair or "
+        "remove them, or allow more with --max-unreadable (in Python, max_unreadable)."
     )

@@ -133,7 +133,8 @@ def is_dataset_id(source: str) -> bool:
 
 def is_saved(folder: Path) -> bool:
     """Whether `datasets` saved this folder with `save_to_disk`."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    one = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+    return one or (folder / "dataset_dict.json").is_file()
 
 
 def fetch(
@@ -143,7 +144,11 @@ def fetch(
     import datasets
 
     if isinstance(source, Path):
-        loaded, name = datasets.load_from_disk(str(source)), str(source)
+        name = str(source)
+        try:
+            loaded = datasets.load_from_disk(name)
+        except Exception as error:  # a damaged file makes the libraries raise nearly every type
+            raise DataError(f"{name}: cannot be read by datasets.load_from_disk ({first_line(error)}).") from None
     elif isinstance(source, str):
         if not is_dataset_id(source):
             raise DataError(f"{source!r} is not an id of the hub: those look like owner/name or owner/name:split.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import warnings
@@ -265,10 +267,10 @@ class WorkerPool:
                 waiting.append((request, self._submit(function, request, workers)))
                 if len(waiting) > _PREFETCH * workers:
                     request, future = waiting.popleft()
-                    yield request, future.result()
+                    yield request, _unpack(future.result())
             while waiting:
                 request, future = waiting.popleft()
-                yield request, future.result()
+                yield request, _unpack(future.result())
         except BrokenProcessPool:
             with self._lock:
                 self._executor = None
@@ -301,7 +303,9 @@ class WorkerPool:
                 self.close()
                 functions = {number: function for function, number in self._functions.items()}
                 self._size, self._started = max(workers, self._size), set(functions)
-                self._executor = ProcessPoolExecutor(self._size, initializer=_start_worker, initargs=(functions,))
+                self._executor = ProcessPoolExecutor(
+                    self._size, initializer=_start_worker, initargs=(functions, _has_little_shared_memory())
+                )
                 if not self._has_answered():
                     self._first_answer = self._executor.submit(int)
             return self._executor.submit(_apply, number, request)
@@ -323,7 +327,9 @@ NICENESS = 10
 _worker_functions: dict[int, Callable[[Any], Any]] = {}
 
 
-def _start_worker(functions: dict[int, Callable[[Any], Any]]) -> None:
+def _start_worker(functions: dict[int, Callable[[Any], Any]], packs: bool) -> None:
+    global _packs  # of this worker process
+    _packs = packs
     _worker_functions.update(functions)
     torch.set_num_threads(1)
     if hasattr(os, "nice"):  # not on Windows
@@ -343,4 +349,40 @@ def _end_with_parent() -> None:
 
 
 def _apply(number: int, request: Any) -> Any:
-    return _worker_functions[number](request)
+    result = _worker_functions[number](request)
+    return _Packed(_pack(result)) if _packs else result
+
+
+# torch sends tensors through shared memory. A container has 64 MB of it by default, less than the batches under way.
+LITTLE_SHARED_MEMORY = 1 << 30
+_packs = False
+
+
+def _has_little_shared_memory() -> bool:
+    try:
+        found = os.statvfs("/dev/shm")
+    except (OSError, AttributeError):  # not Linux
+        return False
+    return found.f_blocks * found.f_frsize < LITTLE_SHARED_MEMORY
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A worker's result as bytes, which are copied through a pipe."""
+
+    data: bytes
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return (torch.from_numpy, (value.numpy(),)) if type(value) is Tensor else NotImplemented
+
+
+def _pack(result: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(result)
+    return buffer.getvalue()
+
+
+def _unpack(result: Any) -> Any:
+    return pickle.loads(result.data) if isinstance(result, _Packed) else result

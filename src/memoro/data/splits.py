@@ -104,8 +104,8 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
     """
     parts = {split: raw.splits[split] for split in SPLITS if split in raw.splits and len(raw.splits[split].rows)}
     if not parts:
-        refuse_many(raw.skipped, len(raw.skipped), name)
-        raise DataError(f"{name} contains no images.")
+        refuse_many(raw.skipped, len(raw.skipped), name, 0)
+        raise DataError(" ".join([f"{name} contains no images.", *raw.notes]))
     if options.measured_only:
         measured = next(split for split in reversed(SPLITS) if split in parts)
         parts = {measured: parts[measured]}
@@ -142,7 +142,7 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
     else:
         notes.append("images were not screened: duplicates are not found, and an unreadable image stops the run.")
     skipped = (*raw.skipped, *(skip for images in sets.values() for skip in images.skipped))
-    refuse_many(skipped, total, name)
+    refuse_many(skipped, total, name, options.max_unreadable)
     if skipped:
         notes.append(f"{left_out(len(skipped), 'unreadable image')}, such as {skipped[0].where} ({skipped[0].reason}).")
     train, val, test = map(sets.get, SPLITS)
@@ -213,7 +213,9 @@ def _drop_unseen(parts: dict[SplitName, RawSplit]) -> list[str]:
             continue
         keep = [at for at, annotation in enumerate(part.annotations) if labels_in([annotation]) <= seen]
         dropped = left_out(len(part.rows) - len(keep), f"{split} image")
-        notes.append(f"{dropped}: no training image shows {first_few(unseen)}.")
+        known = {label.casefold() for label in seen}
+        warning = "warning: " if any(label.casefold() in known for label in unseen) else ""  # Red and red
+        notes.append(f"{warning}{dropped}: no training image shows {first_few(unseen)}.")
         parts[split] = RawSplit(part.source, [part.rows[at] for at in keep], [part.annotations[at] for at in keep])
         if not keep:
             del parts[split]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from memoro.data.annotations import encode, parse
+from memoro.data.annotations import encode, labelled_rows, parse
 from memoro.data.augment import Purpose, uniform
 from memoro.data.columns import Columns, check_numbers, choose_columns
 from memoro.data.dataset import SPLITS, AnySplits, DataOptions, Labelled, SplitName
@@ -47,7 +47,7 @@ class ImageStream(Labelled):
                     continue
             where = self.where(number)
             cells = self.columns.cells({column: [row[column]] for column in self.columns.values})
-            if cells == [None] and self.kind == "softmax":
+            if not labelled_rows(cells, self.kind):
                 continue
             try:
                 [target] = encode(parse(cells, self.kind, lambda _, where=where: where), self.labels, self.kind)  # type: ignore[misc]

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memoro.data.annotations import KIND_OF_COLUMN, SPLIT_NAMES, RawDataset, RawSplit, parse, split_name
+from memoro.data.annotations import (
+    KIND_OF_COLUMN,
+    SPLIT_NAMES,
+    RawDataset,
+    RawSplit,
+    labelled_rows,
+    parse,
+    split_name,
+    unlabelled,
+)
 from memoro.data.columns import IMAGE_COLUMNS, Columns, choose_columns, recognise_numbers
 from memoro.data.dataset import MAX_BYTES, SPLITS, DataOptions, Skipped, SplitName, unreadable_size
 from memoro.data.folders import FileImages
@@ -165,13 +174,8 @@ def _read_table(table: Any, columns: Columns, name: str, places: Places) -> tupl
         raise DataError(f"{name}: no column {missing[0]!r}; it has {', '.join(map(repr, table.features))}.")
     source = TableImages(undecoded(table.with_format(None), columns.image), columns.image, name, places)
     cells = columns.cells(_read_values(table, columns))
-    rows: Sequence[int] = range(len(cells))
-    notes = []
-    if columns.kind == "softmax":
-        # Test sets of competitions come without labels, or with -1 for them.
-        rows = [row for row, cell in enumerate(cells) if cell is not None]
-        if len(rows) < len(cells):
-            notes.append(f"{name}: {len(cells) - len(rows)} images without a label were left out.")
+    rows = labelled_rows(cells, columns.kind)  # test sets of competitions come without labels, or with -1 for them
+    notes = [] if len(rows) == len(cells) else [unlabelled(len(cells) - len(rows), name)]
     annotations = parse([cells[row] for row in rows], columns.kind, lambda at: f"{name}, row {rows[at]}")
     return RawSplit(source, rows, annotations), notes
 
@@ -206,7 +210,11 @@ def read_manifest(path: Path, options: DataOptions) -> RawDataset:
     if not cells:
         raise DataError(f"{path}: there are no rows below the header.")
     columns, notes = recognise_numbers(columns, cells, options)
-    annotations = parse(cells, columns.kind, where)
+    labelled = labelled_rows(cells, columns.kind)
+    if len(labelled) < len(cells):
+        notes.append(unlabelled(len(cells) - len(labelled), path.name))
+    parsed = parse([cells[row] for row in labelled], columns.kind, lambda at: where(labelled[at]))
+    annotations = dict(zip(labelled, parsed, strict=True))
     files, skipped = _find_files(table[columns.image], Places(str(path.parent), anywhere=options.allow_absolute), where)
     source = FileImages(str(path.parent), tuple(files))
     by_split: dict[SplitName, list[int]] = {split: [] for split in SPLITS}
@@ -216,7 +224,7 @@ def read_manifest(path: Path, options: DataOptions) -> RawDataset:
         if split is None:
             known = ", ".join(SPLIT_NAMES)
             raise DataError(f"{where(row)}: unknown split {str(cell).strip()!r}: choose one of {known}.")
-        if row not in skipped:
+        if row not in skipped and row in annotations:
             by_split[split].append(row)
     splits = {
         split: RawSplit(source, rows, [annotations[row] for row in rows]) for split, rows in by_split.items() if rows

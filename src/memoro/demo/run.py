@@ -30,7 +30,7 @@ from memoro.training.sweep import Grid, SweepResult, SweepSpec, run_sweeps
 
 def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int = 1000, epochs: int = 14) -> Path:
     """Generates images, trains, composes, evaluates and writes a page about it; returns the page's path."""
-    need("accelerate", "torchmetrics", "matplotlib", "datasets")
+    need("accelerate", "matplotlib", "datasets")
     need("sklearn", extra="demo")
     start = time.monotonic()
     torch.manual_seed(0)

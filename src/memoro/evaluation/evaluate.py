@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memoro.arguments import several
 from memoro.backbones import Backbone
-from memoro.console import bar, format_count
+from memoro.console import bar, format_count, plain_console
 from memoro.data import ImageSet, Loader, Splits, Streams, load_data
 from memoro.engine.composition import compose
 from memoro.errors import DataError, TrainingError
@@ -18,11 +18,15 @@ from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure_task, warn_of
 from memoro.evaluation.report import TaskReport, write_report
 from memoro.evaluation.training_images import SKETCH, learned_from
-from memoro.extras import need
 from memoro.heads import HeadKind
 from memoro.regimes.baseline import Baseline
 from memoro.tasks.spec import by_name
 from memoro.tasks.task import Task
+
+
+def _print_warning(text: str) -> None:
+    if text.startswith("warning: "):
+        plain_console(stderr=True, soft_wrap=True).print(text)
 
 
 def evaluate(
@@ -33,7 +37,7 @@ def evaluate(
     batch_size: int = 32,
     workers: int | None = None,
     quiet: bool = True,
-    log: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = _print_warning,
     report: str | Path | None = None,
     **reading: Any,
 ) -> dict[str, dict[str, Any]]:
@@ -42,10 +46,10 @@ def evaluate(
     `data` is one set for all tasks, or a dict from a task's name to its own; `label_column`, `image_column` and
     `allow_absolute` are for tables, as in `load_data`. Tasks that have the same images, labels and preprocessing share
     one pass; each baseline has its own. Images of classes that a task does not know are left out and counted in
-    `unknown_classes`. `log` receives a line for every pass, and notes, such as on data without a test split. `report`
-    is a file to which a page about the answers is written.
+    `unknown_classes`, unreadable ones in `skipped`. `log` receives a line for every pass, notes, such as on data
+    without a test split, and warnings, which are printed to stderr by default. `report` is a file to which a page about
+    the answers is written.
     """
-    need("torchmetrics")
     tasks = several(tasks)
     composition = compose(backbone, [task for task in tasks if not isinstance(task, Baseline)])
     models = by_name(tasks)
@@ -73,11 +77,15 @@ def evaluate(
     reports: dict[str, TaskReport] = {}
     for splits, images, split, unknown, names in groups.values():
         notes = [*splits.notes]
+        for text in notes:
+            log(text if text.startswith("warning: ") else f"note: {text}")
         if unknown:
             notes.append(_not_known(unknown, models[names[0]].kind, images, names))
             log(f"note: {notes[-1]}")
-        if split != "test":
-            log(_no_test_split(images, split, names, [models[name] for name in names], splits))
+        told = _check_new(images, split, [models[name] for name in names], splits)
+        if told is not None:
+            notes.append(told.removeprefix("note: "))
+            log(told)
         passes = list(composition.passes([name for name in names if name in composition.names]).items())
         for name in names:
             if name not in composition.names:
@@ -90,28 +98,30 @@ def evaluate(
             for name, out in zip(together, logits, strict=True):
                 found = {"split": split, **measure_task(models[name], out, targets)}
                 results[name] = {**found, **({"unknown_classes": unknown} if unknown else {})}
+                if splits.skipped:
+                    results[name]["skipped"] = len(splits.skipped)
                 if (warning := warn_of(found)) is not None:
                     log(f"warning: {name}: {warning}")
-                told = notes if warning is None else [*notes, warning]
-                about = (models[name], results[name], out, targets, images, splits, told)
+                about = (models[name], results[name], out, targets, images, splits, [*notes, *filter(None, [warning])])
                 reports[name] = TaskReport(*about, model=composition if name in composition.names else None)
     if report is not None:
         write_report(Path(report), ", ".join(sources), backbone, [reports[name] for name in sources])
     return {name: results[name] for name in sources}
 
 
-def _no_test_split(
-    images: ImageSet, split: str, names: list[str], models: Sequence[Task | Baseline], splits: Splits
-) -> str:
+def _check_new(images: ImageSet, split: str, models: Sequence[Task | Baseline], splits: Splits) -> str | None:
+    """What to know if a model may have been trained on the images; None if there is nothing to say."""
+    names = [model.name for model in models]
+    on_record = [model for model in models if SKETCH in model.spec.training]
+    learned = [model.name for model in on_record if learned_from(model, images, splits) is not None]
+    optimistic = f"{', '.join(learned)} learned from some of them: this is not the accuracy on new images."
+    if split == "test":
+        return f"warning: {images.name}: {optimistic}" if learned else None
     count = format_count(len(images), "image")
     used, how = (f"all {count}", "trained") if split == "all" else (f"the {count} of {split}", "selected")
     text = f"{images.name.rpartition(':')[0] or images.name} has no test split: evaluated on {used}."
-    on_record = [model for model in models if SKETCH in model.spec.training]
-    learned = [model.name for model in on_record if learned_from(model, images, splits) is not None]
     if learned:
-        return (
-            f"warning: {text} {', '.join(learned)} learned from some of them: this is not the accuracy on new images."
-        )
+        return f"warning: {text} {optimistic}"
     if split == "all" and len(on_record) == len(models):
         return f"note: {text} None of them is among the recorded training images."
     were = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} were"

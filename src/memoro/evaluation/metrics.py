@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from rich.console import RenderableType
 from rich.text import Text
 from torch import Tensor
@@ -38,7 +39,7 @@ COLUMNS = {
 """The metrics that are shown, in this order, and what they are called everywhere."""
 
 NO_BETTER = 0.05
-"""An R² below this is no better than always answering the mean."""
+"""An R² below this is no better than always predicting the mean."""
 
 
 def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tensor) -> dict[str, Any]:
@@ -98,10 +99,14 @@ def name_split(split: str) -> str:
 
 def warn_of(metrics: dict[str, Any]) -> str | None:
     """What a user must know before using a model with these metrics; None: nothing."""
+    split, most = name_split(metrics["split"]), metrics.get("majority_accuracy")
+    if most is not None and metrics["accuracy"] <= most:
+        right = metrics["accuracy"]
+        return f"accuracy is {right:.3f} ({split}): no better than always predicting the most frequent class."
     value = metrics.get("r2")
     if value is None or value >= NO_BETTER:
         return None
-    return f"R² is {value:.3f} ({name_split(metrics['split'])}): no better than always answering the mean."
+    return f"R² is {value:.3f} ({split}): no better than always predicting the mean."
 
 
 def confusion(logits: Tensor, targets: Tensor) -> Tensor:
@@ -146,8 +151,6 @@ def format_worst(metrics: dict[str, Any], most: int) -> str:
 
 
 def _softmax(labels: Sequence[str], probabilities: Tensor, targets: Tensor) -> dict[str, Any]:
-    from torchmetrics.functional.classification import multiclass_calibration_error
-
     right = probabilities.argmax(dim=-1) == targets
     counts = targets.bincount(minlength=len(labels))
     hits = targets[right].bincount(minlength=len(labels))
@@ -156,21 +159,18 @@ def _softmax(labels: Sequence[str], probabilities: Tensor, targets: Tensor) -> d
     return {
         "accuracy": float(right.float().mean()),
         "balanced_accuracy": sum(recall.values()) / len(recall),
-        "calibration_error": float(multiclass_calibration_error(probabilities, targets, len(labels), n_bins=15)),
+        "calibration_error": _calibration_error(probabilities.amax(dim=-1), right),
+        "majority_accuracy": float(counts.max() / counts.sum()),
         "worst_classes": {label: recall[label] for label in worst},
     }
 
 
 def _multilabel(probabilities: Tensor, targets: Tensor) -> dict[str, Any]:
-    from torchmetrics.functional.classification import binary_average_precision
-
     truth = targets >= 0.5
     right = (probabilities >= 0.5) == truth
-    # Label by label: there may be only one, and without a positive image precision is undefined.
-    each = [
-        float(binary_average_precision(probabilities[:, label], truth[:, label].long()))
-        for label in truth.any(dim=0).nonzero().flatten().tolist()
-    ]
+    # Without a positive image, precision is undefined.
+    present = truth.any(dim=0).nonzero().flatten().tolist()
+    each = [_average_precision(probabilities[:, label], truth[:, label]) for label in present]
     said, occurs = probabilities >= 0.5, truth.any(dim=0)
     f1 = 2 * (said & truth).sum(dim=0) / (said.sum(dim=0) + truth.sum(dim=0)).clamp(min=1)
     return {
@@ -179,6 +179,27 @@ def _multilabel(probabilities: Tensor, targets: Tensor) -> dict[str, Any]:
         "exact_match": float(right.all(dim=-1).float().mean()),
         "label_accuracy": float(right.float().mean()),
     }
+
+
+BINS = 15
+
+
+def _calibration_error(confidences: Tensor, right: Tensor) -> float:
+    """The expected calibration error over `BINS` bins of equal width."""
+    bins = (confidences * BINS).long().clamp(max=BINS - 1)
+    gaps = torch.zeros(BINS, dtype=torch.float64, device=bins.device)
+    gaps.index_add_(0, bins, right.double() - confidences.double())
+    return float(gaps.abs().sum() / len(right))
+
+
+def _average_precision(scores: Tensor, truth: Tensor) -> float:
+    """The area under precision over recall, as a step function. Images of one score are counted together."""
+    order = scores.argsort(descending=True)
+    ends = (scores[order].diff() != 0).nonzero().flatten()
+    ends = torch.cat([ends, ends.new_tensor([len(scores) - 1])])
+    hits = truth[order].double().cumsum(dim=0)[ends]
+    recall = hits / hits[-1]
+    return float((hits / (ends + 1) * recall.diff(prepend=recall.new_zeros(1))).sum())
 
 
 def _regression(values: Tensor, targets: Tensor) -> dict[str, Any]:

@@ -314,8 +314,8 @@ def calibrate(
     """Gives a task a new calibration and familiarity, from images that look like those it is for.
 
     The calibration is fitted on the validation split, or on all images of `data` where there is none, never on a test
-    split. Where the task was trained on some of those images, it is left as it is. `reading` are
-    options of `load_data`.
+    split. Where the task was trained on some of those images, it is left as it is, and so is a familiarity that the
+    task has. `reading` are options of `load_data`.
     """
     model = compose(backbone, [task, *parents])
     labels: dict[str, Any] = {"kind": task.kind, "labels": task.labels, "drop_unknown": True, **reading}
@@ -326,6 +326,10 @@ def calibrate(
     parts = [images for images in (splits.train, splits.val) if images is not None]
     if not parts:
         raise DataError(f"{splits.name} has only test images, which must not be used: rename its folder.")
+    reason = learned_from(task, parts[-1], splits)
+    if reason is not None and task.spec.familiarity is not None:
+        log(f"{reason}: nothing is changed. Pass images that the task did not learn from.")
+        return
     tokens, targets = [], []
     for images in parts:
         loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
@@ -342,7 +346,6 @@ def calibrate(
         changes["familiarity"] = familiarity
         facts["familiarity"] = f"{familiarity.images} images of {splits.name}, out of fold"
         log(f"familiarity: from {format_count(familiarity.images, 'image')}")
-    reason = learned_from(task, parts[-1], splits)
     if reason is not None:
         log(f"{reason}: the calibration stays as it is. To calibrate, pass images that the task did not learn from.")
     else:

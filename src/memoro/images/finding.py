@@ -87,9 +87,20 @@ def find_images(places: Iterable[str | Path]) -> Iterator[Path]:
 
 
 def walk_images(folder: str | Path) -> Iterator[Path]:
-    """The image files of a folder and of those inside it, by name. Links to folders are not followed."""
-    for here, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not is_clutter(name))
+    """The image files of a folder and of those inside it, by name. Links to other folders are followed, once each."""
+    root, followed = Path(folder).resolve(), set[Path]()
+
+    def leads_on(path: str) -> bool:
+        if not os.path.islink(path):
+            return True
+        target = Path(path).resolve()
+        if target in followed or target.is_relative_to(root) or root.is_relative_to(target):
+            return False
+        followed.add(target)
+        return True
+
+    for here, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in sorted(folders) if not is_clutter(name) and leads_on(os.path.join(here, name))]
         for name in sorted(files):
             path = os.path.join(here, name)
             if not is_clutter(name) and is_image(name, partial(read_head, path)) and os.path.isfile(path):

@@ -22,8 +22,8 @@ from memoro.training.run import SharedForward
 # In plain base passes per image, from `memoro bench train` (results/train.md).
 KEPT, SHARED, RUN = 0.1, 1.0, 0.05
 """Reading an image's features, computing them, and one task's forward and backward from layer 0 on."""
-UNMASKED = {"full": 3.2, "adapter": 2.4, "adapter+memory-full": 2.5}
-"""One run of a regime that changes base tokens."""
+UNMASKED = {"full": 3.2}
+"""One run of a regime that changes base tokens, where it is not `UNMASKED_RUN`."""
 UNMASKED_RUN = 2.2
 
 
@@ -126,7 +126,7 @@ def training_bytes(backbone: Backbone, method: Method, batch: int, image_size: i
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    pixels = torch.zeros(2, backbone.channels, image_size, image_size)
+    pixels = torch.zeros(2, backbone.channels, image_size, image_size).to(backbone.device, backbone.dtype)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = SharedForward(backbone, [model])(pixels)[0] if method.composes else model(pixels)
     del out

@@ -29,7 +29,7 @@ def make_order(
     changes: Mapping[str, Any] = {},
 ) -> tuple[Order, Runner]:
     """What to run and what with. `changes` are fields of `Budget`: epochs of masked regimes, steps of the others."""
-    need("accelerate", "torchmetrics", "matplotlib", "datasets")
+    need("accelerate", "matplotlib", "datasets")
     scale = _changed(SCALES[scale_name], changes)
     sets = find_sets(data) if data else {name: name for name in scale.sets} if scale.name == "paper" else {}
     if not sets and table != "table5":

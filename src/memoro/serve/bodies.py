@@ -87,6 +87,8 @@ def _read_json(body: bytes, options: ServeOptions) -> list[Upload]:
     images = document.get("images") if isinstance(document, dict) else None
     if not isinstance(images, list) or not images or not all(isinstance(image, str) for image in images):
         raise ServeError('send {"images": ["base64 of a file", …]}, with at least one image.', 422)
+    if other := next((key for key in document if key != "images"), None):
+        raise ServeError(f"unknown key {other!r}: send tasks, top_k and the like as query parameters.", 422)
     _check_count(len(images), options)
     return [Upload(f"image {n}", decode_base64(image, f"image {n}")) for n, image in enumerate(images, start=1)]
 

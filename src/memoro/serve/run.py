@@ -15,15 +15,14 @@ from memoro.backbones import Backbone, BackboneRecord
 from memoro.errors import ServeError
 from memoro.serve.app import create_app
 from memoro.serve.options import ServeOptions
-from memoro.serve.store import TaskStore, find_files, load_files
+from memoro.serve.store import TaskStore, find_tasks
 
 MAX_CONNECTIONS = 1024
 
 
 def open_store(places: Sequence[str | Path], load: Callable[[BackboneRecord | None], Backbone]) -> TaskStore:
-    """The tasks of a folder, or of files and hub ids, on the backbone that `load` gives for the first one, if any."""
-    files, folder = find_files(places)
-    found = load_files(files)
+    """The tasks of a folder, or of anything else that `-t` takes, on the backbone that `load` gives for the first."""
+    found, folder = find_tasks(places)
     first = next((task.spec.backbone for _, task in found.values()), None)
     return TaskStore(load(first), found, folder)
 

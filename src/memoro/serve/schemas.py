@@ -60,6 +60,8 @@ class Answer(BaseModel):
     labels: list[str] | None = None
     probabilities: dict[str, float] | None = None
     values: dict[str, float] | None = None
+    intervals: dict[str, list[float]] | None = None
+    """Of a calibrated regression: from and to, for 90 % of new images."""
     score: float | None = None
     """Comparable between tasks: the highest is that of the task that the image most likely belongs to."""
     familiarity: float | None = None

@@ -140,7 +140,7 @@ class Service:
         for steps, names in model.passes(question.tasks).items():
             pixels = item.pixels[steps].unsqueeze(0).to(model.backbone.dtype)
             for name in names:
-                maps[name] = await self.batcher.call(partial(model.explain, pixels, name))
+                maps[name] = await self.batcher.call(partial(model.explain, pixels, name, normalised=True))
         return maps
 
     async def _decode(self, question: Question, upload: Upload) -> Item | ImageError:

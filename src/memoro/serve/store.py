@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -26,10 +27,10 @@ from memoro.evaluation.inspect import describe_task
 from memoro.files import sync_folder
 from memoro.serve.batching import run_pass
 from memoro.serve.options import MAX_INPUT_SIDE, MAX_TASKS
-from memoro.tasks.hub import find_task_file
+from memoro.tasks.hub import find_given
 from memoro.tasks.sections import write_sections
 from memoro.tasks.task import Task
-from memoro.tasks.taskfile import load_tasks, save_task, save_tasks
+from memoro.tasks.taskfile import load_named, load_tasks, save_task, save_tasks
 
 ALL = "all"
 """The model of the Open Inference Protocol that stands for all tasks."""
@@ -52,24 +53,35 @@ class Attached:
         return hashlib.sha256("".join(sorted(info["content"] for info in self.info.values())).encode()).hexdigest()[:12]
 
 
-def find_files(places: Sequence[str | Path]) -> tuple[list[Path], Path | None]:
-    """The task files of a folder (and the folder, which is created if it ends with a slash), or the given files and
-    those of the given hub ids."""
-    if len(places) == 1 and _is_folder(places[0]):
-        folder = Path(places[0])
-        try:
+def find_tasks(places: Sequence[str | Path]) -> tuple[dict[str, tuple[Path, Task]], Path | None]:
+    """The tasks by name, each with its file: those of one folder (and that folder, which is created if it ends with a
+    slash), or of anything else that `-t` takes."""
+    folder = Path(places[0]) if len(places) == 1 and _is_folder(places[0]) else None
+    try:
+        if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             for part in folder.glob(".*.part"):  # left by a crash
                 if part.stat().st_mtime < time.time() - STALE_SECONDS:
                     part.unlink()
             inside = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
-        except OSError as error:
-            raise ServeError(f"cannot use the folder {folder} ({error.strerror}).") from None
-        return inside, folder
-    for place in places:
-        if Path(place).is_dir():
-            raise ServeError(f"{place} is a folder: give one folder, or files.")
-    return [_find_file(place) for place in places], None
+    except OSError as error:
+        raise ServeError(f"cannot use the folder {folder} ({error.strerror}).") from None
+    try:
+        given = list(find_given(places)) if folder is None else [(str(file), file, "") for file in inside]
+    except TaskFileError as error:
+        raise ServeError(f"{error}{_advise_folder(places)}") from None
+    found: dict[str, tuple[Path, Task]] = {}
+    for place, file, name in given:
+        if not file.exists():
+            raise ServeError(f"{place}: no such file or folder.{_advise_folder(places)}")
+        for task in load_named(file, name):
+            if task.name in found:
+                other = f"give one of them another name: -t OTHER={place}"
+                raise CompositionError(
+                    f"two tasks are called {task.name!r}, in {found[task.name][0]} and in {file}: {other}."
+                )
+            found[task.name] = file, task
+    return found, folder
 
 
 def _is_folder(place: str | Path) -> bool:
@@ -79,25 +91,9 @@ def _is_folder(place: str | Path) -> bool:
     return path.is_dir() or new
 
 
-def _find_file(place: str | Path) -> Path:
-    try:
-        file = find_task_file(place)
-    except TaskFileError as error:
-        raise ServeError(f"{error} For a new folder, write {place}/.") from None
-    if not file.exists():
-        raise ServeError(f"{place}: no such file or folder. For a new folder, write {place}/.")
-    return file
-
-
-def load_files(files: Iterable[Path]) -> dict[str, tuple[Path, Task]]:
-    """The tasks of all files by name, each with its file."""
-    found: dict[str, tuple[Path, Task]] = {}
-    for file in files:
-        for task in load_tasks(file):
-            if task.name in found:
-                raise CompositionError(f"two tasks are called {task.name!r}, in {found[task.name][0]} and in {file}.")
-            found[task.name] = file, task
-    return found
+def _advise_folder(places: Sequence[str | Path]) -> str:
+    plain = len(places) == 1 and not glob.has_magic(str(places[0])) and "=" not in str(places[0])
+    return f" For a new folder, write {places[0]}/." if plain else ""
 
 
 class TaskStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,19 @@ def find_task_files(source: str) -> list[str]:
         inside = sorted(str(file) for file in path.glob("*.safetensors") if not file.name.startswith("."))
         return inside or [source]
     return sorted(glob.glob(source)) or [source] if not path.exists() and glob.has_magic(source) else [source]
+
+
+def find_given(places: Iterable[str | Path]) -> Iterator[tuple[str, Path, str]]:
+    """The task files of what `-t` takes: files, folders, globs and hub ids, also as `NAME=FILE`. For each, the file as
+    it was given, its path, and the name that its task is to have (empty: its own)."""
+    for place in places:
+        if isinstance(place, Path):  # always local
+            yield str(place), find_task_file(place), ""
+            continue
+        name, _, named = place.partition("=")
+        if not named or Path(place).exists():
+            name, named = "", place
+        yield from ((file, find_task_file(file), name) for file in find_task_files(named))
 
 
 def _download(name: str, revision: str | None, token: str | None) -> Path:

@@ -125,6 +125,16 @@ def load_tasks(
     return [task.to(device) for task in tasks]
 
 
+def load_named(path: Path, name: str) -> list[Task]:
+    """The tasks of a file, of which the only one gets another name if one is given."""
+    tasks = load_tasks(path)
+    if name and len(tasks) > 1:
+        raise TaskFileError(f"{path} contains {len(tasks)} tasks: only a file with one can be given as {name}={path}.")
+    if name:
+        tasks[0].rename(name)
+    return tasks
+
+
 def save_pretrained(tasks: Sequence[Task], folder: str | Path, **card: Any) -> Path:
     """Writes a folder as the hub keeps it: tasks in one file, and their card (options: `write_card`)."""
     save_tasks(tasks, Path(folder) / FILE)

@@ -193,7 +193,7 @@ def train_runs(
     """
     from memoro.training.runfolder import lock_folder
 
-    need("accelerate", "torchmetrics", "matplotlib")
+    need("accelerate", "matplotlib")
     _check_specs(backbone, specs)
     for spec in specs:
         spec.task.prepare_training(backbone)

@@ -85,13 +85,13 @@ class RunFolder:
         facts = {"backbone": trainer.backbone.name, "fingerprint": trainer.backbone.fingerprint.digest}
         self._config = {**trainer.identity, **facts, "set": names[0] if len(names) == 1 else names}
         self._skipped = list(dict.fromkeys(one for spec in trainer.specs for one in spec.splits.skipped))
-        self._board: Any = None
+        self._boards: dict[str, Any] | None = None
         if tensorboard:
             try:
-                from torch.utils.tensorboard import SummaryWriter
+                import torch.utils.tensorboard  # noqa: F401
             except ImportError:
                 raise TrainingError("TensorBoard is not installed: pip install 'memoro[tensorboard]'.") from None
-            self._board = SummaryWriter(str(path / "tensorboard"))
+            self._boards = {}
 
     def on_train_begin(self, groups: Sequence[RunGroup]) -> None:
         """Drops lines from after the checkpoint: a killed run wrote them, and they are computed again."""
@@ -130,11 +130,18 @@ class RunFolder:
         """Appends a line."""
         with _disk_errors(self.path), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-        if self._board is not None:
+        if self._boards is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # A folder for each run: TensorBoard draws those as curves of one plot.
+            run = "-".join(str(entry[key]) for key in ("group", "run") if key in entry)
+            board = self._boards.get(run)
+            if board is None:
+                board = self._boards[run] = SummaryWriter(str(self.path / "tensorboard" / run))
             for name, value in entry.items():
                 if isinstance(value, float):
-                    self._board.add_scalar(name, value, entry["step"])
-            self._board.flush()
+                    board.add_scalar(name, value, entry["step"])
+            board.flush()
 
 
 def _check_own(path: Path) -> None:

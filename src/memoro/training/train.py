@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
@@ -18,6 +19,7 @@ from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.console import finite, format_bytes, format_count, make_table, quoted
 from memoro.data import Augment, ImageSet
+from memoro.data.dataset import MAX_UNREADABLE
 from memoro.engine.composition import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, format_worst, name_split
@@ -116,6 +118,7 @@ def train(
     label_column: str | Sequence[str] | None = None,
     image_column: str | None = None,
     allow_absolute: bool = False,
+    max_unreadable: float = MAX_UNREADABLE,
     streaming: bool = False,
     width: int = 5,
     out: str | Path | None = None,
@@ -127,9 +130,9 @@ def train(
 
     `data` is anything that load_data takes, or a dict from task names to such: then all are trained in one pass, and a
     dict of results is returned. A list of label columns does the same for the columns of one table. `kind` says what
-    the labels are: `class`, `labels` (several for an image) or `number`; by default the data decides. For tables,
-    `image_column` and `allow_absolute` are as in `load_data`. `backbone` is a Backbone, or anything that load_backbone
-    takes; then `device` (None: a GPU if there is one) and `dtype` are used.
+    the labels are: `class`, `labels` (several for an image) or `number`; by default the data decides. `image_column`,
+    `allow_absolute` and `max_unreadable` are as in `load_data`. `backbone` is a Backbone, or anything that
+    load_backbone takes; then `device` (None: a GPU if there is one) and `dtype` are used.
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
 
@@ -157,7 +160,7 @@ def train(
     if lr is not None and not own_recipe:  # one rate for all weights
         changes = {"head_lr": None, **changes}
     recipe, options = merge_options(recipe, options, changes)
-    chosen, target = find_regime(trained), None if out is None else Path(out)
+    chosen, target = find_regime(trained), None if out is None else _read_target(out)
     columns = None if label_column is None else [label_column] if isinstance(label_column, str) else [*label_column]
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
         task, kind = task or start.name, kind or start.kind
@@ -209,7 +212,12 @@ def train(
         words = [word for name in sorted(missing) for word in ("--extends", name + SUFFIX)]
         raise TrainingError(f"the task to start from extends {', '.join(sorted(missing))}: add {quoted(*words)}.")
     options.phases.switch("reading")
-    reading = {"kind": kind, "image_column": image_column, "allow_absolute": allow_absolute}
+    reading = {
+        "kind": kind,
+        "image_column": image_column,
+        "allow_absolute": allow_absolute,
+        "max_unreadable": max_unreadable,
+    }
     sets = load_sources(sources, columns, streaming, recipe, options, **reading)
     options.phases.switch("start-up")
     if start is not None:
@@ -247,7 +255,8 @@ def train(
             options.note(f"{sweep.plan.name} {text}")
         if result.metrics and isinstance(result.task, Task) and result.task.spec.calibration is None:
             why = str(result.task.spec.training["calibration"]).removeprefix("none: ")
-            options.note(f"{sweep.plan.name}: probabilities are not calibrated ({why}).")
+            what = "values have no interval" if result.task.kind == "regression" else "probabilities are not calibrated"
+            options.note(f"{sweep.plan.name}: {what} ({why}).")
         results[sweep.plan.name] = _draw(result, several=len(sweeps) > 1, write=main) if result.metrics else result
     record_time(list(results.values()), options.phases)
     for name, result in results.items():
@@ -259,6 +268,16 @@ def train(
     report_training(backbone, list(results.values()), [sweep.splits for sweep in sweeps], options, more)
     many = type(data) is dict or not (label_column is None or isinstance(label_column, str))
     return results if many else next(iter(results.values()))
+
+
+def _read_target(out: str | Path) -> Path:
+    """The path; a folder is created where it ends with a slash, which a Path does not keep."""
+    try:
+        if str(out).endswith(("/", os.sep)):
+            Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(f"--out {out} cannot be written ({error.strerror}): choose another place.") from None
+    return Path(out)
 
 
 def _check_target(out: Path, *, several: bool) -> None:
