@@ -116,7 +116,8 @@ def format_entry(entry: Mapping[str, Any] | None) -> str:
     return f"{format_values(entry['test'])} ({entry['lr']:g})"
 
 
-def write(results: dict[str, Any], options: argparse.Namespace) -> None:
+def format_results(results: dict[str, Any]) -> list[str]:
+    """The table of one backbone."""
     names = [name for name in METHODS if any(name in found for found in results.values())]
     rows = []
     for source, found in results.items():
@@ -124,18 +125,22 @@ def write(results: dict[str, Any], options: argparse.Namespace) -> None:
         rate = next(max(found[name]["folds"].values()) for name in names if name in found)
         error = (rate * (1 - rate) / found["test"]) ** 0.5
         rows.append([source, found["train"], found["test"], *cells, f"{error:.3f}"])
+    return table(["set", "train", "test", *names, "± se"], rows)
+
+
+def write(results: dict[str, Any], options: argparse.Namespace) -> None:
+    sections = [["", f"## {name}", "", *format_results(found)] for name, found in results.items()]
     lines = [
         "# Regimes and recipes",
         "",
-        f"{Path(options.backbone).name} at {options.image_size} px, {options.epochs} epochs unless named, batch 32, "
+        f"{options.image_size} px, {options.epochs} epochs unless named, batch 32, "
         f"one plain view of an image unless named. Rates are selected on {options.folds} folds of train (baselines: on "
         f"one); then each method is trained on all of train. Test accuracy, mean of {options.seeds} seeds (± their "
         "standard deviation, and the rate); in italics, accuracy on the folds of what was only screened. `± se` is the "
         "binomial standard error of one test accuracy.",
         "",
         "Made by `scripts/compare_regimes.py`; the accuracy of every run is in the JSON beside this file.",
-        "",
-        *table(["set", "train", "test", *names, "± se"], rows),
+        *(line for section in sections for line in section),
     ]
     write_report(options.out, results, lines)
 
@@ -159,9 +164,10 @@ def main() -> None:
     bench = Bench(backbone, backbone.preprocessing.at(options.image_size), training)
     budget = Budget(epochs=options.epochs, folds=options.folds, seeds=options.seeds)
     results = load_results(options.out)
+    own = results.setdefault(Path(options.backbone).name, {})
     for source in options.data:
         splits = limit_training(load_splits(source), options.most)
-        found = results.setdefault(Path(source).stem, {"train": len(splits.train), "test": len(splits.test)})
+        found = own.setdefault(Path(source).stem, {"train": len(splits.train), "test": len(splits.test)})
         for names in groups_of([name for name in options.methods if name not in found]):
             found |= measure(names, bench, splits, budget)
             write(results, options)

@@ -16,7 +16,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the arguments of every comparison."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="+", help="sets with a test split")
-    parser.add_argument("--out", type=Path, required=True, help="the report; results are written as JSON beside it")
+    help = "the report (NAME.new.md where NAME.md has been edited); results are written as JSON beside it"
+    parser.add_argument("--out", type=Path, required=True, help=help)
     return parser
 
 
@@ -35,10 +36,17 @@ def load_results(out: Path) -> dict[str, Any]:
     return results
 
 
-def write_report(out: Path, results: dict[str, Any], lines: Iterable[str]) -> None:
+GENERATED = "<!-- Generated. Remove this line after editing: the next call then leaves the file as it is. -->"
+
+
+def write_report(out: Path, results: dict[str, Any], lines: Iterable[str]) -> Path:
+    """Writes the results and the report; returns where the report is: beside `out` where that has been edited."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    out.write_text("\n".join(lines) + "\n")
+    if out.is_file() and GENERATED not in out.read_text():
+        out = out.with_suffix(".new.md")
+    out.write_text("\n".join([*lines, "", GENERATED]) + "\n")
+    return out
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:

@@ -47,7 +47,8 @@ class Running:
         connection.close()
         found = {name.lower(): value for name, value in response.getheaders()}
         is_json = found.get("content-type", "").startswith("application/json")
-        return response.status, found, json.loads(data) if is_json and "content-encoding" not in found else data
+        readable = is_json and data and "content-encoding" not in found
+        return response.status, found, json.loads(data) if readable else data
 
     def predict(self, body: bytes, query: str = "", **headers: str) -> Any:
         status, _, found = self.request("POST", f"/v1/predict{query}", body, **headers)

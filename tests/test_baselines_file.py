@@ -116,7 +116,7 @@ def test_what_is_not_finite_is_not_saved(backbone: Backbone, tmp_path: Path) -> 
 
 
 CHANGES: list[tuple[dict[str, Any], str]] = [
-    ({"regime": "magic"}, "unknown regime 'magic'; try pip install --upgrade"),
+    ({"regime": "magic"}, "unknown regime 'magic'; a newer version of memoro may know it"),
     ({"regime": 7}, "regime in the record must be a short string"),
     ({"regime": "memory-full"}, "the sizes of regime 'memory-full' are cells"),
     ({"sizes": {"cells": 3}}, "the sizes of regime .* are cells, width"),

@@ -100,3 +100,16 @@ def test_the_classifier_is_measured_by_class_names(probe: ModuleType, tmp_path: 
     cache = probe.Cache(tmp_path / "features")
     found = probe.compare_classifiers(student, student, str(tmp_path / "one"), cache)
     assert found["student"] == pytest.approx(0.4), "4 of 10 test images are blue"
+
+
+def test_an_edited_report_is_not_overwritten(probe: ModuleType, tmp_path: Path) -> None:
+    reports = importlib.import_module("reports")
+    out = tmp_path / "found.md"
+    for figure in (1, 2):
+        assert reports.write_report(out, {"figure": figure}, [f"figure {figure}"]) == out
+    assert out.read_text().startswith("figure 2")
+    out.write_text("my words about figure 2\n")
+    beside = reports.write_report(out, {"figure": 3}, ["figure 3"])
+    assert beside == tmp_path / "found.new.md"
+    assert out.read_text() == "my words about figure 2\n"
+    assert json.loads((tmp_path / "found.json").read_text()) == {"figure": 3}

@@ -347,6 +347,8 @@ def test_unfamiliar_images_are_marked_dropped_or_kept(judging: Running) -> None:
 
 def test_health_docs_and_metrics(server: Running) -> None:
     assert server.request("GET", "/healthz")[2] == {"status": "ok", "tasks": 6}
+    for path in ("/healthz", "/metrics", "/"):  # as monitors ask
+        assert server.request("HEAD", path)[0] == 200, path
     status, headers, page = server.request("GET", "/docs")
     assert status == 200
     assert "script" not in headers["content-security-policy"]

@@ -266,7 +266,7 @@ BAD: list[tuple[list[object], str]] = [
     (["set", *TRAIN, "--crop", "round"], "unknown crop 'round': choose one of inception, pad, none"),
     (["set", *TRAIN, "--cells", "-1"], "cells must be between 0 and 4096, not -1"),
     (["set", *TRAIN, "--from-layer", "6"], "from_layer must be between 0 and 5, not 6"),
-    (["set", *TRAIN, "--extends", "vit/model.safetensors"], "not one of memoro's"),
+    (["set", *TRAIN, "--extends", "vit/model.safetensors"], "not a memoro file"),
     (["set", *TRAIN, "--folder", "vit/config.json", "--epochs", "1"], "cannot write"),
     (["set", *TRAIN, "--backbone", "/nowhere/at/all"], "nowhere"),
     (["set", *TRAIN, "--image-size", "99999"], "image size 99999: choose 1 to 8192 pixels"),

@@ -235,8 +235,9 @@ def test_other_images_need_no_labels(colours: Path, tmp_path: Path) -> None:
         "note: own: its familiarity is measured against 40 images, too few for a share of 0.01: only images that look "
         "stranger than all of them are unfamiliar."
     ]
-    (plain / "broken.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"1 of 11 images cannot be read.*broken\.png"):
+    for name in ("broken.png", "empty.png"):
+        (plain / name).write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"2 of 12 images cannot be read.*broken\.png"):
         evaluate_trust(backbone, [task], colours / "own", {"plain": plain}, workers=0)
     with pytest.raises(DataError, match="no images there"):
         evaluate_trust(backbone, [task], colours / "own", {"gone": tmp_path / "gone"}, workers=0)

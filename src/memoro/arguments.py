@@ -1,4 +1,4 @@
-"""Arguments that take one value or several, and numbers of numpy's."""
+"""Arguments that take one value or several, and NumPy integers."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def make_table(
 
 
 def fits(table: Table, width: int) -> bool:
-    """Whether a terminal of so many columns shows all of a table."""
+    """Whether a terminal of this many columns shows all of a table."""
     lines = Segment.split_lines(plain_console(width=width).render(table))
     return max(map(Segment.get_line_length, lines)) <= width
 
@@ -94,7 +94,7 @@ def fits(table: Table, width: int) -> bool:
 NARROW = 110
 """Columns of a terminal, below which a bar is short."""
 LINE_SECONDS = 10.0
-"""Where stderr is no terminal, progress is a line of text after so many seconds."""
+"""If stderr is not a terminal, progress is a line of text every this many seconds."""
 
 
 class Bar:

@@ -20,7 +20,7 @@ def identity(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Context:
-    """What one pass carries beside its tokens."""
+    """What one pass carries besides its tokens."""
 
     grid: tuple[int, int]
     """Rows and columns of patches."""

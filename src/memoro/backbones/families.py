@@ -16,7 +16,7 @@ from memoro.images import Preprocessing
 IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 OPENAI: dict[str, Any] = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 
-# Any attribute may hang on a transformers model, so it is typed as what it is: anything.
+# These models have arbitrary attributes.
 Model = Any
 
 
@@ -157,7 +157,7 @@ class FamilySpec:
     pool: Callable[[Model, Model, Tensor], Tensor] = _pool_class
     """Model, trunk and tokens after the last layer to the original's own answer."""
     reference: Callable[[Tensor, Model], dict[str, Any]] | None = _resized
-    """What the original's forward needs beside the pixels."""
+    """What the original's forward needs besides the pixels."""
     preprocessing: Callable[[int], Preprocessing] = lambda side: Preprocessing(resize=(side, side), resample=2)
     """The family's own defaults, for models that come without a processor."""
     layers: str = "layers"

@@ -55,7 +55,7 @@ def take_fingerprint(tensors: Mapping[str, Tensor], heads: int) -> Fingerprint:
 
 
 def name_functions(model: nn.Module) -> tuple[str, ...]:
-    """What a model computes beside its weights: its activations, and the epsilon of its norms."""
+    """What a model computes with, besides its weights: its activations, and the epsilon of its norms."""
     linear = (nn.Linear, nn.Dropout, nn.Identity)
     leaves = [part for part in model.modules() if not any(part.children()) and not isinstance(part, linear)]
     return tuple(sorted({repr(part) for part in leaves}))

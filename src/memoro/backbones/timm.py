@@ -22,7 +22,7 @@ from memoro.backbones.processor import read_processor
 from memoro.errors import BackboneError
 from memoro.images import Preprocessing
 
-# Any attribute may hang on a timm model, so it is typed as what it is: anything.
+# These models have arbitrary attributes.
 Model = Any
 
 

@@ -17,7 +17,7 @@ def best_times(
     """The fastest run of each candidate in seconds: the one that other programs disturbed least.
 
     All candidates run once in each round, so that drift affects them alike; an extra first round warms up. `tick` is
-    called after every timed run. After so many seconds no further round begins, but there is at least one.
+    called after every timed run. After this many seconds, no further round begins, but there is at least one.
     """
     end = time.perf_counter() + seconds
     best = dict.fromkeys(candidates, math.inf)

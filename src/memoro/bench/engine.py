@@ -34,7 +34,7 @@ class EngineRow:
     separate: float
     """One pass per task, extrapolated from one."""
     familiarity: float
-    """What it adds to judge how familiar the images are to all tasks; it is no part of `engine`."""
+    """What it adds to judge how familiar the images are to all tasks; it is not part of `engine`."""
 
 
 def bench_engine(

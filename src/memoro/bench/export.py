@@ -46,7 +46,7 @@ def bench_export(
     """Exports compositions of untrained tasks, and times both on the CPU with torch's number of threads.
 
     Most of the time goes into exporting: tens of seconds, and more with many tasks, each of which has a head in the
-    graph. The timing ends after `rounds` or, with one round at least, after so many `seconds`.
+    graph. The timing ends after `rounds` or, with one round at least, after this many `seconds`.
     """
     need("onnxruntime", extra="onnx")
     backbone = backbone.to("cpu")

@@ -64,7 +64,7 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """Runs the command line; an error of memoro's own becomes one line and exit code 1."""
+    """Runs the command line; a MemoroError becomes one line and exit code 1."""
     try:
         app()
     except MemoroError as error:

@@ -27,7 +27,7 @@ def bench_engine_command(
     forks: Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")] = "0,8",
     cells: Annotated[int, typer.Option(help="Memory cells of each task in each layer.")] = 5,
     rank: Annotated[int, typer.Option(help="Rank of each task's own weights (regime side).")] = 0,
-    rounds: Annotated[int, typer.Option(help="Timed runs of each candidate; the fastest is reported.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the fastest is reported.")] = 5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Json = False,
 ) -> None:
@@ -86,7 +86,7 @@ def bench_train_command(
     cells: Annotated[int, typer.Option(help="Memory cells in each layer.")] = 5,
     runs: Annotated[str, typer.Option(help="Numbers of runs in one pass, separated by commas.")] = "1,8,32",
     forks: Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")] = "0,8",
-    rounds: Annotated[int, typer.Option(help="Timed steps per method; the fastest is reported.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps per method; the fastest is reported.")] = 5,
     memory: Annotated[bool, typer.Option(help="Also measure each method's peak memory in a separate process.")] = True,
     baselines: Annotated[bool, typer.Option(help="Also measure the baselines.")] = True,
     steps: Annotated[bool, typer.Option(help="Time single steps; without them, only --data is measured.")] = True,
@@ -115,6 +115,8 @@ def bench_train_command(
     for name in model.split(","):
         if name not in MODELS:
             raise typer.BadParameter(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")
+    if not steps and data is None:
+        raise typer.BadParameter("--no-steps leaves nothing to time: add --data")
     record: dict[str, Any] = {}
     if steps:
         settings = [Setting(name, batch, cells) for name in model.split(",")]

@@ -64,7 +64,7 @@ class RecordFormat:
         return self.depth - self.from_layer
 
     def tensors(self, records: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of what a file of so many records holds, in the order of `TENSORS`."""
+        """Dtype and shape of what a file of this many records holds, in the order of `TENSORS`."""
         # The few class tokens stay exact: a head reads nothing else.
         return [
             (torch.uint8, (records, KEY_BYTES)),
@@ -142,7 +142,7 @@ def checksum(*parts: Tensor) -> int:
 
 
 class FeatureStore:
-    """Records of one backbone with one preprocessing, by key. `about` is all that they depend on beside the image.
+    """Records of one backbone with one preprocessing, by key. `about` is all that they depend on besides the image.
 
     Files are renamed into place when they are complete: a crash leaves nothing half done, and two processes at worst
     compute the same record twice. Nothing in a file can run code.

@@ -75,7 +75,7 @@ class Predictor:
         return answer_pictures(pictures, self.passes, self.names, self.how, decode)
 
     def decoder(self, workers: int) -> Decode | None:
-        """Decodes images for `predict` in so many processes; they end with it."""
+        """Decodes images for `predict` in this many processes, which end with it."""
         return DecodeAhead(new_decoder(self.passes), workers) if workers else None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -95,7 +95,7 @@ class Predictor:
 
 
 def _hash(model: Task | Baseline) -> str:
-    """Of a model's weights and of what is reported beside its logits."""
+    """Of a model's weights and of what is reported besides its logits."""
     calibration, familiarity = (getattr(model.spec, name, None) for name in ("calibration", "familiarity"))
     record = {
         "content": model.content_hash(),
@@ -158,7 +158,7 @@ class Job:
             rows = (prediction for batch in batches for prediction in batch)
             write_predictions(rows, self.form, file, how.top, embeddings=how.embeddings)
 
-        # The answers are written beside the next batches.
+        # The answers are written while the next batches are computed.
         with open_whole(self.path(shard.number)) as file, _in_thread(partial(write, file)) as put:
             while batch is not None:
                 for prediction in batch:

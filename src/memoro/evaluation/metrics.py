@@ -99,7 +99,7 @@ def name_split(split: str) -> str:
 
 def warn_of(metrics: dict[str, Any]) -> str | None:
     """What a user must know before using a model with these metrics; None: nothing."""
-    split, most = name_split(metrics["split"]), metrics.get("majority_accuracy")
+    split, most = name_split(metrics.get("split", "")), metrics.get("majority_accuracy")
     if most is not None and metrics["accuracy"] <= most:
         right = metrics["accuracy"]
         return f"accuracy is {right:.3f} ({split}): no better than always predicting the most frequent class."
@@ -143,7 +143,7 @@ def metrics_tables(results: dict[str, dict[str, Any]]) -> list[RenderableType]:
 
 
 def format_worst(metrics: dict[str, Any], most: int) -> str:
-    """The classes with the lowest recall; those without a mistake are left out, and so is what is no recall."""
+    """The classes with the lowest recall; those without a mistake, and values that are not recalls, are left out."""
     found = metrics.get("worst_classes")
     recalls = found.items() if isinstance(found, dict) else ()
     wrong = [(label, recall) for label, recall in recalls if isinstance(recall, (int, float)) and recall < 1]

@@ -12,7 +12,7 @@ SIDE = 64
 DIGIT_SIDE = 8
 """Pixels of a scanned digit, before it is enlarged."""
 _FINE = 4
-"""Shapes are drawn so many times larger, and scaled down, for smooth edges."""
+"""Shapes are drawn this many times larger, and scaled down, for smooth edges."""
 
 FontOfSize = Callable[[int], Any]
 

@@ -115,7 +115,7 @@ def matrix_chart(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> Html
 
 
 def shorten(text: str, width: float) -> str:
-    """The text cut to about so many pixels."""
+    """The text cut to about this many pixels."""
     if text_width(text) <= width:
         return text
     while text and text_width(text) > width - _LETTER:

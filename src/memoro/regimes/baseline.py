@@ -34,7 +34,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Parts:
-    """What one model is made of, beside its head."""
+    """What one model is made of, besides its head."""
 
     anatomy: Anatomy
     """The backbone's own, or that of a copy."""
@@ -52,7 +52,7 @@ class Method:
     sizes: tuple[str, ...]
     """The sizes of a plan that it reads."""
     shapes: Callable[[Backbone, Mapping[str, int]], Shapes]
-    """What is trained, and stored in a file, beside the head."""
+    """What is trained, and stored in a file, besides the head."""
     encode: Callable[[Anatomy, Weights, Tensor], Tensor]
     """Anatomy, trained parameters and pixels to the final-normed token (b, dim) that the head reads."""
     copy: Callable[[Backbone, TaskPlan, torch.dtype], Parts] | None = None

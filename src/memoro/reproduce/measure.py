@@ -27,7 +27,7 @@ from memoro.training.sweep import average_results
 
 FOLDS = 4
 JUDGES = 250
-"""Folds are held out until so many images judge a rate: all four of a small set, one of a large one."""
+"""Folds are held out until this many images judge a rate: all four of a small set, one of a large one."""
 FLAT = 0.01
 """A validation curve is flat if its last third gains no more accuracy than this."""
 
@@ -263,7 +263,7 @@ def describe_splits(splits: Splits) -> dict[str, int]:
 
 
 def limit_training(splits: Splits, most: int | None) -> Splits:
-    """The splits with at most so many training images, stratified, the same ones at every call."""
+    """The splits with at most this many training images, stratified, the same ones at every call."""
     train = _train_of(splits)
     if most is None or len(train) <= most:
         return splits

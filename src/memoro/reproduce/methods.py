@@ -37,7 +37,7 @@ class Method:
         return REGIMES[self.regime].composes
 
     def sizes_on(self, depth: int) -> dict[str, Any]:
-        """The sizes, with the layer of the fork on a backbone of so many layers."""
+        """The sizes, with the layer of the fork on a backbone of this many layers."""
         return {**self.sizes, **({} if self.fork is None else {"from_layer": round(self.fork * depth)})}
 
     def build(self, backbone: Backbone, splits: Splits, seed: int, extends: Sequence[Task] = ()) -> Any:

@@ -73,10 +73,12 @@ def create_app(store: TaskStore, options: ServeOptions) -> ASGIApp:
     add_open_inference(app)
     add_page(app)
 
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", response_model=schemas.Health, summary="Whether the server runs")
     async def healthz() -> Response:
         return _json({"status": "ok", "tasks": len(store.current.info)})
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
     async def show_metrics() -> Response:
         return Response(metrics.render(store.current.info), media_type=CONTENT_TYPE_LATEST)

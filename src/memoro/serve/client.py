@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 PART_BYTES = 1024
-"""More than the form needs for each file beside its bytes: a name may have 255, each of them written as three."""
+"""More than the form needs for each file besides its bytes: a name may have 255, each of them written as three."""
 
 
 class Client:

@@ -57,6 +57,7 @@ def draw_sample(name: str) -> bytes:
 def add_page(app: FastAPI) -> None:
     """Adds the routes of the page."""
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
         return await page_file("index.html")

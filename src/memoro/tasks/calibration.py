@@ -13,7 +13,7 @@ from torch.nn import functional
 from memoro.heads import HeadKind, probabilities
 
 MIN_IMAGES = 20
-"""Fewer held-out images than this say too little."""
+"""Fewer held-out images than this are not enough."""
 MIN_EACH = 20
 """A label needs this many images with it, and as many without, for a temperature and a threshold of its own."""
 COVERAGE = 0.9
@@ -30,7 +30,7 @@ class Calibration:
     temperature: tuple[float, ...]
     """What logits are divided by: one number (softmax), one per label (multilabel), none (regression)."""
     thresholds: tuple[float, ...]
-    """multilabel: the calibrated probability from which on a label is given."""
+    """multilabel: the calibrated probability at or above which a label is predicted."""
     spread: tuple[float, ...]
     """regression: half the width of the interval that covers `COVERAGE` of new images, one per output."""
     images: int
@@ -128,7 +128,7 @@ def _temperature(logits: Tensor, targets: Tensor) -> float:
 
 
 def _threshold(found: Tensor, truth: Tensor) -> float:
-    """The probability, between two images, from which on answering yes has the highest F1."""
+    """The threshold, between the probabilities of two images, with the highest F1."""
     order = found.argsort(descending=True)
     ranked = found[order].double()
     hits = truth[order].cumsum(0)

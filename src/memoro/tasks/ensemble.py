@@ -14,7 +14,7 @@ from memoro.tasks.task import LOW_RANK, Task
 def join_members(tasks: Sequence[Task]) -> Task:
     """One task with the tokens of all: its logits are the mean of theirs. The rest is that of the first one.
 
-    The tasks have the same labels, sizes and parents, and are no ensembles themselves.
+    The tasks have the same labels, sizes and parents, and are not ensembles themselves.
     """
     first = tasks[0]
     for other in tasks[1:]:

@@ -15,7 +15,7 @@ MAX_BYTES = 54 << 10
 """Of directions and class means, in half precision: with 100 classes 31 directions of ViT-B, 57 of ViT-S."""
 MAX_SCORES = 512
 MIN_IMAGES = 20
-"""Fewer images than this say too little."""
+"""Fewer images than this are not enough."""
 FOLDS = 5
 SHRINKAGE = 0.1
 """Share of the mean variance in each variance: that of few images is too small in most directions."""

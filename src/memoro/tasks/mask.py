@@ -41,7 +41,7 @@ class Lineage:
         return Lineage(tuple(older[task] for task in tasks), tuple(self.forks[task] for task in tasks)), members
 
     def check_size(self, members: Sequence[int], cells: Sequence[int]) -> None:
-        """Raises if tasks with so many members and memory cells see too much of each other."""
+        """Raises if tasks with these numbers of members and memory cells see too much of each other."""
         sizes = [count * (1 + own) for count, own in zip(members, cells, strict=True)]
         seen = [sum(sizes[task] for task in older) for older in self.ancestors]
         if sum(count * others for count, others in zip(members, seen, strict=True)) > MAX_SEEN:

@@ -133,7 +133,7 @@ def _read_record(file: Any) -> Mapping[str, Any]:
     text = (file.metadata() or {}).get(KEY)
     if text is None:
         raise TaskFileError(
-            "a safetensors file, but not one of memoro's (it has no 'memoro' record). A backbone is loaded with "
+            "a safetensors file, but not a memoro file (it has no 'memoro' record). A backbone is loaded with "
             "load_backbone(), a checkpoint of the public reproduction with import_tasks()."
         )
     if _count_brackets(text) > MAX_BRACKETS:  # each becomes an object of many times its size

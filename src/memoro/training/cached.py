@@ -26,7 +26,7 @@ from memoro.evaluation.logits import CachedBatch
 
 GIGABYTE = 10**9
 FREE_SHARE, MOST = 0.1, 20
-"""The default budget: this share of the free space, at most so many gigabytes."""
+"""The default budget: this share of the free space, at most this many gigabytes."""
 
 Buffers = dict[tuple[RecordFormat, int], tuple[Tensor, Tensor]]
 """Memory to read batches into, by record format and batch size."""
@@ -45,7 +45,7 @@ class Cache:
     """Whether features that do not fit are an error; else they are computed again in every epoch."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", Path(self.folder))  # text will do
+        object.__setattr__(self, "folder", Path(self.folder))  # a string is accepted
         if self.dtype not in get_args(StoreDtype):
             raise CacheError(f"features cannot be cached as {self.dtype!r}: choose {', '.join(get_args(StoreDtype))}.")
 
@@ -97,7 +97,7 @@ class CachedLoader:
         return len(self.loader)
 
     def _key(self, sample: int, view: int) -> bytes:
-        """What a record depends on beside backbone and preprocessing: the image's content and its view."""
+        """What a record depends on besides backbone and preprocessing: the image's content and its view."""
         loader, digest = self.loader, self._digests[sample]
         if loader.augment is None or (loader.views is not None and view == 0):
             return digest
@@ -208,7 +208,7 @@ def estimate(loaders: Sequence[CachedLoader]) -> tuple[int, int]:
 
 def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str) -> str:
     views, layers = max(len(loader.views) for loader in loaders), loaders[0].store.format.layers
-    choices = [f"a larger one ({option})", "--no-cache, which computes every pass again"]
+    choices = [f"more space ({option})", "--no-cache, which computes every pass again"]
     if views > 1:
         choices.insert(0, f"fewer views (--views 1: {format_bytes(size / views)})")
     if layers > 4:

@@ -47,7 +47,7 @@ class FitResult:
     """One entry per epoch."""
     metrics: dict[str, Any]
     """Of the test split, or of the validation split where there is none; `split` says which. Empty for a run that
-    diverged beside others; the last note says why."""
+    diverged while others did not; the last note says why."""
     folder: Path | None
     notes: tuple[str, ...]
     logits: Tensor | None = field(default=None, repr=False)

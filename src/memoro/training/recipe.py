@@ -86,7 +86,7 @@ class Recipe:
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise TrainingError(f"lr {self.lr}: choose a number above 0, such as 0.1 for sgd or 0.001 for adamw.")
         if self.head_lr is not None and not (self.head_lr > 0 and math.isfinite(self.head_lr)):
-            raise TrainingError(f"head_lr {self.head_lr}: choose a number above 0, or None for that of the rest.")
+            raise TrainingError(f"head_lr {self.head_lr}: choose a number above 0, or None to use lr.")
         if not 0 <= self.label_smoothing < 1 or not 0 <= self.momentum < 1:
             raise TrainingError("label smoothing and momentum must be at least 0 and below 1.")
         if not (self.clip >= 0 and self.weight_decay >= 0):
@@ -169,7 +169,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         if self.folder is not None:
-            object.__setattr__(self, "folder", Path(self.folder))  # text will do
+            object.__setattr__(self, "folder", Path(self.folder))  # a string is accepted
 
     @property
     def checkpoint(self) -> Path | None:

@@ -94,7 +94,7 @@ class SweepSpec:
     grid: Grid
     recipe: Recipe
     folds: int = 0
-    """Score every setting by cross-validation on so many stratified folds of train; a last run learns from all images
+    """Score every setting by cross-validation on this many stratified folds of train; a last run learns from all images
     and becomes the task. 0: score on the validation split."""
     start: Task | None = None
     """A task whose weights every run starts from."""
@@ -165,14 +165,14 @@ class SweepResult:
     """The chosen one: the best seed of the combination with the best mean validation score, or all its seeds as an
     ensemble; with halving, the best of all runs."""
     best: FitResult
-    """Its result; without metrics where every run of this task diverged beside those of others."""
+    """Its result; without metrics if every run of this task diverged, but not those of others."""
     rows: list[SweepRow]
     results: list[FitResult]
     """Of all runs."""
 
 
 def check_ensemble(count: int, seeds: int, regime: Regime, start: Task | None, options: TrainOptions) -> None:
-    """Raises where an ensemble of so many members is impossible."""
+    """Raises if an ensemble of this many members is impossible."""
     if not 1 <= count <= MAX_MEMBERS:
         raise TrainingError(f"an ensemble has 1 to {MAX_MEMBERS} members, not {count}.")
     if count == 1:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
@@ -34,9 +32,9 @@ from memoro.training.fit import FitResult, judge, preprocessing_of, record_time,
 from memoro.training.recipe import RECIPES, REPORT, SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
 from memoro.training.sources import SMALL, choose_folds, cut_validation, load_sources, name_sources
 from memoro.training.sweep import Grid, SweepRow, SweepSpec, check_ensemble, run_sweeps, sweep_table
+from memoro.training.target import SUFFIX, check_target, file_of, read_target
 from memoro.training.warmstart import OPTIMISTIC, compare_labels, read_start
 
-SUFFIX = ".safetensors"
 MOST_BYTES = 80
 """Of the name of a run folder that joins those of several tasks."""
 
@@ -160,7 +158,7 @@ def train(
     if lr is not None and not own_recipe:  # one rate for all weights
         changes = {"head_lr": None, **changes}
     recipe, options = merge_options(recipe, options, changes)
-    chosen, target = find_regime(trained), None if out is None else _read_target(out)
+    chosen, target = find_regime(trained), None if out is None else read_target(out)
     columns = None if label_column is None else [label_column] if isinstance(label_column, str) else [*label_column]
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
         task, kind = task or start.name, kind or start.kind
@@ -168,7 +166,7 @@ def train(
     if start is not None and len(sources) > 1:
         raise TrainingError("--start-from continues one task: give one DATA, and one --label-column at most.")
     if target is not None:
-        _check_target(target, several=len(sources) > 1)
+        check_target(target, several=len(sources) > 1)
     stays = isinstance(backbone, Backbone) and device is None
     backbone = load_backbone(backbone, device=None if stays else own_device(device), dtype=dtype)
     main = find_processes(backbone.device).main
@@ -224,7 +222,7 @@ def train(
         name, splits = next(iter(sets.items()))
         options.note(compare_labels(start, splits))
         sets[name] = replace(splits, notes=(*splits.notes, OPTIMISTIC))
-    files = {} if target is None else {name: _file_of(name, target, several=len(sets) > 1) for name in sets}
+    files = {} if target is None else {name: file_of(name, target, several=len(sets) > 1) for name in sets}
     leftovers = [part for file in files.values() for part in left_behind(file)]
     compared = choose_folds(list(sets.values()), grid, folds, recipe, options)
     preprocessing = preprocessing_of(backbone, options, None if start is None else start.spec.preprocessing)
@@ -268,34 +266,6 @@ def train(
     report_training(backbone, list(results.values()), [sweep.splits for sweep in sweeps], options, more)
     many = type(data) is dict or not (label_column is None or isinstance(label_column, str))
     return results if many else next(iter(results.values()))
-
-
-def _read_target(out: str | Path) -> Path:
-    """The path; a folder is created where it ends with a slash, which a Path does not keep."""
-    try:
-        if str(out).endswith(("/", os.sep)):
-            Path(out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TrainingError(f"--out {out} cannot be written ({error.strerror}): choose another place.") from None
-    return Path(out)
-
-
-def _check_target(out: Path, *, several: bool) -> None:
-    """Raises before the training where its result could not be written."""
-    if several and (out.is_file() or out.suffix == SUFFIX):
-        raise TrainingError(f"--out {out} is a file, but several tasks need a folder, such as --out tasks/.")
-    folder = out if several or out.is_dir() else out.absolute().parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise TrainingError(f"--out {out} cannot be written ({error.strerror}): choose another place.") from None
-
-
-def _file_of(name: str, out: Path, *, several: bool) -> Path:
-    return out / (name + SUFFIX) if several or out.is_dir() else out
 
 
 def _name_folder(names: Sequence[str]) -> str:
