@@ -32,7 +32,7 @@ from memoro.engine.answers import (
 from memoro.engine.bank import Bank, build_bank
 from memoro.engine.explain import Explanation, explain_task, read_views
 from memoro.engine.plan import Plan, build_plan
-from memoro.engine.streams import BaseTokens, run_streams
+from memoro.engine.streams import BaseTokens, read_head, run_streams
 from memoro.engine.verify import Verification, verify_composition
 from memoro.errors import CompositionError
 from memoro.heads import energy
@@ -137,11 +137,7 @@ class Composition(nn.Module):
         return self._run(pixel_values, tasks, any_size)[0]
 
     def _run(
-        self,
-        pixel_values: Tensor,
-        tasks: Sequence[str] | None,
-        any_size: bool,
-        seconds: list[float] | None = None,
+        self, pixel_values: Tensor, tasks: Sequence[str] | None, any_size: bool, seconds: list[float] | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], BaseTokens]:
         """What `forward` gives, the final-normed tokens (b, members * dim) that each task's head reads, and the base's
         tokens."""
@@ -155,10 +151,8 @@ class Composition(nn.Module):
         row = {member: position for position, member in enumerate(plan.order)}
         for i in wanted:
             assert stream is not None
-            name, head = self._list[i].name, self._list[i].head
-            own = [stream[:, row[member]] for member in self._members[i]]
-            tokens[name] = own[0] if len(own) == 1 else torch.cat(own, dim=1)
-            answers[name] = head(tokens[name].to(head.weight))
+            name, own = self._list[i].name, [row[member] for member in self._members[i]]
+            tokens[name], answers[name] = read_head(self._list[i].head, stream, own)
         return answers, tokens, ends
 
     if TYPE_CHECKING:

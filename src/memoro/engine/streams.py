@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memoro.backbones import Anatomy, Block, Context
 from memoro.backbones.anatomy import Update
@@ -264,3 +264,11 @@ def _attend(
     if watch is not None:
         watch(Attention(group, to_base, to_tokens, to_cells[0] if to_cells else None))
     return out
+
+
+def read_head(head: nn.Linear, stream: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """What a task's head reads of the final tokens, which is those of all its members (b, members * dim), and its
+    logits."""
+    own = [stream[:, row] for row in rows]
+    token = own[0] if len(own) == 1 else torch.cat(own, dim=1)
+    return token, head(token.to(head.weight))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memoro.backbones import Backbone
 from memoro.engine.bank import build_bank
 from memoro.engine.plan import build_plan
-from memoro.engine.streams import BasePass, Features, TaskStream
+from memoro.engine.streams import BasePass, Features, TaskStream, read_head
 from memoro.errors import TrainingError
 from memoro.evaluation.logits import Batches
 from memoro.heads import Scale
@@ -137,9 +137,7 @@ class SharedForward:
 
     def heads(self, tokens: Tensor) -> list[Tensor]:
         """The logits of each task from the final tokens of its stream."""
-        read = [tokens[:, rows[0]] if len(rows) == 1 else tokens[:, rows].flatten(1) for rows in self.rows]
-        heads = [task.head for task in self.tasks]
-        return [head(own.to(head.weight.dtype)) for head, own in zip(heads, read, strict=True)]
+        return [read_head(task.head, tokens, rows)[1] for task, rows in zip(self.tasks, self.rows, strict=True)]
 
 
 def build_forward(backbone: Backbone, tasks: Sequence[Task | Baseline]) -> Callable[[Any], list[Tensor]]:
