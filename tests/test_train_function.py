@@ -15,6 +15,7 @@ from conftest import random_task
 from families import CASES
 from run_groups import root
 from test_train_fit import FRESH
+from test_train_recipe import save_squares
 from test_train_resume import no_pictures
 from typer.testing import CliRunner
 
@@ -201,3 +202,18 @@ def test_random_views_are_drawn_where_they_are_asked_for(
     with pytest.raises(StoppedError):
         memoro.train(root / "many", **how, **changes)
     assert any("several views of an image: using 4" in note for note in notes) == (views == 4)
+
+
+def test_a_head_has_no_sizes_and_there_is_a_seed(backbone: Backbone, tmp_path: Path) -> None:
+    squares = save_squares(tmp_path / "squares")
+    with pytest.raises(TrainingError, match="regime 'head' is a linear head on the backbone: leave out --cells"):
+        memoro.train(squares, backbone=backbone, regime="head", cells=[0, 5])
+    with pytest.raises(TrainingError, match="seeds 0: choose a whole number, 1 or more"):
+        memoro.train(squares, backbone=backbone, seeds=0)
+
+
+def test_a_folder_that_ends_with_a_slash_is_made(backbone: Backbone, tmp_path: Path) -> None:
+    squares = save_squares(tmp_path / "squares")
+    quick: dict[str, Any] = {"epochs": 1, "lr": 0.1, "image_size": 20, "workers": 0, "quiet": True}
+    found = memoro.train(squares, backbone=backbone, regime="head", out=f"{tmp_path}/new/tasks/", **quick)
+    assert found.file == tmp_path / "new" / "tasks" / "squares.safetensors"

@@ -77,6 +77,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"clip": math.nan}, "not nan and 0.0"),
     ({"weight_decay": -0.1}, "weight_decay must be 0 or more, not 1.0 and -0.1"),
     ({"warmup": -1}, "warmup -1: choose a whole number, 0 or more"),
+    ({"seed": 1.5}, "seed 1.5: choose a whole number, 0 or more"),
+    ({"memory_rate": -1.0}, "memory_rate -1.0: choose a fraction of lr, 0 or more"),
+    ({"augment": "flip"}, r"augment 'flip': pass a memoro.data.Augment, such as Augment\(flip=0.5\)"),
     ({"patience": -1}, "patience -1"),
     ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1, not 1.0"),
     ({"speed": 3}, "unknown training option 'speed'; the options are lr, epochs"),
@@ -120,6 +123,7 @@ def test_the_heads_own_rate_belongs_to_side_and_adamw() -> None:
     assert merge_options(recipe, None, {"lr": 0.01})[0].head_lr is None
     assert merge_options(recipe, None, {"optimizer": "sgd"})[0].head_lr is None
     assert merge_options(recipe, None, {"optimizer": "sgd", "head_lr": 0.1})[0].head_lr == 0.1
+    assert Recipe(epochs=np.int64(3)).to_json()["epochs"] == 3
     with pytest.raises(TrainingError, match="head_lr 0: choose a number above 0"):
         Recipe(head_lr=0)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from memoro.arguments import plain_int
 from memoro.console import plain_console
 from memoro.data import Augment
 from memoro.errors import TrainingError
@@ -20,7 +21,17 @@ from memoro.training.cached import Cache
 OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["no", "bf16"]  # fp16 would need loss scaling; bf16 does not
 
-MINIMUM = {"epochs": 1, "steps": 1, "batch_size": 1, "accumulate": 1, "warmup": 0, "patience": 0, "views": 1}
+MINIMUM = {
+    "epochs": 1,
+    "steps": 1,
+    "batch_size": 1,
+    "accumulate": 1,
+    "warmup": 0,
+    "patience": 0,
+    "views": 1,
+    "seed": 0,
+    "data_seed": 0,
+}
 """The fields that are whole numbers, and the smallest value of each."""
 OPTIONAL = ("steps", "views")
 CHECKPOINT, METRICS, SKIPPED = "checkpoint.safetensors", "metrics.jsonl", "skipped.csv"
@@ -79,14 +90,19 @@ class Recipe:
             raise TrainingError(
                 f"unknown precision {self.precision!r}: choose one of {', '.join(get_args(Precision))}."
             )
+        if not isinstance(self.augment, Augment):
+            raise TrainingError(f"augment {self.augment!r}: pass a memoro.data.Augment, such as Augment(flip=0.5).")
         for name, least in MINIMUM.items():
-            value = getattr(self, name)
+            value = plain_int(getattr(self, name))
+            object.__setattr__(self, name, value)
             if not (isinstance(value, int) and value >= least) and not (value is None and name in OPTIONAL):
                 raise TrainingError(f"{name} {value!r}: choose a whole number, {least} or more.")
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise TrainingError(f"lr {self.lr}: choose a number above 0, such as 0.1 for sgd or 0.001 for adamw.")
         if self.head_lr is not None and not (self.head_lr > 0 and math.isfinite(self.head_lr)):
             raise TrainingError(f"head_lr {self.head_lr}: choose a number above 0, or None to use lr.")
+        if self.memory_rate is not None and not (self.memory_rate >= 0 and math.isfinite(self.memory_rate)):
+            raise TrainingError(f"memory_rate {self.memory_rate}: choose a fraction of lr, 0 or more.")
         if not 0 <= self.label_smoothing < 1 or not 0 <= self.momentum < 1:
             raise TrainingError("label smoothing and momentum must be at least 0 and below 1.")
         if not (self.clip >= 0 and self.weight_decay >= 0):

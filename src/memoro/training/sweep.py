@@ -172,7 +172,9 @@ class SweepResult:
 
 
 def check_ensemble(count: int, seeds: int, regime: Regime, start: Task | None, options: TrainOptions) -> None:
-    """Raises if an ensemble of this many members is impossible."""
+    """Raises if an ensemble of this many members is impossible, or there are no seeds."""
+    if not isinstance(seeds, int) or seeds < 1:
+        raise TrainingError(f"seeds {seeds!r}: choose a whole number, 1 or more.")
     if not 1 <= count <= MAX_MEMBERS:
         raise TrainingError(f"an ensemble has 1 to {MAX_MEMBERS} members, not {count}.")
     if count == 1:
