@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -39,11 +39,11 @@ def predict(
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
     form: Annotated[
-        str | None,
+        Literal["table", "json", "jsonl", "csv", "parquet"] | None,
         typer.Option(
             "--format",
             "-f",
-            help="table, json, jsonl (a line per image), csv or parquet.",
+            help="Format of the answers; jsonl has a line for each image.",
             show_default="by the suffix of --out, else table; parquet for a folder",
         ),
     ] = None,
@@ -63,8 +63,8 @@ def predict(
         ),
     ] = None,
     unfamiliar: Annotated[
-        str,
-        typer.Option("--unfamiliar", help="Answers to unfamiliar images: mark, drop or keep them."),
+        Literal["mark", "drop", "keep"],
+        typer.Option("--unfamiliar", help="What happens to answers about unfamiliar images."),
     ] = "mark",
     false_alarms: Annotated[
         float,
@@ -159,15 +159,13 @@ def predict(
     cluster = ray or ray_address is not None or ray_workers is not None
     if as_json and (form not in {None, "json"} or (out is not None and Path(out).suffix not in {"", ".json"})):
         raise typer.BadParameter("--json is the same as --format json: leave it out for another format")
-    form = _choose_form("json" if as_json else form, None if out is None else Path(out), folder)
+    chosen = _choose_form("json" if as_json else form, None if out is None else Path(out), folder)
     if ray and (address := next((place for place in images if _is_address(place)), None)) is not None:
         raise typer.BadParameter(f"{address} is not an image; if it is a Ray cluster, use --ray-address {address}")
     if not folder and (resume or cluster or shard_size is not None):
         raise typer.BadParameter("--resume, --shard-size and --ray need a folder for the answers: --out answers/")
-    if unfamiliar not in {"mark", "drop", "keep"}:
-        raise typer.BadParameter(f"--unfamiliar {unfamiliar!r} is not one of mark, drop, keep")
-    check_form(form, embeddings)
-    routing = Routing(unfamiliar, false_alarms)  # type: ignore[arg-type]
+    check_form(chosen, embeddings)
+    routing = Routing(unfamiliar, false_alarms)
     source = open_unlabelled(images, image_column=image_column, allow_absolute=allow_absolute, streaming=streaming)
     count = None if folder else _count(source)
     frozen, models = load_models(tasks, backbone, "cpu" if cluster else device)
@@ -176,11 +174,11 @@ def predict(
     errors = plain_console(stderr=True, soft_wrap=True)
     if folder:
         assert out is not None
-        job = Job(source, predictor, Path(out), form, shard_size or SHARD_SIZE)
+        job = Job(source, predictor, Path(out), chosen, shard_size or SHARD_SIZE)
         how = {"address": ray_address, "workers": ray_workers} if cluster else None
         tally = _write_shards(job, resume, workers, how)
     else:
-        tally = _write_one(source, predictor, form, None if out is None else Path(out), count, workers)
+        tally = _write_one(source, predictor, chosen, None if out is None else Path(out), count, workers)
     if tally.first is not None:
         errors.print(
             f"{tally.unreadable} of {format_count(tally.images, 'image')} could not be read, such as "
@@ -320,8 +318,6 @@ def _choose_form(form: str | None, out: Path | None, folder: bool) -> str:
             raise typer.BadParameter(f"{form!r} is not one of parquet, csv, jsonl, which a folder may contain")
         return form
     form = form or ("table" if out is None else suffixes.get(out.suffix.lower(), "csv"))
-    if form not in {"table", "json", "jsonl", "csv", "parquet"}:
-        raise typer.BadParameter(f"{form!r} is not one of table, json, jsonl, csv, parquet")
     if form == "table" and out is not None:
         raise typer.BadParameter("a table is for the terminal: with --out, choose json, jsonl, csv or parquet")
     if form == "parquet" and out is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -48,7 +48,8 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         "Task file or hub id to start from; labels may be added or removed.",
     ),
     "kind": _option(
-        str | None, None, _DATA, "What a label is: class, labels (several per image, a|b) or number.",
+        Literal["class", "labels", "number"] | None, None, _DATA,
+        "What a label is: one class, several labels (a|b) or a number.",
         show_default="inferred from the data",
     ),
     "label_column": _option(
@@ -81,7 +82,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "resume": _option(bool, False, _OUTPUT, "Continue from the checkpoint in the run folder.", "--resume"),
     "tensorboard": _option(bool, False, _OUTPUT, "Also write TensorBoard events.", "--tensorboard"),
     "recipe": _option(
-        str | None, None, _RECIPE,
+        Literal["default", "paper"] | None, None, _RECIPE,
         "default (AdamW, plain images) or paper (SGD, random views; regime memory unless another is given).",
         show_default="default with side, lora and lora-all; paper with the other regimes",
     ),
@@ -93,7 +94,9 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "epochs": _option(int, 15, _RECIPE, "Passes over the training images."),
     "steps": _option(int | None, None, _RECIPE, "Optimiser steps, instead of epochs."),
     "batch_size": _option(int, 32, _RECIPE, "Images per batch.", min=1),
-    "optimizer": _option(str | None, None, _RECIPE, "sgd or adamw.", show_default="the recipe's"),
+    "optimizer": _option(
+        Literal["sgd", "adamw"] | None, None, _RECIPE, "Optimiser.", show_default="the recipe's"
+    ),
     "momentum": _option(float, 0.9, _RECIPE, "Momentum of sgd."),
     "weight_decay": _option(
         float | None, None, _RECIPE, "Weight decay.", show_default="0.01; 0 with recipe paper"
@@ -107,14 +110,17 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "label_smoothing": _option(float, 0.0, _RECIPE, "Probability spread evenly over all classes."),
     "balance": _option(bool, False, _RECIPE, "Weight classes inversely to their frequency.", "--balance"),
     "accumulate": _option(int, 1, _RECIPE, "Batches per optimiser step (gradient accumulation)."),
-    "precision": _option(str, "no", _RECIPE, "no (the backbone's dtype) or bf16 (mixed)."),
+    "precision": _option(
+        Literal["no", "bf16"], "no", _RECIPE, "Mixed precision; no is the backbone's dtype."
+    ),
     "dtype": _option(
         str | None, None, _RECIPE, "Dtype of the backbone, such as float32.", show_default="the checkpoint's"
     ),
     "seed": _option(int, 0, _RECIPE, "Seed of the initial weights."),
     "data_seed": _option(int, 0, _RECIPE, "Seed of image order, augmentation and validation split."),
     "crop": _option(
-        str | None, None, _AUGMENTATION, "inception (random resized crop), pad (random shift) or none.",
+        Literal["inception", "pad", "none"] | None, None, _AUGMENTATION,
+        "Random resized crops (inception), random shifts (pad) or none.",
         show_default="inception in random views; none for numbers",
     ),
     "crop_scale": _option(
@@ -151,7 +157,9 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         float | None, None, _CACHE, "Maximum size of the cache in GB.",
         show_default="a tenth of the free disk, 20 at most",
     ),
-    "cache_dtype": _option(str, "float16", _CACHE, "Data type of cached features: float16, bfloat16 or float32."),
+    "cache_dtype": _option(
+        Literal["float16", "bfloat16", "float32"], "float16", _CACHE, "Data type of cached features."
+    ),
     "width": _option(
         int, 5, _BASELINES, "Width of an adapter's bottleneck (regimes adapter, adapter+memory-full)."
     ),
