@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,8 +151,8 @@ def _text(cell: Any) -> str:
 
 def _labels(cell: Any, separators: str) -> tuple[str, ...]:
     if isinstance(cell, str) and re.fullmatch(r"\s*\[.*\]\s*", cell, re.DOTALL):  # a list, as pandas and JSON write it
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            cell = ast.literal_eval(cell.strip())
+        quoted = re.findall(r"""(['"])(.*?)\1""", cell)
+        cell = [label for _, label in quoted] if quoted else cell
     if not isinstance(cell, (list, tuple, np.ndarray)):
         cell = [] if _missing(cell) else re.split(separators, str(cell))
     return tuple(_text(item) for item in cell if not _missing(item))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import warnings
@@ -15,6 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from itertools import count, islice
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -267,10 +266,10 @@ class WorkerPool:
                 waiting.append((request, self._submit(function, request, workers)))
                 if len(waiting) > _PREFETCH * workers:
                     request, future = waiting.popleft()
-                    yield request, _unpack(future.result())
+                    yield request, future.result()
             while waiting:
                 request, future = waiting.popleft()
-                yield request, _unpack(future.result())
+                yield request, future.result()
         except BrokenProcessPool:
             with self._lock:
                 self._executor = None
@@ -327,10 +326,10 @@ NICENESS = 10
 _worker_functions: dict[int, Callable[[Any], Any]] = {}
 
 
-def _start_worker(functions: dict[int, Callable[[Any], Any]], packs: bool) -> None:
-    global _packs  # of this worker process
-    _packs = packs
+def _start_worker(functions: dict[int, Callable[[Any], Any]], copies: bool) -> None:
     _worker_functions.update(functions)
+    if copies:
+        ForkingPickler.register(Tensor, _copy_tensor)
     torch.set_num_threads(1)
     if hasattr(os, "nice"):  # not on Windows
         os.nice(NICENESS)
@@ -349,13 +348,12 @@ def _end_with_parent() -> None:
 
 
 def _apply(number: int, request: Any) -> Any:
-    result = _worker_functions[number](request)
-    return _Packed(_pack(result)) if _packs else result
+    return _worker_functions[number](request)
 
 
-# torch sends tensors through shared memory. A container has 64 MB of it by default, less than the batches under way.
 LITTLE_SHARED_MEMORY = 1 << 30
-_packs = False
+"""torch sends tensors through shared memory. Containers have 64 MB of it by default, less than the batches under way:
+with less than this, they are copied through a pipe."""
 
 
 def _has_little_shared_memory() -> bool:
@@ -366,23 +364,6 @@ def _has_little_shared_memory() -> bool:
     return found.f_blocks * found.f_frsize < LITTLE_SHARED_MEMORY
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """A worker's result as bytes, which are copied through a pipe."""
-
-    data: bytes
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        return (torch.from_numpy, (value.numpy(),)) if type(value) is Tensor else NotImplemented
-
-
-def _pack(result: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(result)
-    return buffer.getvalue()
-
-
-def _unpack(result: Any) -> Any:
-    return pickle.loads(result.data) if isinstance(result, _Packed) else result
+def _copy_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    """How to send a tensor to another process, by value."""
+    return torch.from_numpy, (tensor.numpy(),)
