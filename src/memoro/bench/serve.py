@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from PIL import Image
 from rich.table import Table
 
 from memoro.backbones import Backbone
+from memoro.bench.clock import read_clock
 from memoro.bench.models import CLASSES
 from memoro.console import make_table
 from memoro.engine.composition import Composition, compose
@@ -123,11 +123,11 @@ def _throughput(run: Callable[[], object], images: int, seconds: float) -> float
     """Images per second over at least `seconds`, after one run to warm up."""
     with torch.no_grad():
         run()
-        start, runs = perf_counter(), 0
-        while perf_counter() - start < seconds or runs < 3:
+        start, runs = read_clock(), 0
+        while read_clock() - start < seconds or runs < 3:
             run()
             runs += 1
-    return images * runs / (perf_counter() - start)
+    return images * runs / (read_clock() - start)
 
 
 def _run_http(
