@@ -293,7 +293,7 @@ def test_a_huge_header_is_not_read(tmp_path: Path) -> None:
         memoro.load_task(path)
 
 
-@settings(max_examples=2500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_mutated_files_raise_only_our_error(data: st.DataObject, small_file: bytes, tmp_path: Path) -> None:
     mutated = bytearray(small_file)

@@ -226,6 +226,7 @@ def check_command(together: list[dict[str, Any]], wanted: dict[str, Any]) -> Non
     torch.testing.assert_close(mine.memory, other.memory, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_accelerate_launches_them_too(root: Path) -> None:
     (root / "launched").mkdir()
     launch(ACCELERATE, __file__, root, root / "launched", "head", cwd=root)

@@ -95,7 +95,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "steps": _option(int | None, None, _RECIPE, "Optimiser steps, instead of epochs."),
     "batch_size": _option(int, 32, _RECIPE, "Images per batch.", min=1),
     "optimizer": _option(
-        Literal["sgd", "adamw"] | None, None, _RECIPE, "Optimiser.", show_default="the recipe's"
+        Literal["sgd", "adamw"] | None, None, _RECIPE, "Optimiser to train with.", show_default="the recipe's"
     ),
     "momentum": _option(float, 0.9, _RECIPE, "Momentum of sgd."),
     "weight_decay": _option(
@@ -158,7 +158,8 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         show_default="a tenth of the free disk, 20 at most",
     ),
     "cache_dtype": _option(
-        Literal["float16", "bfloat16", "float32"], "float16", _CACHE, "Data type of cached features."
+        Literal["float16", "bfloat16", "float32"], "float16", _CACHE,
+        "Data type of cached features: float16, bfloat16 or float32.", metavar="DTYPE",
     ),
     "width": _option(
         int, 5, _BASELINES, "Width of an adapter's bottleneck (regimes adapter, adapter+memory-full)."

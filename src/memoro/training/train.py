@@ -195,7 +195,7 @@ def train(
                 raise TrainingError(f"{start.name!r} keeps its cells, rank and layers: leave them out.")
         grid = own
     elif chosen.name == "head":
-        if any(several(cells)) or from_layer is not None:
+        if any(several(cells)) or several(from_layer) not in {(None,), (backbone.depth,)}:
             raise TrainingError("regime 'head' is a linear head on the backbone: leave out --cells and --from-layer.")
         grid = replace(grid, cells=(None,), from_layers=(None,))
     elif not chosen.composes:  # each run has its own passes: no folds unless asked for, and no settings that do nothing
