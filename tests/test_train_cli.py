@@ -328,3 +328,10 @@ def test_interrupted_killed_and_resumed(root: Path, tmp_path: Path) -> None:
     assert tasks[0].content_hash() == tasks[1].content_hash()
     steps = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [entry["step"] for entry in steps if "steps" in entry] == list(range(1, 49))
+
+
+@pytest.mark.parametrize(("option", "value", "known"), [("--optimizer", "lion", "'sgd'"), ("--crop", "round", "'pad'")])
+def test_values_that_an_option_does_not_have(root: Path, option: str, value: str, known: str) -> None:
+    said = run(root, "train", "set", *TRAIN, option, value, code=2).stderr
+    assert f"'{value}' is not one of" in said
+    assert known in said

@@ -1,7 +1,7 @@
 """Frozen Vision Transformers behind one protocol."""
 
 from memoro.backbones.anatomy import Anatomy, Block, Context
-from memoro.backbones.backbone import Backbone, BackboneRecord, TrainableCopy, check_backbone
+from memoro.backbones.backbone import Backbone, BackboneRecord, TrainableCopy, require_backbone
 from memoro.backbones.fingerprint import Fingerprint
 from memoro.backbones.load import load_backbone
 
@@ -13,6 +13,6 @@ __all__ = [
     "Context",
     "Fingerprint",
     "TrainableCopy",
-    "check_backbone",
     "load_backbone",
+    "require_backbone",
 ]

@@ -186,7 +186,7 @@ class BackboneRecord:
         return f"{self.name} ({self.family}, {self.depth} layers of {self.dim}, fingerprint {self.fingerprint.short})"
 
 
-def check_backbone(given: object) -> None:
+def require_backbone(given: object) -> None:
     """Raises if it is something that `load_backbone` would have to load first, such as a name or a model."""
     if not isinstance(given, Backbone):
         what = repr(given) if isinstance(given, str) else type(given).__name__

@@ -136,7 +136,7 @@ def labelled_rows(cells: Sequence[Any], kind: HeadKind) -> list[int]:
     return [row for row, parts in enumerate(rows) if not any(map(_missing, parts))]
 
 
-def unlabelled(count: int, name: str) -> str:
+def note_unlabelled(count: int, name: str) -> str:
     """The note on rows that have none."""
     return f"{name}: {left_out(count, 'image')}: {'it has' if count == 1 else 'they have'} no label."
 

@@ -17,9 +17,9 @@ from memoro.data.annotations import (
     RawDataset,
     RawSplit,
     labelled_rows,
+    note_unlabelled,
     parse,
     split_name,
-    unlabelled,
 )
 from memoro.data.columns import IMAGE_COLUMNS, Columns, choose_columns, recognise_numbers
 from memoro.data.dataset import MAX_BYTES, SPLITS, DataOptions, Skipped, SplitName, unreadable_size
@@ -175,7 +175,7 @@ def _read_table(table: Any, columns: Columns, name: str, places: Places) -> tupl
     source = TableImages(undecoded(table.with_format(None), columns.image), columns.image, name, places)
     cells = columns.cells(_read_values(table, columns))
     rows = labelled_rows(cells, columns.kind)  # test sets of competitions come without labels, or with -1 for them
-    notes = [] if len(rows) == len(cells) else [unlabelled(len(cells) - len(rows), name)]
+    notes = [] if len(rows) == len(cells) else [note_unlabelled(len(cells) - len(rows), name)]
     annotations = parse([cells[row] for row in rows], columns.kind, lambda at: f"{name}, row {rows[at]}")
     return RawSplit(source, rows, annotations), notes
 
@@ -212,7 +212,7 @@ def read_manifest(path: Path, options: DataOptions) -> RawDataset:
     columns, notes = recognise_numbers(columns, cells, options)
     labelled = labelled_rows(cells, columns.kind)
     if len(labelled) < len(cells):
-        notes.append(unlabelled(len(cells) - len(labelled), path.name))
+        notes.append(note_unlabelled(len(cells) - len(labelled), path.name))
     parsed = parse([cells[row] for row in labelled], columns.kind, lambda at: where(labelled[at]))
     annotations = dict(zip(labelled, parsed, strict=True))
     files, skipped = _find_files(table[columns.image], Places(str(path.parent), anywhere=options.allow_absolute), where)

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from memoro.arguments import several
-from memoro.backbones import Backbone, check_backbone
+from memoro.backbones import Backbone, require_backbone
 from memoro.engine.answers import (
     AnswerOptions,
     Answers,
@@ -63,7 +63,7 @@ class Composition(nn.Module):
     base: nn.Module
 
     def __init__(self, backbone: Backbone, tasks: Sequence[Task], *, live: bool = False) -> None:
-        check_backbone(backbone)
+        require_backbone(backbone)
         for task in tasks:
             if not isinstance(task, Task):
                 raise CompositionError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memoro.arguments import plain_int, several
-from memoro.backbones import Anatomy, Backbone, BackboneRecord, check_backbone
+from memoro.backbones import Anatomy, Backbone, BackboneRecord, require_backbone
 from memoro.errors import CompositionError, DataError, TaskError
 from memoro.heads import find_kind
 from memoro.tasks.calibration import Calibration
@@ -268,8 +268,9 @@ def link_parents(tasks: Sequence[Task], hashes: Mapping[int, str]) -> None:
 
     def find(parent: Task | Parent) -> Task | Parent:
         found = present.get(parent.name)
-        same = found is not None and isinstance(parent, Parent) and hashes[id(found)] == parent.content
-        return found if found is not None and same else parent
+        if found is None or isinstance(parent, Task) or hashes[id(found)] != parent.content:
+            return parent
+        return found
 
     for task in tasks:
         task.extends = tuple(find(parent) for parent in task.extends)
@@ -296,7 +297,7 @@ def new_task(
     depth a linear head). `init="copy"` starts from the pre-trained class token; a fork then starts with a zero offset.
     `head` is `class` (softmax), `labels` (multilabel) or `number` (regression).
     """
-    check_backbone(backbone)
+    require_backbone(backbone)
     depth, dim = backbone.depth, backbone.dim
     cells, rank, from_layer = map(plain_int, (cells, rank, from_layer))
     extends = several(extends)

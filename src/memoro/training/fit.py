@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memoro.backbones import Backbone, check_backbone
+from memoro.backbones import Backbone, require_backbone
 from memoro.console import bar, format_bytes, quoted
 from memoro.data import ImageSet, ImageStream, Splits, Streams, load_data
 from memoro.data.augment import output_size
@@ -101,7 +101,7 @@ def fit_tasks(
     """
     from memoro.training.report import report_training
 
-    check_backbone(backbone)
+    require_backbone(backbone)
     if "seed" in changes:
         raise TrainingError(
             "seed is for initial weights, which these tasks already have: pass it to new_task, or use data_seed for "
