@@ -18,6 +18,7 @@ from memoro.backbones import Backbone, load_backbone
 _NUMBERS = itertools.count()
 
 torch.set_num_threads(1)  # tiny models, and two test processes
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 
 def shared_folder() -> Path | None:

@@ -61,7 +61,7 @@ def test_the_demo_draws_what_its_table_says(tmp_path: Path) -> None:
 def test_the_demo_does_the_whole_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     console = Console(record=True, width=120)
-    page = run_demo(console, tmp_path / "out", letters=80, digits=80, epochs=1)
+    page = run_demo(console, tmp_path / "out", letters=60, digits=60, epochs=1)
     said = console.export_text()
     assert "bitwise equal" in said
     assert said.rstrip().endswith(f"memoro serve --open --tasks {tmp_path / 'out'}"), "it ends with what to try next"

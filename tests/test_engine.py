@@ -55,7 +55,7 @@ def build(backbone: Backbone, plans: list[dict[str, Any]]) -> list[Task]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(plans=families_of_tasks(), shuffle=st.randoms(use_true_random=False))
 def test_engine_agrees_with_the_oracle(case: Case, plans: list[dict[str, Any]], shuffle: Any) -> None:
     # sdpa: the eager attention of transformers rounds its softmax to float32, even in a float64 model.

@@ -53,16 +53,17 @@ def test_base_is_untouched(case: Case, attention: str, dtype: torch.dtype, train
     with torch.no_grad():
         expected = reference(case, model, pixels)
     backbone = memoro.load_backbone(model)
+    most = 100 if dtype == torch.float32 and not training else 12  # a hundred in every mode would take a minute
     tasks = [
         random_task(backbone, f"task {i}", seed=i, cells=i % 3, from_layer=i % 6, rank=2 if 0 < i % 6 < 4 else 0)
-        for i in range(100)
+        for i in range(most)
     ]
-    for count in (0, 1, 100):
+    for count in (0, 1, most):
         with torch.no_grad():
             out = memoro.compose(backbone, tasks[:count])(pixels)
         assert torch.equal(out["base"], expected)
         assert list(out) == ["base", *(task.name for task in tasks[:count])]
-    for first, second in [("task 0", "task 1"), ("task 5", "task 99"), ("task 6", "task 0")]:
+    for first, second in [("task 0", "task 1"), ("task 5", f"task {most - 1}"), ("task 6", "task 0")]:
         assert not torch.allclose(out[first], out[second])
     assert all(answer.isfinite().all() for answer in out.values())
 

@@ -48,7 +48,7 @@ def test_notebooks_run(path: Path, tmp_path: Path) -> None:
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     file = tmp_path / f"{path.stem}.py"
     file.write_text("\n\n".join("".join(cell["source"]) for cell in cells))
-    env = {**os.environ, "MPLBACKEND": "agg", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "MPLBACKEND": "agg", "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout

@@ -75,7 +75,7 @@ def test_regimes_without_low_rank_weights_say_so(backbone: Backbone, regime: str
 
 def test_the_sizes_of_side_follow_the_backbone(backbone: Backbone) -> None:
     task = REGIMES["side"].build(backbone, TaskPlan("t", LABELS))
-    assert (task.rank, task.cells, task.from_layer) == (8, 0, 3)
+    assert (task.rank, task.cells, task.from_layer) == (4, 0, 3)
     assert REGIMES["side"].build(backbone, TaskPlan("t", LABELS, rank=2, cells=3, from_layer=1)).cells == 3
 
 
@@ -154,7 +154,7 @@ def test_low_rank_weights_of_a_hostile_dtype_are_refused(
 def test_training_rounds_low_rank_weights_and_files_hold_them_as_float16(backbone: Backbone, tmp_path: Path) -> None:
     squares = save_squares(tmp_path / "squares")
     task = memoro.train(squares, backbone=backbone, lr=0.003, epochs=1, image_size=20, workers=0, quiet=True).task
-    assert task.rank == 8
+    assert task.rank == 4
     file = memoro.save_task(task, tmp_path / "task.safetensors")
     dtypes = {
         name.split(".")[1]: tensor.dtype for name, tensor in load_file(file).items() if ".familiarity" not in name

@@ -113,7 +113,7 @@ def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_only_the_chosen_setting_has_a_test_figure(shell: Callable[..., Any]) -> None:
-    done = shell("train", "set", *TRAIN, "--json")
+    done = shell("train", "set", *TRAIN, "--ensemble", 1, "--json")
     runs = json.loads(done.stdout)["runs"]
     chosen = [run for run in runs if run["chosen"]]
     assert (len(runs), len(chosen)) == (3, 1)

@@ -20,6 +20,8 @@ from memoro.training.loop import Trainer
 from memoro.training.recipe import TrainOptions, find_recipe
 
 Step = Callable[[], object]
+RANK = 8
+"""Of `side`, as of LoRA."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def list_candidates(
     baselines."""
     found = [Candidate("base", "base"), Candidate("head", "head")]
     for cached in (False, True):
-        for regime, title in (("memory", f"memory, {cells} cells"), ("side", "side, rank 8")):
+        for regime, title in (("memory", f"memory, {cells} cells"), ("side", f"side, rank {RANK}")):
             for fork in forks:
                 for count in runs:
                     name = title + (f", fork {fork}" if fork else "")
@@ -75,8 +77,8 @@ def build_step(setting: Setting, candidate: Candidate, folder: Path) -> tuple[St
         return torch.no_grad()(lambda: model(pixels)), 0
     backbone, regime = load_backbone(model), REGIMES[candidate.regime]
     splits = _random_images(folder / "images", setting)
-    cells = 0 if candidate.regime == "side" else setting.cells
-    plan = TaskPlan("bench", splits.labels, cells=cells, from_layer=candidate.fork)
+    cells, rank = (0, RANK) if candidate.regime == "side" else (setting.cells, None)
+    plan = TaskPlan("bench", splits.labels, cells=cells, rank=rank, from_layer=candidate.fork)
     _, own = find_recipe(None, candidate.regime)
     recipe = replace(own, steps=1_000_000, batch_size=setting.batch, views=1)
     tasks = [regime.build(backbone, replace(plan, seed=seed)) for seed in range(candidate.runs)]

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from memoro.backbones import Backbone
+from memoro.bench.step import RANK
 from memoro.console import make_table
 from memoro.data import Augment, load_data
 from memoro.errors import TrainingError
@@ -125,8 +126,8 @@ def bench_time_to_accuracy(
         most = approach.epochs(epochs)
         recipe = replace(plain, lr=approach.lr, optimizer=approach.optimizer, epochs=most)
         regime = REGIMES[approach.regime]
-        own = None if approach.regime == "side" else cells
-        task = regime.build(backbone, TaskPlan("goal", splits.labels, cells=own, seed=0))
+        own, rank = (None, RANK) if approach.regime == "side" else (cells, None)
+        task = regime.build(backbone, TaskPlan("goal", splits.labels, cells=own, rank=rank, seed=0))
         spec = RunSpec(task, recipe, regime, splits, preprocessing)
         curve = _train(backbone, spec, approach.cached, goal, workers, tick)
         tick(most - len(curve))

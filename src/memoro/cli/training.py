@@ -47,8 +47,10 @@ def train(
 ) -> None:
     """Train a task on a folder of images and write its file; or several tasks in one pass.
 
-    Without --lr, a few learning rates are tried and the best by validation
-    score is kept. If there is no validation split, one is held out.
+    Without --lr, three learning rates are tried in one pass. With regime side
+    the task averages the three runs; otherwise, and with --ensemble 1, the
+    best by validation score is kept. If there is no validation split, one is
+    held out.
     Ctrl-C saves a checkpoint; --resume continues from it.
 
     With the default recipe, images are not augmented. --views 4 adds random
@@ -83,6 +85,9 @@ def sweep(
     data: Data, backbone: BackboneOption = None, device: DeviceOption = None, as_json: Json = False, **settings: Any
 ) -> None:
     """Train every combination of settings in one pass and keep the best by validation score.
+
+    With regime side and neither --lr nor --seeds, the task averages the three
+    learning rates of the best combination; --ensemble 1 keeps a single run.
 
     memoro sweep photos/pets --rank 4,8,16 --from-layer 4,8 --seeds 3
 

@@ -36,7 +36,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "cells": _option(int | None, None, _TASK, "Memory cells in each layer.", show_default="0; 5 with memory"),
     "rank": _option(
         int | None, None, _TASK,
-        "Rank of the low-rank weights (regimes side, lora and lora-all).", show_default="8",
+        "Rank of the low-rank weights (regimes side, lora and lora-all).", show_default="4; 8 with LoRA",
     ),
     "from_layer": _option(
         int | None, None, _TASK, "Layer at which the task forks from the backbone; later is cheaper.",
@@ -86,7 +86,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         "default (AdamW, plain images) or paper (SGD, random views; regime memory unless another is given).",
         show_default="default with side, lora and lora-all; paper with the other regimes",
     ),
-    "lr": _option(float | None, None, _RECIPE, "Peak learning rate.", show_default="the best of three, in one pass"),
+    "lr": _option(float | None, None, _RECIPE, "Peak learning rate.", show_default="three are tried in one pass"),
     "head_lr": _option(
         float | None, None, _RECIPE, "Learning rate of the head.",
         show_default="0.003 with side if --lr is not given",
@@ -137,8 +137,9 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         show_default="1; 4 with recipe paper",
     ),
     "ensemble": _option(
-        int, 1, _CHOOSING,
-        "Average this many runs from different seeds: usually more accurate; each adds a token.", min=1,
+        int | None, None, _CHOOSING,
+        "Average this many runs of the best setting, from different seeds; 1: keep the best run only.", min=1,
+        show_default="with side and no --lr, the runs of the three learning rates",
     ),
     "val_fraction": _option(float, 0.15, _CHOOSING, "Fraction of train to hold out if there is no validation split."),
     "folds": _option(

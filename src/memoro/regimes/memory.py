@@ -61,6 +61,6 @@ MEMORY = Regime(
 SIDE = Regime(
     "side",
     _make,
-    lambda depth: {"cells": 0, "from_layer": depth * 2 // 3, "rank": 8},
+    lambda depth: {"cells": 0, "from_layer": depth * 2 // 3, "rank": 4},
     all_parameters,
 )

@@ -23,7 +23,7 @@ from memoro.reproduce.methods import Method
 from memoro.tasks.task import Task
 from memoro.training import FitResult, Recipe, RunSpec, TrainOptions, train_runs
 from memoro.training.checkpoint import run_identity
-from memoro.training.sweep import average_results
+from memoro.training.sweep import NEAR, average_results
 
 FOLDS = 4
 JUDGES = 250
@@ -98,6 +98,11 @@ class Selection:
     """By rate: the accuracy on all held-out images, for each seed; 0 where a run diverged."""
     curve: list[tuple[int, float]]
     """(step, held-out accuracy) at the chosen rate."""
+
+    def used(self, method: Method) -> list[float]:
+        """The chosen rate, or all that `memoro train` would average."""
+        near = [rate for rate, some in self.scores.items() if mean(some) >= mean(self.scores[self.lr]) - NEAR]
+        return near if method.average_rates else [self.lr]
 
     def to_json(self) -> dict[str, Any]:
         scores = {f"{rate:g}": [round(one, 4) for one in some] for rate, some in self.scores.items()}
@@ -179,28 +184,26 @@ def train_seeds(
 ) -> dict[str, list[FitResult]]:
     """Each method's runs on all training images at its rate, one per seed, measured on the test split.
 
-    An ensemble has several runs per seed, whose logits are averaged.
+    An ensemble has several runs per seed, and a method may have several rates: the logits of all its runs of a seed
+    are averaged.
     """
     if splits.test is None:
         raise DataError(f"{splits.name} has no test split: add a test/ folder beside train/.")
     chosen = list(range(budget.seeds) if seeds is None else seeds)
     keys = [
-        (method, lr, seed * method.ensemble + member)
+        (method, lr, seed, seed * method.ensemble + member)
         for method, lr in rates
         for seed in chosen
         for member in range(method.ensemble)
     ]
     specs = [
-        make_spec(bench, splits, method, budget, lr, seed, extends=extends.get(method.name, ()))
-        for method, lr, seed in keys
+        make_spec(bench, splits, method, budget, lr, own, extends=extends.get(method.name, ()))
+        for method, lr, _, own in keys
     ]
-    found: dict[str, list[FitResult]] = {}
-    for (method, _, _), result in zip(keys, bench.train(specs) if specs else [], strict=True):
-        found.setdefault(method.name, []).append(result)
-    for method, _ in rates:
-        runs, size = found.get(method.name, []), method.ensemble
-        found[method.name] = [average_results(runs[at : at + size]) for at in range(0, len(runs), size)]
-    return found
+    found: dict[str, dict[int, list[FitResult]]] = {method.name: {} for method, _ in rates}
+    for (method, _, seed, _), result in zip(keys, bench.train(specs) if specs else [], strict=True):
+        found[method.name].setdefault(seed, []).append(result)
+    return {name: [average_results(runs) for runs in some.values()] for name, some in found.items()}
 
 
 def make_spec(
@@ -223,7 +226,7 @@ def measure_methods(
 ) -> dict[str, dict[str, Any]]:
     """What is recorded of each method: its rate and how it was chosen, and the test accuracy of every seed."""
     selected = select_rates(bench, splits, methods, budget)
-    rates = [(method, selected[method.name].lr) for method in methods]
+    rates = [(method, lr) for method in methods for lr in selected[method.name].used(method)]
     trained = train_seeds(bench, splits, rates, budget) if budget.seeds else {}
     records = {}
     for method in methods:

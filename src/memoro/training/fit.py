@@ -240,7 +240,7 @@ def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
         if sum(task is other for other in tasks) > 1:
             raise TrainingError(f"{task.name!r} was passed twice: create one task per dataset.")
         if isinstance(task, Task) and task.members > 1:
-            raise TrainingError(f"{task.name!r} is an ensemble, which cannot be trained further: train a new one.")
+            raise TrainingError(f"{task.name!r} is an ensemble: continue its members with train(…, start_from=task).")
     if backbone.dtype == torch.float16:
         raise TrainingError(
             f"{backbone.name} is in float16, in which small gradients vanish: load it with dtype='float32' (--dtype "

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from rich.table import Table
+from torch import Tensor
 
 from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone
@@ -31,6 +32,9 @@ from memoro.training.trust import add_answers, add_calibration, add_validation_a
 from memoro.training.warmstart import start_from
 
 Sizes = tuple[int | None, ...]
+NEAR = 0.05
+"""Runs at other learning rates are averaged with the best one unless their score is lower by more than this. Scores are
+accuracies, average precisions or R², so 1 is the best."""
 
 
 class Setting(NamedTuple):
@@ -53,13 +57,14 @@ class Grid:
     seeds: int = 1
     first_seed: int = 0
     ranks: Sizes = (None,)
-    ensemble: bool = False
-    """Whether all seeds of the best combination become one task, whose answers are their mean."""
+    ensemble: Literal["seeds", "rates"] | None = None
+    """Whether the runs of all seeds, or of all learning rates, of the best combination become one task, whose answers
+    are their mean."""
 
     @property
     def choices(self) -> int:
         """How many tasks there are to choose from."""
-        return len(self.settings()) // (self.seeds if self.ensemble else 1)
+        return len(self.settings()) // (self.seeds if self.ensemble == "seeds" else 1)
 
     def __post_init__(self) -> None:
         for name in ("cells", "from_layers", "ranks"):
@@ -71,6 +76,10 @@ class Grid:
             raise TrainingError(f"lr {rates!r}: choose one or more numbers, such as 0.001.") from None
         if not (self.cells and self.from_layers and self.ranks and self.rates) or self.seeds < 1:
             raise TrainingError("a sweep needs at least one value each for cells, from_layer, rank, lr and seeds.")
+
+    def number(self, setting: Setting) -> int:
+        """Of the setting among those that would become one ensemble with it."""
+        return self.rates.index(setting.lr) if self.ensemble == "rates" else setting.seed - self.first_seed
 
     def settings(self) -> list[Setting]:
         return [
@@ -129,7 +138,7 @@ class SweepSpec:
             sizes = {name: size for name, size in setting._asdict().items() if name not in {"lr", "seed"}}
             for part in parts:
                 task = self.regime.build(backbone, replace(self.plan, **sizes, seed=setting.seed))
-                task = task if self.start is None else start_from(self.start, task)
+                task = task if self.start is None else start_from(self.start, task, self.grid.number(setting))
                 task.update_spec(training={**task.spec.training, "seed": setting.seed})
                 recipe = replace(self.recipe, lr=setting.lr, seed=setting.seed)
                 made = setting._replace(**{name: getattr(task, name) for name in sizes})
@@ -158,12 +167,16 @@ class SweepRow:
         """Higher is better. A setting that diverged with some seed is not to be trusted: it comes after all others."""
         return self.diverged == 0, mean(self.val) if self.val else float("-inf"), -self.val_loss
 
+    def is_near(self, best: SweepRow) -> bool:
+        """Whether its runs are good enough to be averaged with those of the best row."""
+        return self is best or self.order[:2] >= (True, best.order[1] - NEAR)
+
 
 @dataclass(frozen=True)
 class SweepResult:
     task: Any
-    """The chosen one: the best seed of the combination with the best mean validation score, or all its seeds as an
-    ensemble; with halving, the best of all runs."""
+    """The chosen one: the best seed of the combination with the best mean validation score, or an ensemble of all its
+    seeds, or of its learning rates; with halving, the best of all runs."""
     best: FitResult
     """Its result; without metrics if every run of this task diverged, but not those of others."""
     rows: list[SweepRow]
@@ -171,23 +184,31 @@ class SweepResult:
     """Of all runs."""
 
 
-def check_ensemble(count: int, seeds: int, regime: Regime, start: Task | None, options: TrainOptions) -> None:
-    """Raises if an ensemble of this many members is impossible, or there are no seeds."""
+def choose_ensemble(
+    count: int | None, seeds: int, regime: Regime, lr: Any, options: TrainOptions
+) -> Literal["seeds", "rates"] | None:
+    """What an ensemble is made of; None: of nothing, a single run. Raises if one of `count` members is impossible.
+
+    Without a count, low-rank weights have one of the learning rates that are tried anyway.
+    """
     if not isinstance(seeds, int) or seeds < 1:
         raise TrainingError(f"seeds {seeds!r}: choose a whole number, 1 or more.")
+    if count is None:
+        return "rates" if regime.name == "side" and lr is None and seeds == 1 and not options.halving else None
     if not 1 <= count <= MAX_MEMBERS:
         raise TrainingError(f"an ensemble has 1 to {MAX_MEMBERS} members, not {count}.")
     if count == 1:
-        return
+        return None
     if not regime.composes:
         raise TrainingError(f"regime {regime.name!r} trains no tasks, so it has no ensembles: leave out --ensemble.")
     if regime.name == "head":
         raise TrainingError(
             "the mean of linear heads is a linear head: leave out --ensemble, or choose another regime."
         )
-    for given, option in ((seeds > 1, "--seeds"), (start is not None, "--start-from"), (options.halving, "--halving")):
+    for given, option in ((seeds > 1, "--seeds"), (options.halving, "--halving")):
         if given:
             raise TrainingError(f"--ensemble and {option} cannot be combined: leave out one of them.")
+    return "seeds"
 
 
 def run_sweeps(
@@ -254,22 +275,40 @@ def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving:
         chosen = next(result for result in everything if not result.metrics)
     keys = [key for key, seeds in scored.items() if any(one is not None and one[1] is chosen for one in seeds)]
     if sweep.grid.ensemble and finished:
-        own = [results for setting, results in gathered.items() if setting._replace(seed=sweep.grid.first_seed) in keys]
-        chosen = _join_seeds(sweep, [results for results in own if all(result.metrics for result in results)])
+        own = {setting: results for setting, results in gathered.items() if all(result.metrics for result in results)}
+        if sweep.grid.ensemble == "rates":
+            ranked = sorted(zip(rows, scored, strict=True), key=lambda pair: pair[0].order, reverse=True)
+            keys = [key for row, key in ranked if key._replace(lr=best.lr) == keys[0] and row.is_near(best)]
+            members = [own[key] for key in keys]
+        else:
+            members = [own[key] for key in own if key._replace(seed=sweep.grid.first_seed) in keys]
+        chosen = _join_members(sweep, members)
     shown = [
-        replace(row, chosen=True) if key in keys else replace(row, test=())
+        replace(row, chosen=key in keys, test=row.test if keys == [key] else ())
         for key, row in zip(scored, rows, strict=True)
     ]
     return SweepResult(chosen.task, chosen, shown, everything)
 
 
-def _join_seeds(sweep: SweepSpec, seeds: Sequence[Sequence[FitResult]]) -> FitResult:
-    """The ensemble of the last runs of several seeds, measured and calibrated by the mean of their logits."""
-    together = [average_results(results) for results in zip(*seeds, strict=True)]
-    whole = replace(together[-1], task=join_members([results[-1].task for results in seeds]))
+def _held_out_answers(results: Sequence[FitResult]) -> tuple[Tensor, Tensor]:
+    """The logits and targets of all folds, or of the validation split of a single run."""
+    (*folds, whole) = results
+    if not folds:
+        assert whole.validated is not None
+        return whole.validated
+    logits = [fold.logits for fold in folds if fold.logits is not None]
+    return torch.cat(logits), torch.cat([fold.targets for fold in folds if fold.targets is not None])
+
+
+def _join_members(sweep: SweepSpec, members: Sequence[Sequence[FitResult]]) -> FitResult:
+    """The ensemble of the last runs of several settings, measured and calibrated by the mean of their logits."""
+    together = [average_results(results) for results in zip(*members, strict=True)]
+    whole = replace(together[-1], task=join_members([results[-1].task for results in members]))
     task, training = whole.task, whole.task.spec.training
-    count = training["trained_parameters"] * task.members
-    task.update_spec(training={**training, "ensemble": task.members, "trained_parameters": count})
+    rates = list(dict.fromkeys(results[-1].task.spec.training["lr"] for results in members))
+    facts = {"ensemble": task.members} if task.members > 1 else {}
+    facts |= {"trained_parameters": training["trained_parameters"] * task.members}
+    task.update_spec(training={**training, **facts, "lr": rates[0] if len(rates) == 1 else rates})
     if sweep.folds:
         scored = _score_folds([*together[:-1], whole], sweep)
         assert scored is not None
@@ -309,8 +348,7 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
     (*folds, whole), splits = results, sweep.splits
     if not all(result.metrics for result in results):
         return None
-    logits = torch.cat([fold.logits for fold in folds if fold.logits is not None])
-    targets = torch.cat([fold.targets for fold in folds if fold.targets is not None])
+    logits, targets = _held_out_answers(results)
     judged = score(splits.kind, measure(splits.kind, splits.labels, logits, targets))
     add_calibration(whole.task, (logits, targets), f"{len(folds)} folds", seen=sweep.start is not None)
     add_answers(whole.task, logits, np.concatenate(sweep.held_out))
@@ -330,6 +368,7 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
 def sweep_table(name: str, rows: Sequence[SweepRow], score_name: str) -> Table:
     """Every combination with its score: the chosen one, then the others, best first."""
     ranked = sorted(rows, key=lambda row: (row.chosen, row.order), reverse=True)
+    averaged = sum(row.chosen for row in rows)
     columns = {
         "cells": [str(row.cells) for row in ranked],
         "rank": [str(row.rank) for row in ranked],
@@ -343,11 +382,10 @@ def sweep_table(name: str, rows: Sequence[SweepRow], score_name: str) -> Table:
         columns[f"test {score_name.partition(' ')[2]}"] = [
             _mean_and_range(row.test) if row.test else "" for row in ranked
         ]
+    first = "the chosen one first" if averaged == 1 else f"of which the task averages the first {averaged}"
     if any(row.diverged for row in rows):
         columns["diverged"] = [str(row.diverged or "") for row in ranked]
-    return make_table(
-        list(columns), zip(*columns.values(), strict=True), f"{name}: settings tried, the chosen one first", left=0
-    )
+    return make_table(list(columns), zip(*columns.values(), strict=True), f"{name}: settings tried, {first}", left=0)
 
 
 def _mean_and_range(values: Sequence[float]) -> str:

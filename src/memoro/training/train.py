@@ -31,7 +31,7 @@ from memoro.training.distributed import find_processes
 from memoro.training.fit import FitResult, judge, preprocessing_of, record_time, regime_of
 from memoro.training.recipe import RECIPES, REPORT, SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
 from memoro.training.sources import SMALL, choose_folds, cut_validation, load_sources, name_sources
-from memoro.training.sweep import Grid, SweepRow, SweepSpec, check_ensemble, run_sweeps, sweep_table
+from memoro.training.sweep import Grid, SweepRow, SweepSpec, choose_ensemble, run_sweeps, sweep_table
 from memoro.training.target import SUFFIX, check_target, file_of, read_target
 from memoro.training.warmstart import OPTIMISTIC, compare_labels, read_start
 
@@ -109,7 +109,7 @@ def train(
     from_layer: int | Iterable[int] | None = None,
     lr: float | Iterable[float] | None = None,
     seeds: int = 1,
-    ensemble: int = 1,
+    ensemble: int | None = None,
     folds: int | None = None,
     extends: Task | str | Path | Iterable[Task | str | Path] = (),
     start_from: Task | str | Path | None = None,
@@ -141,8 +141,10 @@ def train(
 
     Several values of `cells`, `rank`, `from_layer` or `lr`, or several `seeds`, are tried in one pass, and the best by
     validation is kept; without `lr`, a few learning rates are tried. Small sets are compared by cross-validation
-    (`folds`; 0: on a validation split). With `ensemble=3`, the task averages three runs from different seeds: more
-    accurate, but three times as large, and it adds three tokens to a pass.
+    (`folds`; 0: on a validation split). With regime `side` and without `lr`, the task averages the runs of the learning
+    rates that were tried, except for those that raise the loss on held-out images; `ensemble=1` keeps the best run
+    only, which is smaller, and `ensemble=3` averages three seeds of the best setting. Each member of such an ensemble
+    adds a token to a pass.
 
     Fields of the recipe and of the options can be given by name: `epochs=5`, `image_size=112`, `folder="runs/{task}"`.
     The task file is written to `out`, a file or folder, if that is given.
@@ -177,15 +179,14 @@ def train(
         recipe = replace(recipe, views=RECIPES["paper"][1].views)
         options.note(f"random crops and flips need several views of an image: using {recipe.views} (--views).")
     rates = chosen.rates[recipe.optimizer][1:2] if streaming else chosen.rates[recipe.optimizer]
-    check_ensemble(ensemble, seeds, chosen, start, options)
     grid = Grid(
         several(cells),
         several(from_layer),
         several(rates if lr is None else lr),
-        seeds=max(seeds, ensemble),
+        seeds=max(seeds, ensemble or 1),
         first_seed=recipe.seed,
         ranks=several(rank),
-        ensemble=ensemble > 1,
+        ensemble=choose_ensemble(ensemble, seeds, chosen, lr, options),
     )
     if start is not None:
         start.spec.check_backbone(backbone)
@@ -194,6 +195,9 @@ def train(
             if asked is not None and several(asked) != kept:
                 raise TrainingError(f"{start.name!r} keeps its cells, rank and layers: leave them out.")
         grid = own
+        continued = len(grid.rates) if grid.ensemble == "rates" else grid.seeds
+        if continued < start.members:
+            options.note(f"{continued} of the {start.members} members of {start.name!r} are continued (--ensemble).")
     elif chosen.name == "head":
         if any(several(cells)) or several(from_layer) not in {(None,), (backbone.depth,)}:
             raise TrainingError("regime 'head' is a linear head on the backbone: leave out --cells and --from-layer.")
@@ -371,6 +375,7 @@ def fit_table(result: TrainResult) -> Table:
     rows += [
         ("worst classes", format_worst(metrics, 5)),
         ("file", "" if result.file is None else format_bytes(result.file.stat().st_size)),
+        ("ensemble", f"mean of {training['ensemble']} runs" if "ensemble" in training else ""),
         ("parameters trained", f"{training['trained_parameters']:,}"),
         ("best epoch", f"{training['best_epoch']} of {training['epochs']}"),
         ("time", _format_time(training["seconds"], training.get("phases", {}))),

@@ -12,6 +12,7 @@ from memoro.data.annotations import first_few
 from memoro.errors import TrainingError
 from memoro.evaluation.training_images import SKETCH
 from memoro.regimes.baselinefile import is_baseline
+from memoro.tasks.ensemble import split_members
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks
 
@@ -27,7 +28,7 @@ OPTIMISTIC = (
 def read_start(source: Task | str | Path, name: str | None) -> Task:
     """The task to start from: the only one of its file, or the one of this name."""
     if isinstance(source, Task):
-        return _check_single(source)
+        return source
     if is_baseline(source):
         raise TrainingError(f"{source} is a baseline: --start-from continues tasks only.")
     tasks = load_tasks(source)
@@ -35,16 +36,7 @@ def read_start(source: Task | str | Path, name: str | None) -> Task:
     if not chosen:
         names = ", ".join(task.name for task in tasks)
         raise TrainingError(f"{source} contains {len(tasks)} tasks: choose one of {names} with --task.")
-    return _check_single(chosen[0])
-
-
-def _check_single(task: Task) -> Task:
-    if task.members > 1:
-        raise TrainingError(
-            f"{task.name!r} is an ensemble of {task.members}, which cannot be trained further: train it again without "
-            "--start-from."
-        )
-    return task
+    return chosen[0]
 
 
 def compare_labels(old: Task, splits: Splits | Streams) -> str:
@@ -65,19 +57,23 @@ def compare_labels(old: Task, splits: Splits | Streams) -> str:
     return f"starting from {old.name!r} as it is, with its cells and layers: {', '.join(parts)}."
 
 
-def start_from(old: Task, fresh: Task) -> Task:
-    """The `fresh` task with the weights of the old one; rows of its head for new labels stay fresh."""
+def start_from(old: Task, fresh: Task, member: int = 0) -> Task:
+    """The `fresh` task with the weights of the old one; rows of its head for new labels stay fresh.
+
+    Of an ensemble, it has those of one member; numbers beyond the last one start again with the first.
+    """
+    part = split_members(old)[member % old.members]
     own, rows = fresh.state_dict(), {label: row for row, label in enumerate(old.labels)}
     known = [(at, rows[label]) for at, label in enumerate(fresh.labels) if label in rows]
     tensors = {}
-    for name, value in old.state_dict().items():
+    for name, value in part.state_dict().items():
         if name.startswith("head."):
             tensors[name] = own[name].clone()
             for at, row in known:
-                tensors[name][at] = value[row]
+                tensors[name][at] = value[row] * old.members  # the head of an ensemble is divided among its members
         else:
             tensors[name] = value.detach().to(own["head.weight"], copy=True)
-    spec = replace(old.spec, name=fresh.name, labels=fresh.spec.labels, backbone=fresh.spec.backbone, metrics={})
+    spec = replace(part.spec, name=fresh.name, labels=fresh.spec.labels, backbone=fresh.spec.backbone, metrics={})
     task = Task.from_tensors(spec, tensors, fresh.extends)
     sketch = {SKETCH: old.spec.training[SKETCH]} if SKETCH in old.spec.training else {}
     task.update_spec(training={"history": _history(old), **sketch}, calibration=None)
