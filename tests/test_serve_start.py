@@ -45,7 +45,7 @@ def test_an_empty_folder_and_no_tasks_at_all(backbone: Backbone, tmp_path: Path)
 def test_problems_at_the_start_are_named(backbone: Backbone, tmp_path: Path) -> None:
     fill(tmp_path / "tasks", backbone)
     (tmp_path / "tasks" / "copy.safetensors").write_bytes((tmp_path / "tasks" / "tags.safetensors").read_bytes())
-    with pytest.raises(CompositionError, match=r"'tags', in .*copy.safetensors and in .*tags.safetensors"):
+    with pytest.raises(CompositionError, match=r"'tags', in .*copy.safetensors and in .*tags.safetensors: remove one"):
         open_store([tmp_path / "tasks"], lambda _: backbone)
     (tmp_path / "tasks" / "copy.safetensors").unlink()
     for places in (

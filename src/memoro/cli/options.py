@@ -110,11 +110,11 @@ def gather_tasks(files: Iterable[str], option: str = "-t") -> list[Task]:
     `option` is what precedes a file there, nothing for an argument.
     """
     from memoro.regimes.baselinefile import is_baseline, read_baseline
-    from memoro.tasks.hub import find_given
+    from memoro.tasks.hub import expand_task_arguments
     from memoro.tasks.taskfile import load_named
 
     found: list[tuple[str, Task]] = []
-    for file, path, name in find_given(files):
+    for file, path, name in expand_task_arguments(files):
         if is_baseline(path):
             spec, _, _ = read_baseline(path)
             raise CompositionError(f"{file} is a baseline, which cannot be composed or verified. {spec.not_composable}")
@@ -127,13 +127,13 @@ def load_models(
 ) -> tuple[Backbone, list[Task | Baseline]]:
     """The backbone of some files or hub ids, and their tasks and baselines."""
     from memoro.regimes.baselinefile import is_baseline, load_baseline, read_baseline
-    from memoro.tasks.hub import find_given
+    from memoro.tasks.hub import expand_task_arguments
     from memoro.tasks.task import Task
     from memoro.tasks.taskfile import load_named
 
     found: list[tuple[str, Task | BaselineSpec]] = []
     paths: dict[str, Path] = {}
-    for file, path, name in find_given(files):
+    for file, path, name in expand_task_arguments(files):
         paths[file] = path
         models = [read_baseline(path)[0]] if is_baseline(path) else load_named(path, name)
         found += [(file, model) for model in models]

@@ -27,7 +27,7 @@ from memoro.evaluation.inspect import describe_task
 from memoro.files import sync_folder
 from memoro.serve.batching import run_pass
 from memoro.serve.options import MAX_INPUT_SIDE, MAX_TASKS
-from memoro.tasks.hub import find_given
+from memoro.tasks.hub import expand_task_arguments
 from memoro.tasks.sections import write_sections
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_named, load_tasks, save_task, save_tasks
@@ -67,7 +67,7 @@ def find_tasks(places: Sequence[str | Path]) -> tuple[dict[str, tuple[Path, Task
     except OSError as error:
         raise ServeError(f"cannot use the folder {folder} ({error.strerror}).") from None
     try:
-        given = list(find_given(places)) if folder is None else [(str(file), file, "") for file in inside]
+        given = list(expand_task_arguments(places)) if folder is None else [(str(file), file, "") for file in inside]
     except TaskFileError as error:
         raise ServeError(f"{error}{_advise_folder(places)}") from None
     found: dict[str, tuple[Path, Task]] = {}
@@ -76,7 +76,7 @@ def find_tasks(places: Sequence[str | Path]) -> tuple[dict[str, tuple[Path, Task
             raise ServeError(f"{place}: no such file or folder.{_advise_folder(places)}")
         for task in load_named(file, name):
             if task.name in found:
-                other = f"give one of them another name: -t OTHER={place}"
+                other = f"give one of them another name: -t OTHER={place}" if folder is None else "remove one of them"
                 raise CompositionError(
                     f"two tasks are called {task.name!r}, in {found[task.name][0]} and in {file}: {other}."
                 )

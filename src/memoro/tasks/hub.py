@@ -50,7 +50,7 @@ def find_task_files(source: str) -> list[str]:
     return sorted(glob.glob(source)) or [source] if not path.exists() and glob.has_magic(source) else [source]
 
 
-def find_given(places: Iterable[str | Path]) -> Iterator[tuple[str, Path, str]]:
+def expand_task_arguments(places: Iterable[str | Path]) -> Iterator[tuple[str, Path, str]]:
     """The task files of what `-t` takes: files, folders, globs and hub ids, also as `NAME=FILE`. For each, the file as
     it was given, its path, and the name that its task is to have (empty: its own)."""
     for place in places:
