@@ -61,7 +61,9 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
         "another set. Each task tries two forks and two learning rates, and averages the runs of the better fork: 16 "
         "runs, and each base pass is computed once."
     )
-    grid = Grid(from_layers=(backbone.depth // 3, backbone.depth * 2 // 3), rates=(0.001, 0.003), ensemble="rates")
+    grid = Grid(
+        from_layers=(backbone.depth // 3, backbone.depth * 2 // 3), rates=(0.001, 0.003), ranks=(8,), ensemble="rates"
+    )
     found = sweep("side", sets, grid)
     console.print(
         "\n[bold]2. A task that extends another.[/] `parity` (odd or even) attends to the token of `digit`, "
