@@ -1,4 +1,4 @@
-"""Ensembles: tasks that were trained alike from different seeds, as one task whose answers are their mean."""
+"""Ensembles: runs with different seeds or learning rates as one task, whose answers are their mean."""
 
 from __future__ import annotations
 
