@@ -28,7 +28,14 @@ baselines = pytest.mark.parametrize("name", list(METHODS))
 families = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 # SigLIP has no class token that class-full could train; that is an error of its own.
 PAIRS = [(case, name) for case in FAMILIES for name in METHODS if (case.name, name) != ("siglip", "class-full")]
-pairs = pytest.mark.parametrize(("case", "name"), PAIRS, ids=[f"{case.name}-{name}" for case, name in PAIRS])
+# Of all pairs, every third one: each family and each method several times. `make test-slow` has the others.
+pairs = pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(case, name, id=f"{case.name}-{name}", marks=[pytest.mark.slow] if number % 3 else [])
+        for number, (case, name) in enumerate(PAIRS)
+    ],
+)
 
 
 def build(backbone: Backbone, regime: str, **options: Any) -> Baseline:

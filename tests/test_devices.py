@@ -180,7 +180,9 @@ def test_a_composition_is_a_module(case: Case, pixels: torch.Tensor) -> None:
     assert not any(parameter.requires_grad for name, parameter in model.named_parameters() if name[0].isdigit())
 
 
-@pytest.mark.parametrize("name", ["vit", "dinov3", "beit"])  # plain, rotary positions, score biases
+@pytest.mark.parametrize(
+    "name", [pytest.param("vit", marks=pytest.mark.slow), "dinov3", "beit"]
+)  # rotary, score biases
 def test_a_composition_can_be_exported(name: str, pixels: torch.Tensor) -> None:
     backbone = memoro.load_backbone(next(case for case in FAMILIES if case.name == name).model())
     model = memoro.compose(backbone, pair(backbone))

@@ -134,6 +134,7 @@ def test_a_model_no_better_than_the_mean_says_so(backbone: Backbone, tmp_path: P
     assert warn_of({"split": "test", "r2": 0.4}) is None
 
 
+@pytest.mark.slow
 def test_the_radius_of_a_disc(tmp_path: Path) -> None:
     """400 images of 96 px, a disc of random radius, place and colour on noise, in pixels. All defaults but one: one
     learning rate instead of three, to save time."""

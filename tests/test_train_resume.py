@@ -169,7 +169,7 @@ def test_the_undisturbed_training(trainer: Trial, tmp_path: Path) -> None:
         trainer.equal("other")
 
 
-@pytest.mark.parametrize("lines", [1, 4, 9, 17])
+@pytest.mark.parametrize("lines", [1, *(pytest.param(lines, marks=pytest.mark.slow) for lines in (4, 9)), 17])
 def test_killed_at_some_moment(trainer: Trial, tmp_path: Path, lines: int) -> None:
     process = trainer.fork("killed", slow=lines + 2)
     trainer.wait_for("killed", lines)
