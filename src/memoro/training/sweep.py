@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from rich.table import Table
-from torch import Tensor
 
 from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone
@@ -290,16 +289,6 @@ def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving:
     return SweepResult(chosen.task, chosen, shown, everything)
 
 
-def _held_out_answers(results: Sequence[FitResult]) -> tuple[Tensor, Tensor]:
-    """The logits and targets of all folds, or of the validation split of a single run."""
-    (*folds, whole) = results
-    if not folds:
-        assert whole.validated is not None
-        return whole.validated
-    logits = [fold.logits for fold in folds if fold.logits is not None]
-    return torch.cat(logits), torch.cat([fold.targets for fold in folds if fold.targets is not None])
-
-
 def _join_members(sweep: SweepSpec, members: Sequence[Sequence[FitResult]]) -> FitResult:
     """The ensemble of the last runs of several settings, measured and calibrated by the mean of their logits."""
     together = [average_results(results) for results in zip(*members, strict=True)]
@@ -348,7 +337,8 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
     (*folds, whole), splits = results, sweep.splits
     if not all(result.metrics for result in results):
         return None
-    logits, targets = _held_out_answers(results)
+    logits = torch.cat([fold.logits for fold in folds if fold.logits is not None])
+    targets = torch.cat([fold.targets for fold in folds if fold.targets is not None])
     judged = score(splits.kind, measure(splits.kind, splits.labels, logits, targets))
     add_calibration(whole.task, (logits, targets), f"{len(folds)} folds", seen=sweep.start is not None)
     add_answers(whole.task, logits, np.concatenate(sweep.held_out))
