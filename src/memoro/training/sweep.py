@@ -186,9 +186,9 @@ class SweepResult:
 def choose_ensemble(
     count: int | None, seeds: int, regime: Regime, lr: Any, options: TrainOptions
 ) -> Literal["seeds", "rates"] | None:
-    """What an ensemble is made of; None: of nothing, a single run. Raises if one of `count` members is impossible.
+    """Whether to average seeds, learning rates or nothing (None). Raises if an ensemble of `count` is impossible.
 
-    Without a count, low-rank weights have one of the learning rates that are tried anyway.
+    Without a count, regime `side` averages the learning rates, which are tried anyway.
     """
     if not isinstance(seeds, int) or seeds < 1:
         raise TrainingError(f"seeds {seeds!r}: choose a whole number, 1 or more.")
@@ -281,7 +281,7 @@ def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving:
             members = [own[key] for key in keys]
         else:
             members = [own[key] for key in own if key._replace(seed=sweep.grid.first_seed) in keys]
-        chosen = _join_members(sweep, members)
+        chosen = chosen if len(members) == 1 else _join_members(sweep, members)
     shown = [
         replace(row, chosen=key in keys, test=row.test if keys == [key] else ())
         for key, row in zip(scored, rows, strict=True)
@@ -295,9 +295,12 @@ def _join_members(sweep: SweepSpec, members: Sequence[Sequence[FitResult]]) -> F
     whole = replace(together[-1], task=join_members([results[-1].task for results in members]))
     task, training = whole.task, whole.task.spec.training
     rates = list(dict.fromkeys(results[-1].task.spec.training["lr"] for results in members))
-    facts = {"ensemble": task.members} if task.members > 1 else {}
-    facts |= {"trained_parameters": training["trained_parameters"] * task.members}
-    task.update_spec(training={**training, **facts, "lr": rates[0] if len(rates) == 1 else rates})
+    facts = {
+        "ensemble": task.members,
+        "lr": rates[0] if len(rates) == 1 else rates,
+        "trained_parameters": training["trained_parameters"] * task.members,
+    }
+    task.update_spec(training={**training, **facts})
     if sweep.folds:
         scored = _score_folds([*together[:-1], whole], sweep)
         assert scored is not None

@@ -142,9 +142,9 @@ def train(
     Several values of `cells`, `rank`, `from_layer` or `lr`, or several `seeds`, are tried in one pass, and the best by
     validation is kept; without `lr`, a few learning rates are tried. Small sets are compared by cross-validation
     (`folds`; 0: on a validation split). With regime `side` and without `lr`, the task averages the runs of the learning
-    rates that were tried, except for those that raise the loss on held-out images; `ensemble=1` keeps the best run
-    only, which is smaller, and `ensemble=3` averages three seeds of the best setting. Each member of such an ensemble
-    adds a token to a pass.
+    rates that were tried, except for those whose score is more than 0.05 below the best; `ensemble=1` keeps the best
+    run only, which is smaller, and `ensemble=3` averages three seeds of the best setting. Each run adds
+    a token to a pass.
 
     Fields of the recipe and of the options can be given by name: `epochs=5`, `image_size=112`, `folder="runs/{task}"`.
     The task file is written to `out`, a file or folder, if that is given.
