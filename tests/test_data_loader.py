@@ -206,6 +206,13 @@ for work in (
     assert done.stdout.count('under `if __name__ == "__main__":`') == 2, done.stderr
 
 
+def test_a_script_ends_quietly_while_it_holds_workers() -> None:
+    """An executor that is collected while the interpreter shuts down prints a traceback."""
+    script = "from memoro.data.loader import shared_pool; pool = shared_pool(); print(*pool.imap(abs, [-7], 1))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("(-7, 7)\n", "")
+
+
 def test_skipped_batches_are_not_decoded(tmp_path: Path) -> None:
     save_classes(tmp_path, {"a": 4, "b": 4})
     train = load_data(tmp_path, val_fraction=0).train

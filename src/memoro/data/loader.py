@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -318,7 +319,14 @@ def shared_pool() -> WorkerPool:
     pool = _pools.get(os.getpid())  # a fork inherits the object, but not its workers
     if pool is None:
         pool = _pools[os.getpid()] = WorkerPool()
+        atexit.register(_close_pool)
     return pool
+
+
+def _close_pool() -> None:
+    """Ends the workers before the interpreter shuts down: an executor that is collected then prints a traceback."""
+    if (pool := _pools.get(os.getpid())) is not None:
+        pool.close()
 
 
 NICENESS = 10
