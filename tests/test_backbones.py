@@ -352,3 +352,14 @@ def test_real_weights(shared: Path) -> None:
     pixels = torch.randn(2, 3, 112, 112)
     with torch.no_grad():
         assert torch.equal(memoro.compose(backbone)(pixels)["base"], model(pixels).pooler_output)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"size": {"height": 20', "[]", '{"size": "abc", "image_processor_type": "ViTImageProcessor"}']
+)
+def test_a_damaged_processor_is_not_replaced_by_a_default(text: str, vit: Any, tmp_path: Path) -> None:
+    vit.save_pretrained(tmp_path)
+    assert memoro.load_backbone(tmp_path).preprocessing.size == (20, 20)
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(BackboneError, match="image processor"):
+        memoro.load_backbone(tmp_path)

@@ -75,5 +75,14 @@ def test_strata_of_labels_and_numbers() -> None:
     labels = torch.tensor([[1.0, 1, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]])
     assert strata(labels).tolist() == [1, 0, 0, -1]
     numbers = torch.arange(20.0).flip(0)[:, None] + 0.5
-    assert strata(numbers).tolist() == [at // 2 for at in reversed(range(20))]
+    assert strata(numbers).tolist() == [at // 4 for at in reversed(range(20))]
     assert strata(torch.tensor([2, 0])).tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("images", [2, 8, 11, 13, 40, 1000])
+def test_few_numbers_are_held_out_too(images: int) -> None:
+    """A group of numbers with a single image could not lose it."""
+    groups = strata(torch.linspace(0.1, 7.3, images).unsqueeze(1))
+    assert len(set(groups.tolist())) == max(1, min(10, images // 4))
+    held_out = stratified_split(groups, 0.15, seed=0)[1]
+    assert 1 <= len(held_out) <= round(0.15 * images) + 1

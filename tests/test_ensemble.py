@@ -19,7 +19,7 @@ from test_train_told import rendered
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import CompositionError, TaskError, TaskFileError, TrainingError
-from memoro.evaluation.inspect import describe_task
+from memoro.evaluation.inspect import describe_task, inspect_file, inspect_tables
 from memoro.regimes import TaskPlan, find_regime
 from memoro.tasks.ensemble import join_members, split_members
 from memoro.tasks.mask import trace_lineage
@@ -281,3 +281,22 @@ def test_a_small_file_cannot_ask_for_endless_attention(backbone: Backbone) -> No
         chain.append(join_members(alike))
     with pytest.raises(CompositionError, match="compose fewer of them"):
         memoro.compose(backbone, chain)
+
+
+def test_a_bundle_of_an_ensemble_and_a_plain_task_is_inspected(backbone: Backbone, tmp_path: Path) -> None:
+    tasks = [join_members(members_of(backbone)), random_task(backbone, "plain", seed=5)]
+    for order in (tasks, tasks[::-1]):
+        file = memoro.save_tasks(order, tmp_path / "both.safetensors")
+        [table] = inspect_tables({**inspect_file(file), "file": "both"})
+        assert "3 members" in rendered(table)
+
+
+def test_a_live_composition_takes_an_ensemble_that_others_extend(backbone: Backbone, pixels: torch.Tensor) -> None:
+    parent = join_members(members_of(backbone))
+    child = random_task(backbone, "child", seed=9, extends=[parent])
+    model = memoro.compose(backbone, [parent, child], live=True)
+    model(pixels)["child"].sum().backward()
+    assert child.class_token.grad is not None
+    assert all(parameter.grad is None for parameter in parent.parameters())
+    with pytest.raises(CompositionError, match="is an ensemble, which cannot be trained"):
+        memoro.compose(backbone, [parent], live=True)

@@ -178,6 +178,11 @@ def test_a_model_that_answers_one_class_is_warned_of() -> None:
     assert warn_of(lazy) == "accuracy is 0.750 (test): no better than always predicting the most frequent class."
     good = {"split": "test", **measure("softmax", ["a", "b"], F.one_hot(targets, 2).float(), targets)}
     assert warn_of(good) is None
+    one_class = {
+        "split": "all",
+        **measure("softmax", ["a", "b"], torch.tensor([[1.0, 0.0]] * 4), torch.zeros(4).long()),
+    }
+    assert warn_of(one_class) is None
 
 
 def test_evaluate_says_what_it_left_out_and_what_was_learned(

@@ -156,6 +156,10 @@ def test_what_cannot_be_one_file_is_refused(backbone: memoro.Backbone, tmp_path:
     large.update_spec(preprocessing=SMALL)
     with pytest.raises(CompositionError, match=r"its own file: small \(12x12\); large \(20x20\)"):
         memoro.compose(backbone, [small, large]).export(path)
+    child = random_task(backbone, "child", extends=[small])
+    child.update_spec(preprocessing=SMALL)
+    with pytest.raises(CompositionError, match=r"'child' extends 'small', but .* retrain one of them"):
+        memoro.compose(backbone, [small, child]).export(path)
     names = [random_task(backbone, name) for name in ("pets", "pets.probabilities")]
     with pytest.raises(CompositionError, match=r"'pets\.probabilities' names two parts"):
         memoro.compose(backbone, names).export(path)

@@ -66,7 +66,7 @@ def test_a_saved_folder_is_loaded_again(pets: Task, tmp_path: Path) -> None:
     for source in (folder, str(folder), folder / FILE):
         assert memoro.Task.from_pretrained(source).content_hash() == pets.content_hash()
     assert memoro.load_tasks(folder)[0].spec.metrics == pets.spec.metrics
-    with pytest.raises(TaskFileError, match=r"contains no task\.safetensors"):
+    with pytest.raises(TaskFileError, match="contains no task files"):
         memoro.load_task(tmp_path)
 
 

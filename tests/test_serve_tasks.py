@@ -192,7 +192,7 @@ def hostile(backbone: Backbone, tmp_path: Path) -> dict[str, bytes]:
     huge.update_spec(preprocessing=backbone.preprocessing.at(4096))
     wrong.update_spec(preprocessing=backbone.preprocessing.at(2))  # less than one patch
     cut = random_task(backbone, "cut")
-    cut.update_spec(preprocessing=memoro.Preprocessing(resize=8192, crop=(20, 20)))
+    cut.update_spec(preprocessing=memoro.Preprocessing(resize=2048, crop=(20, 20)))
     loud = random_task(backbone, "loud", from_layer=backbone.depth, cells=0)
     loud.head.weight.data.fill_(3e38)
     other = memoro.load_backbone(CASES[0].model(seed=8))
@@ -209,7 +209,7 @@ def hostile(backbone: Backbone, tmp_path: Path) -> dict[str, bytes]:
         "another backbone": file_of(tmp_path, random_task(other, "stranger")),
         "the name of all tasks": file_of(tmp_path, random_task(backbone, "all")),
         "images of 4096 pixels": file_of(tmp_path, huge),
-        "images of 8192 pixels before the crop": file_of(tmp_path, cut),
+        "images of 2048 pixels before the crop": file_of(tmp_path, cut),
         "images of 2 pixels": file_of(tmp_path, wrong),
         "answers that are not finite": file_of(tmp_path, loud),
         "nothing but a header": len(record).to_bytes(8, "little") + record,

@@ -267,7 +267,7 @@ BAD: list[tuple[list[object], str]] = [
     (["set", *TRAIN, "--extends", "vit/model.safetensors"], "not a memoro file"),
     (["set", *TRAIN, "--folder", "vit/config.json", "--epochs", "1"], "cannot write"),
     (["set", *TRAIN, "--backbone", "/nowhere/at/all"], "nowhere"),
-    (["set", *TRAIN, "--image-size", "99999"], "image size 99999: choose 1 to 8192 pixels"),
+    (["set", *TRAIN, "--image-size", "99999"], "image size 99999: choose 1 to 2048 pixels"),
     (["set", *TRAIN, "--image-size", "3"], "images of 3x3 are smaller than one 4x4 patch"),
 ]
 

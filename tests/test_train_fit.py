@@ -22,7 +22,7 @@ from memoro.errors import CompositionError, DataError, TrainingError
 from memoro.regimes import REGIMES, TaskPlan, find_regime
 from memoro.tasks.task import Task, new_task
 from memoro.training import FitResult, Recipe, RunSpec, fit, train_runs
-from memoro.training.recipe import RECIPES
+from memoro.training.recipe import find_recipe
 from memoro.training.run import Run, SharedForward
 
 PLAIN = Augment(crop="none", flip=0.0)
@@ -267,7 +267,7 @@ def test_balance_lifts_the_rare_class(backbone: Backbone, tmp_path: Path) -> Non
 
 def test_recipes_have_names_and_one_task_is_evaluated(backbone: Backbone, squares: Path) -> None:
     found = {}
-    for name, recipe in {"paper": "paper", "default": "default", "given": RECIPES["default"][1]}.items():
+    for name, recipe in {"paper": "paper", "default": "default", "given": find_recipe("default", "memory")[1]}.items():
         task = new_task(backbone, "squares", LABELS, cells=1, seed=1)
         fit(backbone, task, squares, recipe=recipe, epochs=1, **QUICK)
         found[name] = task

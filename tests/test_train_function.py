@@ -149,9 +149,41 @@ def test_wrong_arguments_are_refused_before_anything_is_read(root: Path) -> None
         ({"a": root, "b": root}, {"out": "one.safetensors"}, "several tasks need a folder"),
         (root, {"cache": True, "views": None}, "a fixed number of views"),
         (root, {"streaming": True}, "is a local file or folder"),
+        (root, {"seeds": "2"}, "seeds '2': choose a whole number"),
+        (root, {"ensemble": "2"}, "ensemble '2': choose a whole number"),
     ):
         with pytest.raises((TrainingError, DataError), match=message):
             memoro.train(given, **none, **options)
+
+
+def test_a_size_that_is_given_and_is_the_default_counts_once(backbone: Backbone, tmp_path: Path) -> None:
+    save_squares(tmp_path / "set", {"blue": 8, "red": 8})
+    found = memoro.train(tmp_path / "set", backbone=backbone, rank=(None, 4), lr=0.001, seeds=np.int64(2), **QUICK)
+    assert [(row.rank, len(row.val)) for row in found.rows] == [(4, 2)]
+
+
+def test_a_task_without_validation_images_leaves_the_others_alone(backbone: Backbone, tmp_path: Path) -> None:
+    save_squares(tmp_path / "single", {"blue": 1, "red": 1})
+    save_squares(tmp_path / "many", {"blue": 8, "red": 8})
+    both = {name: tmp_path / name for name in ("single", "many")}
+    found = memoro.train(both, backbone=backbone, **QUICK)
+    assert (len(found["single"].rows), len(found["many"].rows)) == (0, 3)
+    assert found["many"].metrics["split"] == "4 folds"
+
+
+def test_a_score_that_is_undefined_does_not_lose_the_task(
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R² of a single validation image; the plot of the settings has no points."""
+    save_squares(tmp_path, {"blue": 6})
+    rows = [f"blue/{path.name},{at}.5" for at, path in enumerate(sorted((tmp_path / "blue").iterdir()))]
+    (tmp_path / "set.csv").write_text("\n".join(["path,number", *rows]))
+    monkeypatch.chdir(tmp_path)
+    found = memoro.train("set.csv", backbone=backbone, folds=0, folder="run", out="set.safetensors", **QUICK)
+    assert not any(np.isfinite(row.val).any() for row in found.rows)
+    assert found.plot is not None
+    assert found.plot.is_file()
+    assert memoro.load_task("set.safetensors").content_hash() == found.task.content_hash()
 
 
 def test_large_sets_also_try_an_earlier_fork(backbone: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from memoro.training.sweep import Grid, SweepSpec, run_sweeps
 
 LABELS = ["blue", "green", "red"]
 RECIPE = Recipe(epochs=3, batch_size=5, lr=0.05, warmup=2)
-COMMAND = ("train", "--image-size", 20, "--workers", 0, "--batch-size", 5, "--lr", 0.05, "--epochs", 2, "--json")
+COMMAND = ("train", "--image-size", 20, "--workers", 0, "--batch-size", 5, "--epochs", 2, "--json")
 FRESH: dict[str, Any] = {"workers": 0, "cache": False, "quiet": True}
 RANK = int(os.environ.get("RANK", 0))
 
@@ -218,12 +218,12 @@ def check_command(together: list[dict[str, Any]], wanted: dict[str, Any]) -> Non
     """The command line speaks once."""
     first, second = together
     record = json.loads(first["stdout"])
-    assert "note: 15% of train" in first["stderr"]
+    assert "runs are compared by 4-fold cross-validation" in first["stderr"]
     assert (second["stdout"], second["stderr"]) == ("", "")
     assert record["metrics"]["loss"] == pytest.approx(wanted["metrics"]["loss"], abs=1e-5)  # in float32
     mine, other = (memoro.load_task(found["file"]) for found in (record, wanted))
-    assert mine.spec.training["steps"] == 10
-    torch.testing.assert_close(mine.memory, other.memory, rtol=0, atol=1e-5)
+    assert (len(record["runs"]), mine.spec.training["steps"]) == (3, 10)  # three learning rates
+    torch.testing.assert_close(mine.class_token, other.class_token, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

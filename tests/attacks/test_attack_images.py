@@ -146,5 +146,16 @@ def test_unusable_arguments_of_preprocessing_are_memoros_own_errors(change: dict
 
 @pytest.mark.parametrize("side", [0, -3, 99_999])
 def test_impossible_image_size_is_memoros_own_error(side: int) -> None:
-    with pytest.raises(DataError, match=f"image size {side}: choose 1 to 8192 pixels"):
+    with pytest.raises(DataError, match=f"image size {side}: choose 1 to 2048 pixels"):
         Preprocessing().at(side)
+
+
+def test_a_pipe_is_refused_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    with pytest.raises(ImageError, match=r"pipe\.jpg: not a file"):
+        open_image(tmp_path / "pipe.jpg")
+
+
+def test_an_image_without_pixels_is_refused() -> None:
+    with pytest.raises(ImageError, match="empty"):
+        open_image(Image.new("RGB", (0, 0)))

@@ -73,3 +73,13 @@ def test_tensors_larger_than_the_file_are_refused(backbone: Backbone, tmp_path: 
         torch.save({**whole, key: torch.zeros(1).expand(30_000, 30_000)}, path)
         with pytest.raises(TaskFileError, match="larger than what the file stores"):
             memoro.import_tasks(backbone, path)
+
+
+def test_rows_without_columns_make_no_labels(backbone: Backbone, tmp_path: Path) -> None:
+    """Such a tensor takes no bytes, whatever its length."""
+    path = save_checkpoint(tmp_path / "model.pt", backbone, tasks=1)
+    whole = torch.load(path, weights_only=True)
+    odd = {f"classifiers.1.{name}": torch.zeros(10**12, 0) for name in ("weight", "bias")}
+    torch.save({**whole, **odd}, path)
+    with pytest.raises(TaskFileError, match=r"task 0 does not fit"):
+        memoro.import_tasks(backbone, path)

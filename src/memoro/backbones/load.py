@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import nn
@@ -70,6 +73,17 @@ def is_hub_id(text: str, tail: str = "") -> bool:
     return re.fullmatch(rf"\w[\w.-]*/\w[\w.-]*({tail})?", text, re.ASCII) is not None
 
 
+def is_hub_reachable() -> bool:
+    """Whether the hub's host is known, or a proxy would know it: without a network, its clients retry for half a
+    minute."""
+    from huggingface_hub import constants
+
+    try:
+        return bool(getproxies()) or bool(socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None))
+    except OSError:
+        return False
+
+
 def own_device(name: str | None = None) -> torch.device:
     """The device of this name; without one, this process's GPU (CUDA or MPS) if there is one, else the CPU."""
     if name in {None, "cuda"} and torch.cuda.is_available():
@@ -124,9 +138,12 @@ def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[st
 
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise BackboneError(f"{source} has no config.json, so it is not a `transformers` checkpoint.")
+    if is_hub_id(source) and not Path(source).exists() and not is_hub_reachable():
+        options = {**options, "local_files_only": True}
+    # Without trust_remote_code=False, transformers asks on the terminal whether to run a checkpoint's own code.
+    options = {**options, "trust_remote_code": False}
     try:
-        # Without trust_remote_code=False, transformers asks on the terminal whether to run a checkpoint's own code.
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(source, **options)
     except Exception as error:
         how = f": `hf download {source} --local-dir FOLDER`, then -b FOLDER" if is_hub_id(source) else ""
         raise BackboneError(
@@ -150,7 +167,7 @@ def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[st
     architecture: Any = getattr(transformers, str(name), None)
     if not (isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel)):
         architecture = transformers.AutoModel
-    options = {**options, "trust_remote_code": False, **({} if dtype is None else {"dtype": dtype})}
+    options = {**options, **({} if dtype is None else {"dtype": dtype})}
     try:
         model, info = architecture.from_pretrained(source, output_loading_info=True, **options)
         if info["missing_keys"] and (trunk := find_trunk(model)) is not None:

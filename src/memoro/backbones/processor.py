@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from memoro.errors import BackboneError, DataError
+from memoro.errors import BackboneError, DataError, first_line
 from memoro.images import Preprocessing
+
+CONFIGS = ("preprocessor_config.json", "processor_config.json")
+"""Where a checkpoint describes its processor."""
 
 
 def read_processor(source: Any, default: Preprocessing) -> Preprocessing:
@@ -46,12 +50,18 @@ def _read_config(source: str) -> Any:
 
     try:
         record, _ = ImageProcessingMixin.get_image_processor_dict(source)
-    except OSError:
+    except OSError as error:
+        if any((Path(source) / name).exists() for name in CONFIGS):
+            raise BackboneError(f"{source}: its image processor cannot be read ({first_line(error)})") from None
         return None
+    if not isinstance(record, dict):
+        raise BackboneError(f"{source}: its image processor cannot be read: it is not a JSON object.")
     name = str(record.get("image_processor_type") or record.get("feature_extractor_type") or "")
     name = name.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
     try:
         return getattr(transformers, f"{name}Pil")(**record)
+    except (TypeError, ValueError) as error:
+        raise BackboneError(f"{source}: its image processor cannot be read: {first_line(error)}") from None
     except (AttributeError, ImportError):
         # DINOv3 has no Pillow processor. Its own resizes floats, Pillow bytes: they differ by half a grey level.
         return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -65,6 +66,7 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """Runs the command line; a MemoroError becomes one line and exit code 1."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "critical")  # no retry messages: memoro's own error says what to do
     try:
         app()
     except MemoroError as error:

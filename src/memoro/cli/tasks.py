@@ -29,7 +29,7 @@ app = typer.Typer()
 
 @app.command()
 def inspect(
-    file: Annotated[str, typer.Argument(help="A task file, bundle or hub id.", show_default=False)],
+    file: Annotated[str, typer.Argument(help="A task file, bundle, folder of them or hub id.", show_default=False)],
     backbone: Annotated[
         str | None, typer.Option("--backbone", "-b", help="Also check if the task fits this backbone.")
     ] = None,
@@ -40,14 +40,14 @@ def inspect(
     memoro inspect pets.safetensors
     """
     from memoro.evaluation.inspect import inspect_file, inspect_tables
-    from memoro.tasks.hub import find_task_file
+    from memoro.tasks.hub import find_task_file, find_task_files
 
-    found = inspect_file(find_task_file(file), None if backbone is None else load(backbone, "cpu"))
-    record = {**found, "file": file}
+    against = None if backbone is None else load(backbone, "cpu")
+    records = [{**inspect_file(find_task_file(one), against), "file": one} for one in find_task_files(file)]
     if as_json:
-        print_json(record)
+        print_json(records if len(records) > 1 else records[0])
     else:
-        for table in inspect_tables(record):
+        for table in (table for record in records for table in inspect_tables(record)):
             plain_console().print(table)
 
 

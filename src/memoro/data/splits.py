@@ -30,6 +30,8 @@ from memoro.errors import DataError
 Index = npt.NDArray[np.int64]
 
 _BINS = 10
+_BIN_IMAGES = 4
+"""Numbers of a bin, at least, so that some can be held out."""
 
 SINGLE_IMAGES = "no validation split could be made: every class has a single image."
 
@@ -43,7 +45,8 @@ def strata(targets: Tensor) -> Index:
         rarity = np.where(values > 0, values.sum(axis=0), np.inf)
         return np.where(values.any(axis=1), rarity.argmin(axis=1), -1).astype(np.int64)
     ranks = np.argsort(np.argsort(values[:, 0], kind="stable"), kind="stable")
-    return (ranks * _BINS // max(len(values), 1)).astype(np.int64)
+    bins = max(1, min(_BINS, len(values) // _BIN_IMAGES))
+    return (ranks * bins // max(len(values), 1)).astype(np.int64)
 
 
 def stratified_split(groups: Index, fraction: float, seed: int) -> tuple[Index, Index]:

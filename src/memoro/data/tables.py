@@ -247,7 +247,8 @@ def iterate_csv(path: Path) -> Iterator[list[str]]:
             if ";" in header and "," not in header:
                 separator = ";"
             file.seek(0)
-            rows = (row for row in csv.reader(file, delimiter=separator) if row)
+            reader = csv.reader(file, delimiter=separator)
+            rows = (row for row in reader if row)
             names = [name.strip() for name in next(rows, [])]
             if not any(names):
                 raise DataError(f"{path}: not a readable CSV (there is no header).")
@@ -255,9 +256,11 @@ def iterate_csv(path: Path) -> Iterator[list[str]]:
             if twice:
                 raise DataError(f"{path}: column names must be unique: {twice[0]!r} appears twice.")
             yield names
-            for at, row in enumerate(rows):
+            for row in rows:
                 if any(row[len(names) :]):
-                    raise DataError(f"{path}, line {at + 2}: {len(row)} cells, but the header has {len(names)}.")
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: {len(row)} cells, but the header has {len(names)}."
+                    )
                 yield row[: len(names)] + [""] * (len(names) - len(row))
     except UnicodeDecodeError:
         raise DataError(f"{path}: not UTF-8; save it as UTF-8 text.") from None

@@ -201,7 +201,7 @@ class Paths:
                     raise ImageError(f"{name}: no image.")
                 yield name, os.path.join(places.root, places.resolve(key, name))
             except (DataError, ImageError) as error:
-                yield name, _unreadable(error)
+                yield name, ImageError(str(error))
 
     def describe(self) -> list[dict[str, Any]]:
         return [_describe_table(self.path, self.column, self.allow_absolute)]
@@ -291,11 +291,7 @@ def _read_cell(cell: Any, name: str, places: Places) -> NamedPicture:
     try:
         return name, encoded_image(cell, name, places)
     except (DataError, ImageError) as error:
-        return name, _unreadable(error)
-
-
-def _unreadable(error: Exception) -> ImageError:
-    return ImageError(str(error).replace("pass allow_absolute=True to load_data", "use --allow-absolute"))
+        return name, ImageError(str(error))
 
 
 def _open_table(path: Path, image_column: str | None, allow_absolute: bool) -> Unlabelled:

@@ -70,7 +70,7 @@ class Composition(nn.Module):
                     getattr(task, "not_composable", f"{task!r} is not a task; use load_task() or new_task().")
                 )
             task.spec.check_backbone(backbone)
-            if live and task.members > 1:
+            if live and task.members > 1 and not any(task.name == one.name for other in tasks for one in other.extends):
                 raise CompositionError(
                     f"{task.name!r} is an ensemble, which cannot be trained: compose it without live."
                 )
@@ -80,7 +80,10 @@ class Composition(nn.Module):
         self.live = live
         self._lineage, hashes = _check_parents(tasks)
         self._lineage.check_size([task.members for task in tasks], [task.cells for task in tasks])
-        self._list = tuple(task if live else _snapshot(task, hashes, backbone.device) for task in tasks)
+        # Ensembles that others extend are not trained with them.
+        self._list = tuple(
+            task if live and task.members == 1 else _snapshot(task, hashes, backbone.device) for task in tasks
+        )
         self._index = {task.name: position for position, task in enumerate(self._list)}
         self.base = backbone.module
         for number, task in enumerate(self._list):

@@ -153,6 +153,13 @@ def _one_preprocessing(model: Composition) -> Preprocessing:
     passes = model.passes()
     if len(passes) > 1:
         groups = "; ".join(f"{', '.join(names)} ({_describe_size(one)})" for one, names in passes.items())
+        for names in passes.values():
+            for task in (model.tasks[name] for name in names):
+                if apart := [parent.name for parent in task.extends if parent.name not in names]:
+                    raise CompositionError(
+                        f"{task.name!r} extends {apart[0]!r}, but they were trained with different preprocessing, so "
+                        f"one input cannot serve both ({groups}): retrain one of them at the image size of the other."
+                    )
         raise CompositionError(
             f"the tasks were trained with different preprocessing, and one input cannot be prepared in several ways: "
             f"export each group to its own file: {groups}."

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import format_count
+from memoro.errors import ImageError
 from memoro.images import open_image
 
 if TYPE_CHECKING:
@@ -96,7 +97,10 @@ def verify_composition(model: Composition, pixel_values: Tensor) -> Verification
 def sample_pixels(backbone: Backbone, images: Sequence[str | Path]) -> Tensor:
     """The images as the backbone takes them, or two of random pixels where there are none."""
     if images:
-        return torch.stack([backbone.preprocessing.to_tensor(open_image(image)) for image in images])
+        pixels = [backbone.preprocessing.to_tensor(open_image(image)) for image in images]
+        if len({one.shape for one in pixels}) > 1:
+            raise ImageError("these images differ in size, and the preprocessing has no crop: give one of them.")
+        return torch.stack(pixels)
     height, width = backbone.preprocessing.size or backbone.image_size
     return torch.randn(
         2, backbone.channels, height, width, generator=torch.Generator("cpu").manual_seed(0), device="cpu"

@@ -128,8 +128,7 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
         rows["memory"] = f"{entry['cells']} cells per layer, {norm} the norm" if entry["cells"] else "none"
         rows["own weights"] = f"rank {entry['rank']}" if entry["rank"] else "none"
         rows["stream"] = _layers(entry["from_layer"], backbone["depth"])
-        if entry["members"] > 1:
-            rows["ensemble"] = f"{entry['members']} members, whose answers are averaged"
+        rows["ensemble"] = f"{entry['members']} members, whose answers are averaged" if entry["members"] > 1 else ""
         rows["extends"] = ", ".join(entry["parents"]) or "nothing"
         rows |= {"calibration": _calibration_text(entry), "familiarity": _familiarity_text(entry["familiarity"])}
     sizes = ", ".join(f"{part} {format_bytes(size)}" for part, size in entry.get("parts", {}).items())

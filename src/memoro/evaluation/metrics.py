@@ -100,7 +100,7 @@ def name_split(split: str) -> str:
 def warn_of(metrics: dict[str, Any]) -> str | None:
     """What a user must know before using a model with these metrics; None: nothing."""
     split, most = name_split(metrics.get("split", "")), metrics.get("majority_accuracy")
-    if most is not None and metrics["accuracy"] <= most:
+    if most is not None and metrics["accuracy"] <= most < 1:  # 1: all images are of one class
         right = metrics["accuracy"]
         return f"accuracy is {right:.3f} ({split}): no better than always predicting the most frequent class."
     value = metrics.get("r2")

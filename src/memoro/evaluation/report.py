@@ -25,6 +25,7 @@ from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_c
 from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
 from memoro.regimes.baseline import Baseline
 from memoro.tasks.calibration import Calibration, decide_unseen
+from memoro.tasks.card import short_facts
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.task import Task
 
@@ -93,13 +94,15 @@ def _task_parts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     yield from _curves(report)
     yield from _confusions(report)
     yield from _classes(report)
-    yield from _gallery(report, backbone)
+    yield from _gallery(report)
     yield from _familiarity(report)
     yield from _left_out(report)
     yield from _duplicates(report)
     if report.settings is not None:
         yield tag("h2", "Settings tried")
-        yield tag("p", "All were trained in the same passes of the backbone; the best by its score was kept.")
+        averaged = report.task.spec.training.get("ensemble")
+        kept = "the task averages the best of them" if averaged else "the best was kept"
+        yield tag("p", f"All were trained in the same passes of the backbone; {kept}.")
         yield table_of(report.settings)
     yield from _facts(report, backbone)
     yield from _usage(report, backbone)
@@ -121,7 +124,7 @@ def _curves(report: TaskReport) -> Iterator[Html]:
         yield tag("h2", "Training")
         yield tag("div", *charts, class_="charts")
         solid = " Solid: validation images." if any("val_loss" in entry for entry in report.history) else ""
-        yield tag("p", f"Dashed: training images, as augmented.{solid}", class_="soft")
+        yield tag("p", f"Dashed: training images.{solid}", class_="soft")
 
 
 def _confusions(report: TaskReport) -> Iterator[Html]:
@@ -168,7 +171,7 @@ def _classes(report: TaskReport) -> Iterator[Html]:
     yield fold_rows(columns, rows, 20, "row", left=2 if report.task.kind == "softmax" else 1)
 
 
-def _gallery(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
+def _gallery(report: TaskReport) -> Iterator[Html]:
     task, images = report.task, report.images
     numbers = task.kind == "regression"
     yield tag("h2", "The largest errors" if numbers else "The most confident mistakes")
@@ -303,13 +306,12 @@ def _facts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     ]
     if isinstance(task, Task):
         extends = ", ".join(parent.name for parent in task.extends)
-        rows += [("cells per layer", task.cells), ("from layer", task.from_layer), ("extends", extends)]
+        rows += [("cells per layer", task.cells), ("rank", task.rank), ("from layer", task.from_layer)]
+        rows.append(("extends", extends))
     if task.spec.preprocessing is not None and task.spec.preprocessing.size is not None:
         rows.append(("input", "{} x {} pixels".format(*task.spec.preprocessing.size)))
     given = {"data", "images", "seconds"} if report.history else {"seconds"}
-    own = {
-        name: value for name, value in training.items() if isinstance(value, (str, int, float)) and name not in given
-    }
+    own = {name: value for name, value in short_facts(training).items() if name not in given}
     names = {"data": "trained on", "images": "training images"}
     rows += [
         (names.get(name, name.replace("_", " ")), f"{v:,}" if isinstance(v, int) else v) for name, v in own.items()

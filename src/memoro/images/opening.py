@@ -53,6 +53,8 @@ def open_image(
     name = name or (str(source) if isinstance(source, (str, Path)) else "image")
     try:
         if isinstance(source, Image.Image):
+            if not all(source.size):
+                raise ImageError("the image is empty (0 pixels).")
             return _decode(source, opened)
         if isinstance(source, (np.ndarray, Tensor)):
             return _decode(_from_array(source), opened)
@@ -89,6 +91,8 @@ def read_file(file: io.IOBase) -> bytes:
 @contextmanager
 def _open_encoded(source: str | Path | bytes | bytearray | io.IOBase) -> Iterator[Image.Image]:
     source = read_file(source) if isinstance(source, io.IOBase) else source
+    if isinstance(source, (str, Path)) and os.path.exists(source) and not os.path.isfile(source):
+        raise ImageError("not a file.")  # a pipe would be waited for
     with io.BytesIO(source) if isinstance(source, (bytes, bytearray)) else open(os.fspath(source), "rb") as file:
         head = file.read(HEAD_BYTES)
         if not head:

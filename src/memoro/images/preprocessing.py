@@ -14,7 +14,8 @@ from torch import Tensor
 
 from memoro.errors import DataError, TaskFileError
 
-MAX_SIDE = 8192
+MAX_SIDE = 2048
+"""Of images as models take them: a task file decides, and a batch of 32 has 1.6 GB already."""
 MAX_PIXEL = 1e4
 """Of normalised pixels, which are usually below 3 and at most 255 without scaling; large ones overflow in a network."""
 

@@ -75,9 +75,7 @@ def render_page(title: str, *parts: object) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{"".join(head)}</head>\n{body}</html>\n'
 
 
-def table(
-    columns: Sequence[object], rows: Iterable[Sequence[object]], *, left: int = 1, caption: object = None
-) -> Html:
+def table(columns: Sequence[object], rows: Iterable[Sequence[object]], *, left: int = 1) -> Html:
     """A table that scrolls by itself where the screen is narrow. The first `left` columns are aligned left.
 
     With many columns, a narrow screen shows each row as a list of names and values.
@@ -91,11 +89,9 @@ def table(
             found.append(tag(name, cell, class_="left" if at < left else None, data_label=label))
         return tag("tr", *found)
 
-    parts = [tag("caption", caption)] if caption is not None else []
-    if any(columns):
-        parts.append(tag("thead", cells("th", columns)))
+    head = [tag("thead", cells("th", columns))] if any(columns) else []
     body = tag("tbody", *(cells("td", row) for row in rows))
-    return tag("div", tag("table", *parts, body, class_="many" if many else None), class_="scroll")
+    return tag("div", tag("table", *head, body, class_="many" if many else None), class_="scroll")
 
 
 def table_of(shown: Table) -> Html:

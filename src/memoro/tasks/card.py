@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,10 +138,20 @@ def _describe(task: Task, picture: str | None) -> Iterator[str]:
         yield f"| metric ({split} split{count}) | value |\n|---|---|\n{rows}"
     if picture is not None:
         yield f"![confusion matrix: true by predicted classes]({picture})"
-    facts = [(name, value) for name, value in spec.training.items() if isinstance(value, (str, int, float))]
-    if facts:
+    if facts := list(short_facts(spec.training).items()):
         rows = "\n".join(f"| {_text(name.replace('_', ' '))} | {_text(value)} |" for name, value in facts[:MAX_ROWS])
         yield f"| training | |\n|---|---|\n{rows}"
+
+
+def short_facts(training: Mapping[str, Any]) -> dict[str, str | int | float]:
+    """Of the facts about a training, those that fit on a line; lists of numbers as text."""
+    found: dict[str, str | int | float] = {}
+    for name, value in training.items():
+        if isinstance(value, (str, int, float)):
+            found[name] = value
+        elif isinstance(value, (list, tuple)) and value and all(isinstance(one, (int, float)) for one in value):
+            found[name] = ", ".join(f"{one:g}" for one in value)
+    return found
 
 
 def _figures(task: Task) -> Iterator[tuple[str, float]]:

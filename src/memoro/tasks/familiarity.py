@@ -87,7 +87,7 @@ class Familiarity:
         return found if found.valid else self
 
     def limit(self, false_alarms: float = FALSE_ALARMS) -> float:
-        """The distance beyond which an image is unfamiliar, as `Routing.mark` decides; infinite where none is."""
+        """The distance beyond which an image is unfamiliar, as `Routing.apply` decides; infinite where none is."""
         shares = torch.arange(len(self.distances)) / len(self.distances)
         below = int((shares < false_alarms).sum())
         return float(self.distances[-below]) if below else math.inf

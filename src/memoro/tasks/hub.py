@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from memoro.backbones.load import is_hub_id
+from memoro.backbones.load import is_hub_id, is_hub_reachable
 from memoro.errors import TaskFileError, first_line
 
 if TYPE_CHECKING:
@@ -33,10 +33,14 @@ def find_task_file(source: str | Path, revision: str | None = None, token: str |
     path = Path(source)
     if path.is_dir():
         if not (path / FILE).is_file():
-            raise TaskFileError(f"the folder {path} contains no {FILE}: `memoro card` and save_pretrained() write one.")
+            if (first := find_task_files(str(path))[0]) != str(path):
+                raise TaskFileError(f"{path} is a folder: give a task file in it, such as {first}.")
+            raise TaskFileError(f"{path} contains no task files (.safetensors).")
         return path / FILE
     if isinstance(source, Path) or path.exists() or not is_task_id(source):
         return path
+    if (meant := Path(f"{path}.safetensors")).is_file():
+        raise TaskFileError(f"{path}: no such file. Did you mean {meant}?")
     name, _, own = source.partition("@")
     return _download(name, revision or own or None, token)
 
@@ -67,14 +71,16 @@ def _download(name: str, revision: str | None, token: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+    how: dict[str, Any] = {"revision": revision, "token": token, "local_files_only": not is_hub_reachable()}
     try:
-        size = hf_hub_download(name, FILE, revision=revision, token=token, dry_run=True).file_size
+        size = hf_hub_download(name, FILE, dry_run=True, **how).file_size
         if size is not None and size <= MAX_FILE:
-            return Path(hf_hub_download(name, FILE, revision=revision, token=token))
+            return Path(hf_hub_download(name, FILE, **how))
     except Exception as error:  # the network, the hub and the cache each fail in their own ways
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             raise TaskFileError(f"{name} on the hub has no {FILE}, so it is not a memoro task.") from None
-        reason = first_line(error)[:200].rstrip(".")
+        offline = isinstance(error, LocalEntryNotFoundError)
+        reason = "it cannot be reached" if offline else first_line(error)[:200].rstrip(".")
         raise TaskFileError(
             f"'{name}' is not a file or folder here, and could not be downloaded from the hub ({reason}). "
             f"Online, check the name at huggingface.co/{name}. Offline, run `hf download {name} --local-dir FOLDER` on "

@@ -56,6 +56,8 @@ def import_tasks(backbone: Backbone, path: str | Path, *, names: list[str] | Non
     for number in range(count):
         try:
             weight = heads[number + 1, "weight"]
+            if weight.shape[1:] != (backbone.dim,):  # before there are labels: rows without columns take no bytes
+                raise ValueError
             spec = TaskSpec(
                 name=check_name(names[number] if names else f"{Path(path).stem}-{number + 1}"),
                 labels=tuple(f"class {i}" for i in range(len(weight))),

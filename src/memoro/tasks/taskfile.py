@@ -89,7 +89,7 @@ def load_tasks(
 ) -> list[Task]:
     """All tasks of a file, a folder or a hub id (see `load_task`), every value checked.
 
-    At most twice the size of the file is allocated.
+    At most twice the size of the tensors is allocated, and about 20 times that of the header.
     """
     with open_file(find_task_file(path, revision, token), "tasks", MAX_FILE) as (file, record):
         items = read_list(record, "tasks", 1, MAX_TASKS)

@@ -107,10 +107,10 @@ def fit_tasks(
             "seed is for initial weights, which these tasks already have: pass it to new_task, or use data_seed for "
             "the order of the images."
         )
-    recipe = find_recipe(recipe, None)[1] if isinstance(recipe, str) else recipe
     regimes = [regime_of(task, regime) for task, _ in tasks]
-    recipes = [merge_options(recipe or find_recipe(None, one.name)[1], options, changes)[0] for one in regimes]
-    options = merge_options(recipe, options, changes)[1]
+    found = [recipe if isinstance(recipe, Recipe) else find_recipe(recipe, one.name)[1] for one in regimes]
+    recipes = [merge_options(one, options, changes)[0] for one in found]
+    options = merge_options(recipe if isinstance(recipe, Recipe) else None, options, changes)[1]
     specs = []
     for (task, data), own_regime, own_recipe in zip(tasks, regimes, recipes, strict=True):
         with options.phases.during("reading"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -230,7 +231,7 @@ def draw_sweep(path: Path, title: str, rows: Sequence[SweepRow], score_name: str
     axes = figure.add_subplot()
     lines: dict[tuple[int, int, int], list[SweepRow]] = {}
     for row in sorted(rows, key=lambda row: row.lr):
-        if row.val:
+        if row.val and all(map(math.isfinite, row.val)):  # a score may be undefined for few validation images
             lines.setdefault((row.cells, row.rank, row.from_layer), []).append(row)
     for (cells, rank, layer), line in lines.items():
         own = ", ".join([*([f"rank {rank}"] if rank else []), *([f"{cells} cells"] if cells or not rank else [])])
@@ -241,5 +242,6 @@ def draw_sweep(path: Path, title: str, rows: Sequence[SweepRow], score_name: str
     axes.set(xscale="log", xlabel="learning rate", ylabel=score_name)
     axes.set_title(drawable(title), parse_math=False)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    if lines:
+        axes.legend(frameon=False)
     return save_figure(figure, path)

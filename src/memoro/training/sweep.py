@@ -132,16 +132,20 @@ class SweepSpec:
             if SINGLE_IMAGES in self.splits.notes:
                 why = "every class has a single image: give one --lr, one seed and one of each size, or add images"
             raise TrainingError(f"{self.splits.name} has no validation images to choose by: {why}.")
-        found, start = [], None if self.start is None else self.start.content_hash()
+        found: list[tuple[Setting, RunSpec]] = []
+        start = None if self.start is None else self.start.content_hash()
         for setting in self.grid.settings():
             sizes = {name: size for name, size in setting._asdict().items() if name not in {"lr", "seed"}}
+            own = []
             for part in parts:
                 task = self.regime.build(backbone, replace(self.plan, **sizes, seed=setting.seed))
                 task = task if self.start is None else start_from(self.start, task, self.grid.number(setting))
                 task.update_spec(training={**task.spec.training, "seed": setting.seed})
                 recipe = replace(self.recipe, lr=setting.lr, seed=setting.seed)
                 made = setting._replace(**{name: getattr(task, name) for name in sizes})
-                found.append((made, RunSpec(task, recipe, self.regime, self.splits, self.preprocessing, part, start)))
+                own.append((made, RunSpec(task, recipe, self.regime, self.splits, self.preprocessing, part, start)))
+            if own[0][0] not in (made for made, _ in found):  # None may stand for a size that is given as well
+                found += own
         return found
 
 
@@ -192,6 +196,8 @@ def choose_ensemble(
     """
     if not isinstance(seeds, int) or seeds < 1:
         raise TrainingError(f"seeds {seeds!r}: choose a whole number, 1 or more.")
+    if count is not None and not isinstance(count, int):
+        raise TrainingError(f"ensemble {count!r}: choose a whole number, 1 to {MAX_MEMBERS}.")
     if count is None:
         return "rates" if regime.name == "side" and lr is None and seeds == 1 and not options.halving else None
     if not 1 <= count <= MAX_MEMBERS:
@@ -306,7 +312,7 @@ def _join_members(sweep: SweepSpec, members: Sequence[Sequence[FitResult]]) -> F
         assert scored is not None
         return scored[1]
     if whole.validated is not None:
-        add_calibration(task, whole.validated, "validation")
+        add_calibration(task, whole.validated, "validation", seen=sweep.start is not None)
         add_validation_answers(task, whole.validated[0])
     assert whole.logits is not None
     assert whole.targets is not None

@@ -12,7 +12,7 @@ from typing import Any, overload
 from rich.console import RenderableType
 from rich.table import Table
 
-from memoro.arguments import several
+from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.console import finite, format_bytes, format_count, make_table, quoted
@@ -83,10 +83,14 @@ class TrainResult(FitResult):
         """The same for people."""
         if not self.metrics:
             return [f"{self.task.name}: no file was written: {self.notes[-1]}."]
-        compared = [sweep_table(self.task.name, self.rows, self.score_name)] if self.rows else []
+        compared = filter(None, [self.settings_table()])
         files = {"plot": self.plot, "report": None if self.folder is None else self.folder / REPORT}
         named = [f"{name}: {path}" for name, path in files.items() if path is not None and path.is_file()]
         return [*compared, fit_table(self), *named]
+
+    def settings_table(self) -> Table | None:
+        """The settings that were compared, where there were several."""
+        return sweep_table(self.task.name, self.rows, self.score_name) if self.rows else None
 
 
 @overload
@@ -161,6 +165,8 @@ def train(
         changes = {"head_lr": None, **changes}
     recipe, options = merge_options(recipe, options, changes)
     chosen, target = find_regime(trained), None if out is None else read_target(out)
+    seeds, ensemble = plain_int(seeds), plain_int(ensemble)
+    joined = choose_ensemble(ensemble, seeds, chosen, lr, options)
     columns = None if label_column is None else [label_column] if isinstance(label_column, str) else [*label_column]
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
         task, kind = task or start.name, kind or start.kind
@@ -186,7 +192,7 @@ def train(
         seeds=max(seeds, ensemble or 1),
         first_seed=recipe.seed,
         ranks=several(rank),
-        ensemble=choose_ensemble(ensemble, seeds, chosen, lr, options),
+        ensemble=joined,
     )
     if start is not None:
         start.spec.check_backbone(backbone)
@@ -195,9 +201,6 @@ def train(
             if asked is not None and several(asked) != kept:
                 raise TrainingError(f"{start.name!r} keeps its cells, rank and layers: leave them out.")
         grid = own
-        continued = len(grid.rates) if grid.ensemble == "rates" else grid.seeds
-        if continued < start.members:
-            options.note(f"{continued} of the {start.members} members of {start.name!r} are continued (--ensemble).")
     elif chosen.name == "head":
         if any(several(cells)) or several(from_layer) not in {(None,), (backbone.depth,)}:
             raise TrainingError("regime 'head' is a linear head on the backbone: leave out --cells and --from-layer.")
@@ -240,10 +243,16 @@ def train(
         for (name, splits), number in zip(sets.items(), compared, strict=True)
     ]  # fmt: skip
     asked = lr is not None or seeds > 1 or any(isinstance(sizes, Iterable) for sizes in (cells, rank, from_layer))
-    if not asked and not all(sweep.folds or sweep.splits.val is not None for sweep in sweeps):
-        grid = replace(grid, rates=(grid.rates[len(grid.rates) // 2],))
-        sweeps = [replace(sweep, grid=grid, folds=0) for sweep in sweeps]
-        options.note(f"no validation images to choose a learning rate with: using {grid.rates[0]:g}.")
+    for at, sweep in enumerate(sweeps):
+        if not asked and not sweep.folds and sweep.splits.val is None:
+            middle = grid.rates[len(grid.rates) // 2]
+            sweeps[at] = replace(sweep, grid=replace(grid, rates=(middle,)))
+            options.note(f"{sweep.plan.name}: no validation images to choose a learning rate with: using {middle:g}.")
+    if start is not None:
+        final = sweeps[0].grid
+        continued = len(final.rates) if final.ensemble == "rates" else final.seeds
+        if continued < start.members:
+            options.note(f"{continued} of the {start.members} members of {start.name!r} are continued (--ensemble).")
     if chosen.name == "side" and start is None and lr is None and from_layer is None:
         sweeps = [_add_earlier_fork(sweep, backbone.depth, options) for sweep in sweeps]
     if options.folder is not None:
@@ -268,7 +277,7 @@ def train(
             results[name] = _save(result, files[name], options, write=main)
     for part in leftovers if main else ():  # of a write that was killed before this training began
         part.unlink(missing_ok=True)
-    more = [{"settings": one.tables()[0] if one.rows else None, "file": one.file} for one in results.values()]
+    more = [{"settings": one.settings_table(), "file": one.file} for one in results.values()]
     report_training(backbone, list(results.values()), [sweep.splits for sweep in sweeps], options, more)
     many = type(data) is dict or not (label_column is None or isinstance(label_column, str))
     return results if many else next(iter(results.values()))
@@ -313,7 +322,8 @@ def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions
     notes, settings, regime = [], len(sweeps[0].grid.settings()), sweeps[0].regime
     if folds and not any(sweep.folds for sweep in sweeps):
         reason = "of --halving" if options.halving else "there is a validation split"
-        notes.append(f"--folds {folds} is not used, because {'there is one run' if settings == 1 else reason}.")
+        why = "there is only one setting" if sweeps[0].grid.choices == 1 else reason
+        notes.append(f"--folds {folds} is not used, because {why}.")
     if sweeps[0].recipe.patience and any(sweep.folds for sweep in sweeps):
         notes.append("--patience is not used: the runs of a cross-validation are compared at the end.")
     notes += [text for sweep in sweeps for text in sweep.splits.notes]
