@@ -176,4 +176,4 @@ def test_predict_reads_tables_and_zips_too(shell: Shell, tasks: list[str], photo
     write_zip(photos)
     rows = read_csv(shell("predict", "set.zip", "-b", "vit", *tasks, "-f", "csv").out)
     assert rows[0]["image"] == "set.zip/deep/00.png"
-    assert "no images" in shell("predict", "nothing.png", "-b", "vit", *tasks, code=1).err
+    assert "nothing.png: no such file" in shell("predict", "nothing.png", "-b", "vit", *tasks, code=1).err

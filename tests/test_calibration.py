@@ -178,7 +178,7 @@ def test_calibrate_recognises_the_images_of_the_training(colours: Path, tmp_path
     said = told(new)
     assert "calibration: from 24 images" in said
     # Of 24 images, 18 are left to judge the others by: too few to fit a calibration, so nothing is claimed.
-    assert "before" not in said
+    assert "calibration error" not in said
     assert task.spec.training["calibration"] == "24 held-out images (pets)"
     shutil.copy(tmp_path / "2024" / "pets" / "red" / "0.png", new / "red" / "seen.png")
     assert "learned from some of these images" in told(new)

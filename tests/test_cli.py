@@ -16,6 +16,7 @@ from test_train_cli import run
 
 import memoro
 from memoro.backbones import Backbone
+from memoro.cli import name_options
 
 
 def start(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -58,12 +59,29 @@ def test_inspect(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None
     record = json.loads(run(tmp_path, "inspect", files[1], "--backbone", folder, "--json").stdout)
     assert record["tasks"][0]["parents"] == ["pets"]
     assert record["tasks"][0]["backbone"]["match"] == "same"
+    (tmp_path / "tasks").mkdir()
+    for file in files:
+        file.rename(tmp_path / "tasks" / file.name)
+    both = json.loads(run(tmp_path, "inspect", "tasks", "--json").stdout)
+    assert [one["file"] for one in both] == ["tasks/breeds.safetensors", "tasks/pets.safetensors"]
+    said = run(tmp_path, "inspect", "tasks/pets", code=1)
+    assert said.stderr == "error: tasks/pets: no such file. Did you mean tasks/pets.safetensors?\n"
+
+
+def test_messages_name_the_options() -> None:
+    assert name_options("name it with label_column.") == "name it with --label-column."
+    assert name_options("from_layer must be 0, not 'from_layer'") == "--from-layer must be 0, not 'from_layer'"
+    assert name_options("load_task() and save_pretrained stay") == "load_task() and save_pretrained stay"
 
 
 def test_compose_and_verify(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle.safetensors"
     run(tmp_path, "compose", files[1], files[0], "-o", bundle)
     assert [task.name for task in memoro.load_tasks(bundle)] == ["breeds", "pets"]
+    said = run(tmp_path, "compose", files[0], "-o", bundle).stderr
+    assert "the old file is kept as" in said
+    (tmp_path / "bundle.safetensors.1").replace(bundle)
+    assert len(memoro.load_tasks(bundle)) == 2
     receipt = json.loads(run(tmp_path, "verify", "--backbone", folder, "--tasks", bundle, "--json").stdout)
     assert receipt["base_equal"] is True
     Image.new("RGB", (30, 40), (200, 10, 10)).save(tmp_path / "red.png")

@@ -219,7 +219,7 @@ def test_predict_without_a_readable_image_fails(shell: Shell, pets: Path, tmp_pa
     (tmp_path / "bad.png").write_bytes(b"junk")
     said = shell("predict", "bad.png", "-b", "vit", "-t", pets, code=1)
     assert "not a readable image (no known format)." in said.out
-    assert "1 of 1 image could not be read" in said.err
+    assert "bad.png: not a readable image" in said.err
 
 
 def test_the_bar_ends_on_the_last_validation_and_says_whose() -> None:

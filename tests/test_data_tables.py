@@ -197,7 +197,10 @@ def test_missing_files_count_as_unreadable(tmp_path: Path) -> None:
     [(where, reason)] = load_data(path).skipped
     assert (Path(where).name, reason) == ("gone.png", "no such file")
     path = csv(tmp_path, "path,label\ngone.png,a\nlost.png,b\n")
-    with pytest.raises(DataError, match=r"2 of 2 images cannot be read.*gone\.png: no such file"):
+    with pytest.raises(DataError, match=r"none of its 2 images exists, such as .*gone\.png: paths are relative to"):
+        load_data(path)
+    path = csv(tmp_path, "path,label\ngone.png,a\nlost.png,b\n0.png,a\n1.png,b\n")
+    with pytest.raises(DataError, match=r"2 of 4 images cannot be read.*gone\.png: no such file"):
         load_data(path)
 
 

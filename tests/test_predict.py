@@ -336,4 +336,4 @@ def test_out_names_a_file(shell: Shell, mess: Path, tasks: list[str]) -> None:  
     assert "--out answers/" in shell("predict", "mess", "-b", "vit", *tasks, "-o", "x.csv", "--resume", code=2).err
     assert "name a file with --out" in shell("predict", "mess", "-b", "vit", *tasks, "-f", "parquet", code=2).err
     assert "jsonl" in shell("predict", "mess", "-b", "vit", *tasks, "-f", "xml", code=2).err
-    assert "no images there" in shell("predict", "mess", "nothing", "-b", "vit", *tasks, code=1).err
+    assert "nothing: no such file or folder" in shell("predict", "mess", "nothing", "-b", "vit", *tasks, code=1).err

@@ -18,11 +18,11 @@ from test_train_fit import LABELS
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import ImageSet, Splits
 from memoro.data.splits import fold_numbers
-from memoro.engine.featurestore import default_folder
+from memoro.engine.featurestore import default_folder, total_bytes
 from memoro.errors import CacheError, TrainingError
 from memoro.regimes import find_regime
 from memoro.tasks.task import new_task
-from memoro.training import Cache, Recipe, RunSpec, train_runs
+from memoro.training import Cache, Recipe, RunSpec, fit, train_runs
 from memoro.training.loop import Trainer
 from memoro.training.recipe import TrainOptions
 
@@ -146,3 +146,12 @@ def test_the_number_of_views_is_fixed(backbone: Backbone, splits: Splits, cache:
     )
     with pytest.raises(TrainingError, match="fixed number of views"):
         train_runs(backbone, [spec], cache=cache, workers=0, quiet=True)
+
+
+def test_views_that_no_epoch_gets_to_are_not_computed(backbone: Backbone, splits: Splits, cache: Cache) -> None:
+    task = new_task(backbone, "squares", splits.labels, cells=1)
+    fit(backbone, task, splits, views=4, epochs=1, cache=cache, image_size=20, workers=0, quiet=True)
+    assert splits.train is not None
+    first = total_bytes(cache.folder)
+    fit(backbone, task, splits, views=4, epochs=2, cache=cache, image_size=20, workers=0, quiet=True)
+    assert first < total_bytes(cache.folder)

@@ -263,7 +263,7 @@ BAD: list[tuple[list[object], str]] = [
     (["set", *TRAIN, "--lr", "-1"], "lr -1.0"),
     (["set", *TRAIN, "--epochs", "0"], "epochs 0"),
     (["set", *TRAIN, "--cells", "-1"], "cells must be between 0 and 4096, not -1"),
-    (["set", *TRAIN, "--from-layer", "6"], "from_layer must be between 0 and 5, not 6"),
+    (["set", *TRAIN, "--from-layer", "6"], "--from-layer must be between 0 and 5, not 6"),
     (["set", *TRAIN, "--extends", "vit/model.safetensors"], "not a memoro file"),
     (["set", *TRAIN, "--folder", "vit/config.json", "--epochs", "1"], "cannot write"),
     (["set", *TRAIN, "--backbone", "/nowhere/at/all"], "nowhere"),

@@ -16,6 +16,8 @@ from test_train_fit import FRESH, PLAIN, double
 from memoro.backbones import Backbone
 from memoro.data import load_columns, load_data, splits
 from memoro.errors import DataError
+from memoro.evaluation.evaluate import evaluate
+from memoro.tasks.task import new_task
 from memoro.training import RunSpec, train_runs
 from memoro.training.loop import Trainer
 from memoro.training.recipe import TrainOptions
@@ -135,3 +137,18 @@ def test_columns_of_embedded_images_are_read_once_and_hold_out_the_same_images(
     other = pyarrow.Table.from_pylist(rows[::-1])
     pyarrow.parquet.write_table(other, tmp_path / "other.parquet")
     assert load_data(tmp_path / "other.parquet", label_column="x", **LOAD).train.source != first.train.source  # type: ignore[union-attr]
+
+
+def test_a_task_is_measured_on_the_column_of_its_name(backbone: Backbone, root: Path) -> None:
+    table = root / "table" / "table.csv"
+    tasks = {name: new_task(backbone, name, load_columns(table, name, **LOAD)[name].labels) for name in ("x", "y")}
+    found = evaluate(backbone, list(tasks.values()), table, workers=0)
+    assert [found[name]["images"] for name in ("x", "y")] == [24, 24]
+    assert not any("unknown_classes" in one for one in found.values())
+
+
+def test_the_column_that_is_used_is_named(root: Path) -> None:
+    note = "the labels are those of column 'labels'; for another one, use --label-column."
+    table = root / "table" / "table.csv"
+    assert note in load_data(table, **LOAD).notes
+    assert note not in load_data(table, label_column="labels", **LOAD).notes

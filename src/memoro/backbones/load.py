@@ -94,7 +94,9 @@ def own_device(name: str | None = None) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         reason = first_line(error).rstrip(".")
-        raise BackboneError(f"device {name!r} cannot be used ({reason}): choose cpu, cuda or mps.") from None
+        others = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        here = " or ".join(["cpu", *(device for device, available in others.items() if available)])
+        raise BackboneError(f"device {name!r} cannot be used ({reason}): choose {here}.") from None
 
 
 def supported() -> str:

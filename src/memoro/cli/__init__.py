@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -70,8 +71,21 @@ def main() -> None:
     try:
         app()
     except MemoroError as error:
-        plain_console(stderr=True, soft_wrap=True).print(Text("error:", "bold red"), str(error))
+        plain_console(stderr=True, soft_wrap=True).print(Text("error:", "bold red"), name_options(str(error)))
         sys.exit(1)
+
+
+def name_options(text: str) -> str:
+    """A message with the options' names in the place of those of arguments: `--label-column` for `label_column`."""
+    commands = typer.main.get_group(app).commands.values()
+    names = {param.name for command in commands for param in command.params if param.name and "_" in param.name}
+    return re.sub(
+        r"(?<![\w'\"-])[a-z]+(_[a-z]+)+(?![\w'\"=(])", lambda m: _as_option(m[0]) if m[0] in names else m[0], text
+    )
+
+
+def _as_option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @app.callback(invoke_without_command=True)

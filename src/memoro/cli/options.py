@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -145,10 +146,12 @@ def load_models(
 def _checked(found: Sequence[tuple[str, Any]], option: str) -> list[Any]:
     """The models; an error where two have one name, or a task extends one that is missing."""
     places: dict[str, str] = {}
+    counts = Counter(file for file, _ in found)
     for file, model in found:
         if model.name in places:
-            where = f"in {places[model.name]} and in {file}"
-            advice = f"give one of them another name: {quoted(*filter(None, [option]), f'OTHER={file}')}"
+            where, advice = f"in {places[model.name]} and in {file}", "leave one of these files out"
+            if alone := [one for one in (file, places[model.name]) if counts[one] == 1]:
+                advice = f"give one of them another name: {quoted(*filter(None, [option]), f'OTHER={alone[0]}')}"
             if file == places[model.name]:
                 where, advice = f"as {file} is given twice", "give it once"
             raise CompositionError(f"two tasks are called {model.name!r}, {where}, but names must be unique: {advice}.")

@@ -142,7 +142,8 @@ def predict(
 
     Probabilities are calibrated if the task is. familiarity is the share of
     the task's own images that look at least as unusual as this one. The image
-    most likely belongs to the task with the highest score.
+    most likely belongs to the task with the highest score, which compares the
+    tasks of one call: it depends on which tasks are attached.
 
     With a folder as --out, answers are written in files of --shard-size images:
     stop at any time and continue with --resume. With --ray, the machines of a
@@ -180,10 +181,8 @@ def predict(
     else:
         tally = _write_one(source, predictor, chosen, None if out is None else Path(out), count, workers)
     if tally.first is not None:
-        errors.print(
-            f"{tally.unreadable} of {format_count(tally.images, 'image')} could not be read, such as "
-            f"{tally.first.image}: {tally.first.error}"
-        )
+        some = f"{tally.unreadable} of {tally.images} images could not be read, such as "
+        errors.print(f"{some if tally.images > 1 else ''}{tally.first.image}: {tally.first.error}")
     raise typer.Exit(1 if tally.unreadable and (strict or tally.unreadable == tally.images) else 0)
 
 
@@ -311,13 +310,15 @@ def _progress(total: int | None, *, quiet: bool = False) -> Iterator[Callable[[i
 
 def _choose_form(form: str | None, out: Path | None, folder: bool) -> str:
     """The format to write: as asked, or by the suffix of the file; to a terminal, a table."""
-    suffixes = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+    suffixes = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv"}
     if folder:
         form = form or "parquet"
         if form not in {"parquet", "csv", "jsonl"}:
             raise typer.BadParameter(f"{form!r} is not one of parquet, csv, jsonl, which a folder may contain")
         return form
-    form = form or ("table" if out is None else suffixes.get(out.suffix.lower(), "csv"))
+    form = form or ("table" if out is None else suffixes.get(out.suffix.lower()))
+    if form is None:
+        raise typer.BadParameter(f"--out {out}: name it .csv, .json, .jsonl or .parquet, or choose a --format")
     if form == "table" and out is not None:
         raise typer.BadParameter("a table is for the terminal: with --out, choose json, jsonl, csv or parquet")
     if form == "parquet" and out is None:

@@ -66,9 +66,19 @@ def compose_files(
 
     tasks = gather_tasks(files, option="")
     check_together(tasks)
+    _keep(out)
     save_tasks(tasks, out)
     names = ", ".join(task.name for task in tasks)
     plain_console(soft_wrap=True).print(f"{out}: {names} ({format_bytes(out.stat().st_size)})")
+
+
+def _keep(file: Path) -> None:
+    """Keeps a file that is about to be replaced under another name, and says so."""
+    from memoro.files import keep_copy
+
+    if file.is_file():
+        text = f"{file} was there already: the old file is kept as {keep_copy(file)}."
+        plain_console(stderr=True, soft_wrap=True).print(text)
 
 
 @app.command()
@@ -164,8 +174,9 @@ def calibrate_task(
     reading = table_options(label_column, image_column, allow_absolute)
     before = task.spec
     calibrate(load(backbone, device, task.spec.backbone), task, data, **how, **reading)
-    if task.spec is before and out is None:
-        return
+    if task.spec is before:
+        raise typer.Exit(1)
+    _keep(out or file)
     save_task(task, out or file)
     console.print(f"written to {out or file}")
 
@@ -193,11 +204,15 @@ def export(
     memoro export -t pets.safetensors -t rooms.safetensors -o model.onnx
     """
     from memoro.backbones import load_backbone
-    from memoro.console import format_bytes
+    from memoro.console import format_bytes, format_count
     from memoro.engine.composition import compose
 
+    if out.suffix.lower() != ".onnx":
+        raise typer.BadParameter(f"--out {out}: the file is an ONNX file, so name it .onnx")
     members = gather_tasks(tasks)
     loaded = load_backbone(load(backbone, "cpu", members[0].spec.backbone), dtype=dtype)
+    errors = plain_console(stderr=True, soft_wrap=True)
+    errors.print(f"exporting {format_count(len(members), 'task')}; this may take a minute")
     compose(loaded, members).export(out, images=images)
     names = ", ".join(task.name for task in members)
     plain_console(soft_wrap=True).print(f"{out}: {names} ({format_bytes(out.stat().st_size)})")

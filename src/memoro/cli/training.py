@@ -212,18 +212,23 @@ def evaluate_tasks(
     if page is not None and page.suffix.lower() not in {".html", ".htm"}:
         raise DataError(f"--out {page} is for the HTML report: name it .html. For metrics as JSON, use --json.")
     reading = table_options(label_column, image_column, allow_absolute)
-    results = evaluate(frozen, loaded, read_data(data), report=page, **how, **reading)
-    if page is not None:
-        errors.print(f"report: {page}")
-    tables, shown = metrics_tables(results), dict[str, Any](results)
-    if others:
-        how = {"false_alarms": false_alarms, "batch_size": batch_size, "workers": workers, "log": errors.print}
-        relied = evaluate_trust(frozen, loaded, read_data(data), name_sets(others), **how, **reading)
-        tables += trust_tables(relied) if relied else []
-        shown = {name: {**found, "trust": relied[name]} if name in relied else found for name, found in results.items()}
+    relied: dict[str, dict[str, Any]] = {}
+    if others:  # first: they may be mistyped
+        common: dict[str, Any] = {
+            "false_alarms": false_alarms,
+            "batch_size": batch_size,
+            "workers": workers,
+            "log": errors.print,
+        }
+        relied = evaluate_trust(frozen, loaded, read_data(data), name_sets(others), **common, **reading)
         if picture is not None and relied:
             draw_trust(picture, relied)
             errors.print(f"picture: {picture}")
+    results = evaluate(frozen, loaded, read_data(data), report=page, **how, **reading)
+    if page is not None:
+        errors.print(f"report: {page}")
+    tables = [*metrics_tables(results), *(trust_tables(relied) if relied else [])]
+    shown = {name: {**found, **({"trust": relied[name]} if name in relied else {})} for name, found in results.items()}
     if as_json:
         print_json(shown)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +54,8 @@ def choose_columns(
     if asked is None and kind == "regression" and options.labels and set(options.labels) <= set(features):
         asked = options.labels[0] if len(options.labels) == 1 else options.labels  # what a task was trained on
     image = find_image_column(features, options.image_column, name, image_columns)
+    if asked is None and options.task in features and options.task != image:
+        asked = options.task
     classes = [column for column, feature in features.items() if _kind_of_feature(feature)[1] is not None]
     if asked is None and len(classes) == 1:
         asked = classes[0]
@@ -88,6 +90,15 @@ def find_image_column(
     if asked is None and len(pictures) == 1:
         asked = pictures[0]
     return _find_column(list(features), asked, usual, "image_column", name)
+
+
+def note_column(columns: Columns, features: Iterable[str], options: DataOptions) -> list[str]:
+    """A note on which column the labels are from, where others could have been meant."""
+    used = {columns.image, *columns.values}
+    others = [name for name in features if name not in used and name.lower() not in {"split", "id", ""}]
+    if options.label_column is not None or options.labels is not None or not others:
+        return []
+    return [f"the labels are those of column {columns.values[0]!r}; for another one, use --label-column."]
 
 
 def recognise_numbers(columns: Columns, cells: Sequence[Any], options: DataOptions) -> tuple[Columns, list[str]]:

@@ -26,6 +26,10 @@ MAX_BYTES = 512 * 2**20
 MAX_UNREADABLE = 0.05
 
 
+NO_FILE = "no such file"
+"""Why an image of a table cannot be read."""
+
+
 @dataclass(frozen=True)
 class DataOptions:
     """How a dataset is read. `load_data`, `load_columns` and `load_stream` take these fields as keyword arguments."""
@@ -38,6 +42,8 @@ class DataOptions:
     image_column: str | None = None
     label_column: str | Sequence[str] | None = None
     """Several columns are the numbers of a regression."""
+    task: str | None = None
+    """The task that the labels are for: a column of this name is used unless another one is asked for."""
     labels: Sequence[str] | None = None
     """The labels of a task that the data must match; by default, the classes of the training images, sorted."""
     drop_unknown: bool = False
@@ -179,6 +185,11 @@ def refuse_many(skipped: Sequence[Skipped], total: int, name: str, most: float =
     """An error if more than this fraction of `total` images, the skipped ones among them, cannot be read."""
     if len(skipped) <= max(most * total, 1 if most and total > 1 else 0):
         return
+    if len(skipped) == total and all(reason == NO_FILE for _, reason in skipped):
+        raise DataError(
+            f"{name}: none of its {total} images exists, such as {skipped[0].where}: paths are relative to the folder "
+            "of the table. Correct them, or name the column of the paths with image_column."
+        )
     first = "; ".join(f"{where}: {reason}" for where, reason in skipped[:5])
     more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
     raise DataError(

@@ -21,8 +21,8 @@ from memoro.data.annotations import (
     parse,
     split_name,
 )
-from memoro.data.columns import IMAGE_COLUMNS, Columns, choose_columns, recognise_numbers
-from memoro.data.dataset import MAX_BYTES, SPLITS, DataOptions, Skipped, SplitName, unreadable_size
+from memoro.data.columns import IMAGE_COLUMNS, Columns, choose_columns, note_column, recognise_numbers
+from memoro.data.dataset import MAX_BYTES, NO_FILE, SPLITS, DataOptions, Skipped, SplitName, unreadable_size
 from memoro.data.folders import FileImages
 from memoro.data.hub import read_inaturalist
 from memoro.errors import DataError, ImageError
@@ -144,7 +144,7 @@ def read_tables(tables: Mapping[str, Any], options: DataOptions, name: str, root
     first = tables[next(iter(names.values()))]
     columns = choose_columns(first.features, options, name)
     columns, more = recognise_numbers(columns, columns.cells(_read_values(first, columns)), options)
-    notes += more
+    notes += [*note_column(columns, first.features, options), *more]
     splits: dict[SplitName, RawSplit] = {}
     for split, key in names.items():
         title = f"{name}:{key}" if len(tables) > 1 else name
@@ -210,6 +210,7 @@ def read_manifest(path: Path, options: DataOptions) -> RawDataset:
     if not cells:
         raise DataError(f"{path}: there are no rows below the header.")
     columns, notes = recognise_numbers(columns, cells, options)
+    notes = [*note_column(columns, table, options), *notes]
     labelled = labelled_rows(cells, columns.kind)
     if len(labelled) < len(cells):
         notes.append(note_unlabelled(len(cells) - len(labelled), path.name))
@@ -307,7 +308,7 @@ def _find_files(
         path = places.resolve(text, where(row))
         paths.append(path)
         file = os.path.join(places.root, path)
-        reason = unreadable_size(os.path.getsize(file)) if os.path.isfile(file) else "no such file"
+        reason = unreadable_size(os.path.getsize(file)) if os.path.isfile(file) else NO_FILE
         if reason is not None:
             skipped[row] = Skipped(file, reason)
     return paths, skipped

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memoro.data.annotations import RawDataset, RawSplit
-from memoro.data.dataset import DataOptions, ImageSet
+from memoro.data.dataset import DataOptions, Splits
 from memoro.data.folders import FileImages
 from memoro.data.splits import build_splits
 from memoro.data.unlabelled import Key, Unlabelled, open_unlabelled
@@ -14,8 +14,8 @@ from memoro.engine.answers import NamedPicture
 from memoro.errors import ImageError
 
 
-def load_unlabelled(place: Any, workers: int | None, **reading: Any) -> ImageSet:
-    """The readable images of a place as a set, for what needs no labels: each has a row of none.
+def load_unlabelled(place: Any, workers: int | None, **reading: Any) -> Splits:
+    """The readable images of a place, as training images, for what needs no labels: each has a row of none.
 
     `reading` are options of `open_unlabelled`.
     """
@@ -24,9 +24,8 @@ def load_unlabelled(place: Any, workers: int | None, **reading: Any) -> ImageSet
     raw = RawDataset(
         "regression", {"train": RawSplit(UnlabelledImages(source, keys), range(len(keys)), [()] * len(keys))}, ()
     )
-    images = build_splits(raw, str(place), DataOptions(val_fraction=0, workers=workers, quiet=True)).train
-    assert images is not None
-    return images
+    how: dict[str, Any] = {"val_fraction": 0, "max_unreadable": 1.0, "workers": workers, "quiet": True}
+    return build_splits(raw, str(place), DataOptions(**how))
 
 
 @dataclass(frozen=True)

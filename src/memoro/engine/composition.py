@@ -71,9 +71,7 @@ class Composition(nn.Module):
                 )
             task.spec.check_backbone(backbone)
             if live and task.members > 1 and not any(task.name == one.name for other in tasks for one in other.extends):
-                raise CompositionError(
-                    f"{task.name!r} is an ensemble, which cannot be trained: compose it without live."
-                )
+                raise CompositionError(f"{task.name!r} is an ensemble, which cannot be trained: leave out live.")
         super().__init__()
         super().train(False)
         self.backbone = backbone

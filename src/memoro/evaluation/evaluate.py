@@ -12,6 +12,7 @@ from memoro.arguments import several
 from memoro.backbones import Backbone
 from memoro.console import bar, format_count, plain_console
 from memoro.data import ImageSet, Loader, Splits, Streams, load_data
+from memoro.data.tables import TABLE_SUFFIXES
 from memoro.engine.composition import compose
 from memoro.errors import DataError, TrainingError
 from memoro.evaluation.logits import collect_logits
@@ -62,7 +63,9 @@ def evaluate(
         if name not in models:
             raise DataError(f"no task {name!r} among {', '.join(models)}: write NAME=DATA with one of these.")
         task = models[name]
-        key = (source if isinstance(source, (str, Path)) else id(source), task.spec.labels, task.kind)
+        # A table may have a column of the task's name.
+        own = name if Path(str(source)).suffix.lower() in TABLE_SUFFIXES else ""
+        key = (source if isinstance(source, (str, Path)) else id(source), task.spec.labels, task.kind, own)
         if key not in groups:
             how: dict[str, Any] = {"workers": workers, "quiet": quiet, "measured_only": report is None}
             groups[key] = (*load_test_images(source, task, **how, **reading), [])
@@ -152,6 +155,7 @@ def load_test_images(
             source,
             kind=task.kind,
             labels=task.labels,
+            task=task.name,
             drop_unknown=True,
             val_fraction=0,
             measured_only=measured_only,

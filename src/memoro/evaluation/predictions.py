@@ -189,6 +189,10 @@ def read_errors(path: Path, form: str) -> Iterator[tuple[str, str]]:
         raise DataError(f"{path} is damaged ({error}): remove it and repeat the command.") from None
 
 
+UNFAMILIAR = "unfamiliar to all tasks"
+"""In the place of answers that were all dropped."""
+
+
 def predictions_table(predictions: Sequence[Prediction], total: int, top: int | None = None, width: int = 80) -> Table:
     """A row for each of the first images and a column for each task; where that is wider than the terminal, a row for
     each image and task, with the task that the image most likely belongs to first, if all have a score."""
@@ -200,6 +204,8 @@ def predictions_table(predictions: Sequence[Prediction], total: int, top: int | 
     rows: list[list[Cell]] = []
     for one in predictions:
         cells = [_brief(one.answers[name], top) if name in one.answers else "" for name in names]
+        if cells and not one.answers and one.error is None:
+            cells[0] = UNFAMILIAR
         rows.append([one.image, *cells, *([one.error or ""] if errors else [])])
     table = make_table(["image", *names, *errors], rows, title, left=2 + len(names))
     if fits(table, width):
@@ -207,7 +213,7 @@ def predictions_table(predictions: Sequence[Prediction], total: int, top: int | 
     rows, ranked = [], all("score" in answer for one in predictions for answer in one.answers.values())
     for one in predictions:
         order = sorted(one.answers, key=lambda name: -one.answers[name]["score"]) if ranked else list(one.answers)
-        rows += [["", name, _brief(one.answers[name], top)] for name in order] or [["", "", one.error or ""]]
+        rows += [["", name, _brief(one.answers[name], top)] for name in order] or [["", "", one.error or UNFAMILIAR]]
         rows[-max(1, len(order))][0] = one.image
     title += "; the most likely task first" if ranked else ""
     return make_table(["image", "task", "answer"], rows, title, left=3)
@@ -228,7 +234,8 @@ def _brief(answer: dict[str, Any], top: int | None) -> Cell:
         shown = _brief({**answer, "unfamiliar": False}, top)
         return f"unfamiliar ({shown})" if isinstance(shown, str) else ["unfamiliar", *shown]
     if "values" in answer:
-        return [f"{name} {value:.4g}" for name, value in answer["values"].items()]
+        ends = {name: f" ({low:.4g} to {high:.4g})" for name, (low, high) in answer.get("intervals", {}).items()}
+        return [f"{name} {value:.4g}{ends.get(name, '')}" for name, value in answer["values"].items()]
     ranked = {label: f"{label} {p:.2f}" for label, p in answer["probabilities"].items()}
     best = next(iter(ranked.values()))
     if top is not None:

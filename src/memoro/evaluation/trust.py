@@ -13,6 +13,7 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.console import format_count, make_table
 from memoro.data import ImageSet, Loader, Splits, load_data
+from memoro.data.annotations import left_out
 from memoro.data.unlabelled_set import load_unlabelled
 from memoro.engine.answers import Judged, Outputs
 from memoro.engine.background import background_token
@@ -93,10 +94,12 @@ def evaluate_trust(
         del sources[name]
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
     unlabelled = {name: value for name, value in reading.items() if name != "label_column"}
-    unlike = {
-        other: collect_outputs(model, _any_images(place, workers, **unlabelled), list(sources), **how)[0]
-        for other, place in others.items()
-    }
+    unlike = {}
+    for other, place in others.items():
+        images, skipped = _any_images(place, workers, **unlabelled)
+        if skipped:
+            log(f"note: {other}: {left_out(skipped, 'image', ' that cannot be read')}.")
+        unlike[other] = collect_outputs(model, images, list(sources), **how)[0]
     results = {}
     for name, source in sources.items():
         _, images, *_ = load_test_images(source, model.tasks[name], workers=workers, **reading)
@@ -177,14 +180,15 @@ def _histogram(shares: Tensor) -> list[int]:
     return (shares * 20).long().clamp(max=19).bincount(minlength=20).tolist()
 
 
-def _any_images(source: Any, workers: int | None, **reading: Any) -> ImageSet:
-    """The test images of a set, whatever its labels; all of them where it has no test split, or no labels."""
+def _any_images(source: Any, workers: int | None, **reading: Any) -> tuple[ImageSet, int]:
+    """The readable test images of a set, whatever its labels; all of them where it has no test split, or no labels. And
+    how many cannot be read."""
     try:
         how: dict[str, Any] = {"val_fraction": 0, "measured_only": True, "workers": workers, "quiet": True}
-        splits = source if isinstance(source, Splits) else load_data(source, **how, **reading)
+        splits = source if isinstance(source, Splits) else load_data(source, max_unreadable=1.0, **how, **reading)
     except DataError:
-        return load_unlabelled(source, workers, **reading)
-    return splits.to_measure()[1]
+        splits = load_unlabelled(source, workers, **reading)
+    return splits.to_measure()[1], len(splits.skipped)
 
 
 def trust_tables(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
@@ -207,14 +211,14 @@ def trust_tables(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
     rows = [
         [
             *(name, other, str(record["images"])),
+            show(record, "unfamiliar"),
             *(show(record.get("familiarity", {}), key) for key in ("auroc", "false_positives_at_95")),
             show(record.get("softmax", {}), "auroc"),
-            show(record, "unfamiliar"),
         ]
         for name, found in results.items()
         for other, record in found["others"].items()
     ]
-    heads = ["task", "other set", "images", "AUROC", "FPR at 95 %", "AUROC of softmax", "unfamiliar"]
+    heads = ["task", "other set", "images", "unfamiliar", "AUROC", "FPR at 95 %", "softmax AUROC"]
     return [*tables, *([make_table(heads, rows, "Images of other sets", left=2)] if rows else [])]
 
 
@@ -318,7 +322,8 @@ def calibrate(
     task has. `reading` are options of `load_data`.
     """
     model = compose(backbone, [task, *parents])
-    labels: dict[str, Any] = {"kind": task.kind, "labels": task.labels, "drop_unknown": True, **reading}
+    labels: dict[str, Any] = {"kind": task.kind, "labels": task.labels, "drop_unknown": True, "task": task.name}
+    labels |= reading
     splits = data
     if not isinstance(data, Splits):
         splits = load_data(data, **labels, val_fraction=0, workers=workers, quiet=True)
@@ -345,7 +350,9 @@ def calibrate(
     else:
         changes["familiarity"] = familiarity
         facts["familiarity"] = f"{familiarity.images} images of {splits.name}, out of fold"
-        log(f"familiarity: from {format_count(familiarity.images, 'image')}")
+        known = task.spec.familiarity
+        before = "" if known is None else f" (before: {known.images})"
+        log(f"familiarity: from {format_count(familiarity.images, 'image')}{before}")
     if reason is not None:
         log(f"{reason}: the calibration stays as it is. To calibrate, pass images that the task did not learn from.")
     else:
@@ -364,13 +371,13 @@ def calibrate(
             changes["calibration"] = calibration
             facts["calibration"] = describe_calibration(calibration, len(held))
             log(f"calibration: from {format_count(calibration.images, 'image')}; they must be new to the task")
-            before = measure_task(task, answers.logits[task.name], held)
+            former = measure_task(task, answers.logits[task.name], held)
             decided = decide_unseen(task.kind, answers.logits[task.name], held)
             after = {} if decided is None else measure(task.kind, task.labels, decided, held)
             for name in ("calibration_error", "f1"):
-                if name in before and name in after:
+                if name in former and name in after:
                     log(
-                        f"{COLUMNS[name]}: {before[name]:.3f} before, {after[name]:.3f} after (each quarter of the "
+                        f"{COLUMNS[name]}: {former[name]:.3f} before, {after[name]:.3f} after (each quarter of the "
                         "images is evaluated with a calibration fitted on the others)"
                     )
     task.update_spec(**changes, training=facts)

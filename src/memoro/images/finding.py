@@ -82,6 +82,8 @@ def find_images(places: Iterable[str | Path]) -> Iterator[Path]:
             if again or later[path]:
                 seen.add(path)
             yield path
+        if empty and not glob.has_magic(str(place)) and not Path(place).exists():
+            raise DataError(f"{place}: no such file or folder.")
         if empty:
             raise DataError(f"{place}: no images there. Give files, folders or globs such as 'photos/**/*.jpg'.")
 

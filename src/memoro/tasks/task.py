@@ -325,7 +325,7 @@ def new_task(
     for option, number, high in (
         ("from_layer", from_layer, depth),
         ("cells", cells, MAX_CELLS),
-        ("rank", rank, MAX_RANK),
+        ("rank", rank, min(MAX_RANK, dim)),
     ):
         if not isinstance(number, int) or not 0 <= number <= high:
             raise TaskError(f"{name!r}: {option} must be between 0 and {high}, not {number!r}.")

@@ -240,7 +240,7 @@ class Loaders:
             "augment": recipe.augment,
             "shuffle": True,
             "seed": recipe.data_seed,
-            "views": recipe.views,
+            "views": recipe.used_views,
         }
         return self._build(spec, spec.train, None, **how)
 

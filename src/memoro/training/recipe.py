@@ -110,6 +110,11 @@ class Recipe:
         if not 0 <= self.val_fraction < 1:
             raise TrainingError(f"val_fraction must be at least 0 and below 1, not {self.val_fraction}.")
 
+    @property
+    def used_views(self) -> int | None:
+        """The views of an image that the epochs get to: no others need features. None: every epoch has new ones."""
+        return self.views if self.views is None or self.steps is not None else min(self.views, self.epochs)
+
     def rate(self, step: int, total: int) -> float:
         """The learning rate of optimiser step `step` (from 0) out of `total`."""
         if step < self.warmup:

@@ -31,7 +31,7 @@ class ProgressBar(Bar):
     """Shows optimiser steps with the training loss, images per second and the best validation score so far.
 
     With several runs, each figure is the best of all runs. The score has the name and the value that the table of
-    settings shows; with folds, which are scored all together at the end, it is that of the best fold.
+    settings shows; with folds, which are scored all together at the end, it is the mean of all runs that have one.
     """
 
     def __init__(self, title: str, total: int, quiet: bool) -> None:
@@ -57,12 +57,14 @@ class ProgressBar(Bar):
         self._show()
 
     def _keep_best(self, group: RunGroup, entries: Sequence[dict[str, Any]]) -> None:
-        where = "fold" if any(run.sample_weight is not None for run in group.runs) else "validation"
+        folds = any(run.sample_weight is not None for run in group.runs)
         for figure in dict.fromkeys(MAIN_FIGURE.values()):
-            for entry in entries:
-                if f"val_{figure}" in entry:
-                    name = f"{where} {COLUMNS[figure]}"
-                    self._best[name] = max(self._best.get(name, entry[f"val_{figure}"]), entry[f"val_{figure}"])
+            scores = [entry[f"val_{figure}"] for entry in entries if f"val_{figure}" in entry]
+            if folds and scores:  # the best of few images would be luck
+                self._best[f"mean fold {COLUMNS[figure]}"] = sum(scores) / len(scores)
+            elif scores:
+                name = f"validation {COLUMNS[figure]}"
+                self._best[name] = max(self._best.get(name, -math.inf), *scores)
 
     def _show(self, advance: int = 0) -> None:
         scores = [f"{name} {value:.3f}" for name, value in self._best.items()]

@@ -381,10 +381,11 @@ def sweep_table(name: str, rows: Sequence[SweepRow], score_name: str) -> Table:
         columns[f"test {score_name.partition(' ')[2]}"] = [
             _mean_and_range(row.test) if row.test else "" for row in ranked
         ]
-    first = "the chosen one first" if averaged == 1 else f"of which the task averages the first {averaged}"
+    first = "the chosen one first" if averaged == 1 else f"the first {averaged} averaged"
+    first = "all averaged" if averaged == len(rows) > 1 else first
     if any(row.diverged for row in rows):
         columns["diverged"] = [str(row.diverged or "") for row in ranked]
-    return make_table(list(columns), zip(*columns.values(), strict=True), f"{name}: settings tried, {first}", left=0)
+    return make_table(list(columns), zip(*columns.values(), strict=True), f"{name}: settings tried ({first})", left=0)
 
 
 def _mean_and_range(values: Sequence[float]) -> str:

@@ -6,7 +6,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from memoro.errors import TrainingError
+from memoro.errors import TaskFileError, TrainingError
+from memoro.regimes import Baseline
+from memoro.tasks.task import Task
+from memoro.tasks.taskfile import load_tasks
 
 SUFFIX = ".safetensors"
 
@@ -33,6 +36,14 @@ def check_target(out: Path, *, several: bool) -> None:
             pass
     except OSError as error:
         raise TrainingError(f"--out {out} cannot be written ({error.strerror}): choose another place.") from None
+
+
+def has_content(file: Path, task: Task | Baseline) -> bool:
+    """Whether a file holds this very task, as after --resume of a finished training."""
+    try:
+        return isinstance(task, Task) and [old.content_hash() for old in load_tasks(file)] == [task.content_hash()]
+    except TaskFileError:
+        return False
 
 
 def file_of(name: str, out: Path, *, several: bool) -> Path:

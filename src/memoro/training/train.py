@@ -32,7 +32,7 @@ from memoro.training.fit import FitResult, judge, preprocessing_of, record_time,
 from memoro.training.recipe import RECIPES, REPORT, SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
 from memoro.training.sources import SMALL, choose_folds, cut_validation, load_sources, name_sources
 from memoro.training.sweep import Grid, SweepRow, SweepSpec, choose_ensemble, run_sweeps, sweep_table
-from memoro.training.target import SUFFIX, check_target, file_of, read_target
+from memoro.training.target import SUFFIX, check_target, file_of, has_content, read_target
 from memoro.training.warmstart import OPTIMISTIC, compare_labels, read_start
 
 MOST_BYTES = 80
@@ -357,7 +357,7 @@ def _save(result: TrainResult, file: Path, options: TrainOptions, *, write: bool
     if not write:
         return replace(result, file=file)
     try:
-        if file.is_file() and not _has_content(file, task):
+        if file.is_file() and not has_content(file, task):
             previous = keep_copy(file)
             options.note(f"{file} was there already: the old file is kept as {previous}.")
         save_baseline(task, file) if isinstance(task, Baseline) else save_task(task, file)
@@ -365,14 +365,6 @@ def _save(result: TrainResult, file: Path, options: TrainOptions, *, write: bool
         rest = "" if result.folder is None else f" The training is saved in {result.folder}: --resume writes it."
         raise TaskFileError(f"{error}{rest}") from None
     return replace(result, file=file, previous=previous)
-
-
-def _has_content(file: Path, task: Task | Baseline) -> bool:
-    """Whether a file holds this very task, as after --resume of a finished training."""
-    try:
-        return isinstance(task, Task) and [old.content_hash() for old in load_tasks(file)] == [task.content_hash()]
-    except TaskFileError:
-        return False
 
 
 def fit_table(result: TrainResult) -> Table:
