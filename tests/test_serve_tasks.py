@@ -189,7 +189,7 @@ def hostile(backbone: Backbone, tmp_path: Path) -> dict[str, bytes]:
     good = file_of(tmp_path, random_task(backbone, "new", cells=1))
     record = good[8 : 8 + int.from_bytes(good[:8], "little")]
     huge, wrong = random_task(backbone, "huge"), random_task(backbone, "wrong")
-    huge.update_spec(preprocessing=backbone.preprocessing.at(4096))
+    huge.update_spec(preprocessing=backbone.preprocessing.at(2048))
     wrong.update_spec(preprocessing=backbone.preprocessing.at(2))  # less than one patch
     cut = random_task(backbone, "cut")
     cut.update_spec(preprocessing=memoro.Preprocessing(resize=2048, crop=(20, 20)))
@@ -208,7 +208,7 @@ def hostile(backbone: Backbone, tmp_path: Path) -> dict[str, bytes]:
         "a newer format": re.sub(rb'(\\"format\\":)\d', rb"\g<1>9", good),
         "another backbone": file_of(tmp_path, random_task(other, "stranger")),
         "the name of all tasks": file_of(tmp_path, random_task(backbone, "all")),
-        "images of 4096 pixels": file_of(tmp_path, huge),
+        "images of 2048 pixels": file_of(tmp_path, huge),
         "images of 2048 pixels before the crop": file_of(tmp_path, cut),
         "images of 2 pixels": file_of(tmp_path, wrong),
         "answers that are not finite": file_of(tmp_path, loud),

@@ -275,7 +275,7 @@ def test_devices_are_chosen_and_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert own_device("cpu") == torch.device("cpu")
     assert own_device("meta") == torch.device("meta")
     for wrong in ("gpu", "cuda:99", ""):
-        with pytest.raises(BackboneError, match=f"device '{wrong}' cannot be used .*choose cpu, cuda or mps"):
+        with pytest.raises(BackboneError, match=f"device '{wrong}' cannot be used .*choose cpu"):
             own_device(wrong)
 
 

@@ -88,6 +88,7 @@ def test_numbers_have_intervals_and_labels_thresholds(backbone: Backbone) -> Non
     value = answers["age"]["values"]["years"]
     assert answers["age"]["intervals"]["years"] == pytest.approx([value - 2.5, value + 2.5])
     assert answers["tags"]["labels"] == ["a"]
+    assert answers["tags"]["thresholds"] == {"a": 1e-5, "b": 1 - 1e-5}
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

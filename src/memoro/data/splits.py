@@ -175,7 +175,7 @@ def _labels(
     if raw.kind == "softmax" and len(labels) < 2:
         raise DataError(
             f"{name}: one class only ({first_few(labels)}); add images of another class, in a folder or rows of their "
-            "own."
+            "own. If a table has the labels, give that file instead of the folder."
         )
     if not labels:
         raise DataError(f"{name}: no image has a label.")

@@ -115,7 +115,7 @@ def read_answers(
     """One JSON-ready answer per row of logits (b, labels).
 
     softmax: `label`, its `probability`, and the `probabilities` of all labels or of the `top` ones, best first.
-    multilabel: `labels` at or above their thresholds (one half without a calibration), and `probabilities`.
+    multilabel: `labels` at or above their `thresholds` (one half without a calibration), and `probabilities`.
     regression: `values`, and with a calibration the `intervals` that cover 90 % of new images. Probabilities are
     calibrated where there is a calibration. Where it was judged how familiar the images are: `score` and `familiarity`.
     """
@@ -140,6 +140,8 @@ def read_answers(
             limits = calibration.thresholds if calibration is not None else (0.5,) * len(labels)
             above = [labels[i] for i, value in zip(best, values, strict=True) if value >= limits[i]]
             answers.append({"labels": above, "probabilities": shown})
+            if calibration is not None:
+                answers[-1]["thresholds"] = {labels[i]: limits[i] for i in best[:top]}
     return _add_judged(answers, judged)
 
 

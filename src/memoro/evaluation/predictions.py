@@ -242,4 +242,5 @@ def _brief(answer: dict[str, Any], top: int | None) -> Cell:
         return list(ranked.values())
     if "label" in answer:
         return best
-    return [ranked[label] for label in answer["labels"]] or f"none, best {best}"
+    limits = {label: f" (at least {limit:.2f})" for label, limit in answer.get("thresholds", {}).items()}
+    return [ranked[label] + limits.get(label, "") for label in answer["labels"]] or f"none, best {best}"

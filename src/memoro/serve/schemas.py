@@ -59,6 +59,8 @@ class Answer(BaseModel):
     probability: float | None = None
     labels: list[str] | None = None
     probabilities: dict[str, float] | None = None
+    thresholds: dict[str, float] | None = None
+    """Of a calibrated multi-label task: a label is predicted if its probability is at least this."""
     values: dict[str, float] | None = None
     intervals: dict[str, list[float]] | None = None
     """Of a calibrated regression: from and to, for 90 % of new images."""

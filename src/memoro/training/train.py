@@ -326,7 +326,7 @@ def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions
         notes.append(f"--folds {folds} is not used, because {why}.")
     if sweeps[0].recipe.patience and any(sweep.folds for sweep in sweeps):
         notes.append("--patience is not used: the runs of a cross-validation are compared at the end.")
-    notes += [text for sweep in sweeps for text in sweep.splits.notes]
+    notes += dict.fromkeys(text for sweep in sweeps for text in sweep.splits.notes)
     if options.folder is not None and any(sweep.splits.skipped for sweep in sweeps):
         notes.append(f"all images that were left out are listed in {options.folder / SKIPPED}.")
     if options.resume and options.checkpoint is not None and not options.checkpoint.is_file():
