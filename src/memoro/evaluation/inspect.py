@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from memoro.backbones import Backbone
-from memoro.console import Cell, format_bytes, make_table
+from memoro.console import Cell, format_bytes, format_count, make_table
 from memoro.evaluation.metrics import format_worst
 from memoro.evaluation.training_images import SKETCH
 from memoro.regimes.baseline import BaselineSpec
@@ -139,7 +139,7 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
             f"{backbone['family']}, {backbone['depth']} layers of {backbone['dim']}, {backbone['dtype']}",
             f"fingerprint {backbone['fingerprint'][:12]}",
         ],
-        "this backbone": backbone.get("match", ""),
+        "this backbone": MATCHES.get(backbone.get("match", ""), ""),
         "images": _image_size(entry["preprocessing"]),
         "metrics": _lines(entry["metrics"]),
         "training": _lines({name: value for name, value in training.items() if name != "history"}),
@@ -148,6 +148,12 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
     }
 
 
+MATCHES = {
+    "same": "fits",
+    "same up to rounding": "fits: the same weights in another dtype",
+    "different": "does not fit: it has other weights",
+}
+"""What `Fingerprint.match` says, for people."""
 ADD = "add it with: memoro calibrate TASK DATA"
 
 
@@ -169,8 +175,9 @@ def _familiarity_text(found: dict[str, Any] | None) -> Cell:
         return f"none; {ADD}"
     coarse = f"; coarse, in steps of {found['step']:.2f}" if found["images"] < 100 else ""
     return [
-        f"{found['classes']} means, {found['directions']} directions ({format_bytes(found['bytes'])})",
-        f"compared with {found['images']} own images{' and the answers to them' if found['answers'] else ''}{coarse}",
+        f"{format_count(found['classes'], 'class mean')}, {format_count(found['directions'], 'principal direction')} "
+        f"({format_bytes(found['bytes'])})",
+        f"compared with {format_count(found['images'], 'own image')}{' and the answers to them' if found['answers'] else ''}{coarse}",
     ]
 
 
