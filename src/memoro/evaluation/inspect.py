@@ -174,10 +174,11 @@ def _familiarity_text(found: dict[str, Any] | None) -> Cell:
     if found is None:
         return f"none; {ADD}"
     coarse = f"; coarse, in steps of {found['step']:.2f}" if found["images"] < 100 else ""
+    answers = " and the answers to them" if found["answers"] else ""
     return [
         f"{format_count(found['classes'], 'class mean')}, {format_count(found['directions'], 'principal direction')} "
         f"({format_bytes(found['bytes'])})",
-        f"compared with {format_count(found['images'], 'own image')}{' and the answers to them' if found['answers'] else ''}{coarse}",
+        f"compared with {format_count(found['images'], 'own image')}{answers}{coarse}",
     ]
 
 
