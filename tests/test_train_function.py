@@ -149,6 +149,7 @@ def test_wrong_arguments_are_refused_before_anything_is_read(root: Path) -> None
         ({"a": root, "b": root}, {"out": "one.safetensors"}, "several tasks need a folder"),
         (root, {"cache": True, "views": None}, "a fixed number of views"),
         (root, {"streaming": True}, "is a local file or folder"),
+        (root, {"lr": [0.1, -1]}, "lr -1.0: choose a number above 0"),
         (root, {"seeds": "2"}, "seeds '2': choose a whole number"),
         (root, {"ensemble": "2"}, "ensemble '2': choose a whole number"),
     ):

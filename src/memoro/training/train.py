@@ -167,6 +167,18 @@ def train(
     chosen, target = find_regime(trained), None if out is None else read_target(out)
     seeds, ensemble = plain_int(seeds), plain_int(ensemble)
     joined = choose_ensemble(ensemble, seeds, chosen, lr, options)
+    rates = chosen.rates[recipe.optimizer][1:2] if streaming else chosen.rates[recipe.optimizer]
+    grid = Grid(
+        several(cells),
+        several(from_layer),
+        several(rates if lr is None else lr),
+        seeds=max(seeds, ensemble or 1),
+        first_seed=recipe.seed,
+        ranks=several(rank),
+        ensemble=joined,
+    )
+    for rate in grid.rates:
+        replace(recipe, lr=rate)  # raises where it is none
     columns = None if label_column is None else [label_column] if isinstance(label_column, str) else [*label_column]
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
         task, kind = task or start.name, kind or start.kind
@@ -184,16 +196,6 @@ def train(
     if not own_recipe and recipe.views == 1 and "views" not in changes and _asks_for_views(recipe.augment):
         recipe = replace(recipe, views=RECIPES["paper"][1].views)
         options.note(f"random crops and flips need several views of an image: using {recipe.views} (--views).")
-    rates = chosen.rates[recipe.optimizer][1:2] if streaming else chosen.rates[recipe.optimizer]
-    grid = Grid(
-        several(cells),
-        several(from_layer),
-        several(rates if lr is None else lr),
-        seeds=max(seeds, ensemble or 1),
-        first_seed=recipe.seed,
-        ranks=several(rank),
-        ensemble=joined,
-    )
     if start is not None:
         start.spec.check_backbone(backbone)
         own = replace(grid, cells=(start.cells,), from_layers=(start.from_layer,), ranks=(start.rank,))
