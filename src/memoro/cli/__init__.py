@@ -79,13 +79,11 @@ def name_options(text: str) -> str:
     """A message with the options' names in the place of those of arguments: `--label-column` for `label_column`."""
     commands = typer.main.get_group(app).commands.values()
     names = {param.name for command in commands for param in command.params if param.name and "_" in param.name}
-    return re.sub(
-        r"(?<![\w'\"-])[a-z]+(_[a-z]+)+(?![\w'\"=(])", lambda m: _as_option(m[0]) if m[0] in names else m[0], text
-    )
 
+    def replace(word: re.Match[str]) -> str:
+        return f"--{word[0].replace('_', '-')}" if word[0] in names else word[0]
 
-def _as_option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return re.sub(r"(?<![\w'\"-])[a-z]+(_[a-z]+)+(?![\w'\"=(])", replace, text)
 
 
 @app.callback(invoke_without_command=True)

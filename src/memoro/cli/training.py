@@ -214,13 +214,9 @@ def evaluate_tasks(
     reading = table_options(label_column, image_column, allow_absolute)
     relied: dict[str, dict[str, Any]] = {}
     if others:  # first: they may be mistyped
-        common: dict[str, Any] = {
-            "false_alarms": false_alarms,
-            "batch_size": batch_size,
-            "workers": workers,
-            "log": errors.print,
-        }
-        relied = evaluate_trust(frozen, loaded, read_data(data), name_sets(others), **common, **reading)
+        judging: dict[str, Any] = {name: how[name] for name in ("batch_size", "workers", "log")}
+        judging["false_alarms"] = false_alarms
+        relied = evaluate_trust(frozen, loaded, read_data(data), name_sets(others), **judging, **reading)
         if picture is not None and relied:
             draw_trust(picture, relied)
             errors.print(f"picture: {picture}")
