@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import CASES
 from test_train_cli import make_root
 from test_train_fit import FRESH, LABELS, PLAIN, QUICK, distance, double, same, squares, state
+from torch import Tensor
 from typer.testing import CliRunner
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.cli import app
-from memoro.data import Splits, load_data
+from memoro.data import ImageSet, Splits, load_data
 from memoro.errors import CompositionError, TrainingError
-from memoro.regimes import METHODS, REGIMES, TaskPlan, find_regime
+from memoro.regimes import METHODS, REGIMES, Baseline, TaskPlan, find_regime
 from memoro.regimes.baselinefile import is_baseline
 from memoro.regimes.regime import all_parameters
 from memoro.training import Cache, FitResult, Recipe, RunSpec, Trainer, fit, train_runs
@@ -97,6 +100,38 @@ def test_tasks_and_baselines_side_by_side_equal_each_alone(double: Backbone, squ
     twins = [build("full", double), build("adapter", double, name="full")]
     with pytest.raises(CompositionError, match="two tasks are named 'full'"):
         memoro.evaluate(double, twins, splits, workers=0)
+
+
+def test_a_baseline_computes_only_images_that_it_learns_from(
+    double: Backbone, squares: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits = load_data(squares, labels=LABELS, workers=0, quiet=True, val_fraction=0)
+    assert isinstance(splits.train, ImageSet)
+    held_out = np.arange(len(splits.train) // 3)
+    seen: list[int] = []
+    features = Baseline.features
+
+    def count(model: Baseline, pixels: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            seen.append(len(pixels))
+        return features(model, pixels)
+
+    monkeypatch.setattr(Baseline, "features", count)
+
+    def learn(targets: Tensor, held_out: Any) -> Any:
+        assert isinstance(splits.train, ImageSet)
+        own = replace(splits, train=replace(splits.train, targets=targets))
+        [spec] = specs_of(["adapter"], double, own)
+        train_runs(double, [replace(spec, held_out=held_out)], **FRESH)
+        return spec.task
+
+    targets = splits.train.targets
+    left_out = learn(targets, held_out)
+    assert sum(seen) == 2 * (len(targets) - len(held_out))
+    changed = targets.clone()
+    changed[: len(held_out)] = (changed[: len(held_out)] + 1) % len(LABELS)
+    assert distance(left_out, learn(changed, held_out)) == 0
+    assert distance(left_out, learn(targets, None)) > 1e-4
 
 
 def test_features_are_kept_for_tasks_only(backbone: Backbone, squares: Path, tmp_path: Path) -> None:

@@ -52,6 +52,10 @@ class Batch:
     total: int
     """Images of the whole batch over all processes: what a sum of losses is divided by."""
 
+    def select(self, chosen: Tensor) -> Batch:
+        """The images where `chosen` (b,) is true."""
+        return replace(self, pixels=self.pixels[chosen], targets=self.targets[chosen], index=self.index[chosen])
+
 
 class Request(NamedTuple):
     """What a worker is asked for: samples of a dataset, or encoded images of a stream."""

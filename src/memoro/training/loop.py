@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import bar, format_bytes
+from memoro.data import Batch
 from memoro.errors import CacheError, TaskFileError, TrainingError
 from memoro.evaluation.logits import AnyBatch, collect_logits, inputs_of
 from memoro.evaluation.metrics import measure, score
@@ -195,6 +196,7 @@ class Trainer:
                 if batch is None or not len(batch.targets):  # no batch left, or no image of it for this process
                     continue
                 if isinstance(group.runs[0].task, Baseline):
+                    assert isinstance(batch, Batch)  # features are kept only for what composes
                     self._backward_separately(batch, found)
                 else:
                     shared.append((group.forward(self.backbone), batch, found))
@@ -215,13 +217,16 @@ class Trainer:
         ]
         torch.autograd.backward(torch.stack(losses).sum())
 
-    def _backward_separately(self, batch: AnyBatch, found: _StepSums) -> None:
-        """One baseline after the other, so that memory holds the activations of one at a time."""
-        inputs = inputs_of(batch, self.backbone)
+    def _backward_separately(self, batch: Batch, found: _StepSums) -> None:
+        """One baseline after the other, so that memory holds the activations of one at a time. Each sees only the
+        images that it learns from."""
         for number, run in enumerate(found.runs):
+            own = batch if run.sample_weight is None else batch.select(run.sample_weight[batch.index] > 0)
+            if not len(own.targets):  # all of them are held out
+                continue
             with self.autocast():
-                out = run.task(inputs)
-            torch.autograd.backward(found.loss(number, batch, out))
+                out = run.task(inputs_of(own, self.backbone))
+            torch.autograd.backward(found.loss(number, own, out))
 
     def _update(self, group: RunGroup, batches: Sequence[AnyBatch], found: _StepSums) -> None:
         """Each run clips and steps on its own; one without finite numbers stops."""
