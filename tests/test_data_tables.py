@@ -1,4 +1,4 @@
-"""CSV and Parquet manifests, and `datasets` objects."""
+"""`datasets` objects, and Parquet files that contain images."""
 
 from __future__ import annotations
 
@@ -6,23 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
-import torch
-from test_data_images import picture, save_classes, to_bytes
+from test_data_images import picture, to_bytes
 
-from memoro.data import load_columns, load_data, load_stream
+from memoro.data import load_data, load_stream
 from memoro.errors import DataError
 
 NAMES = ["zebra", "ant", "bee"]
-
-
-def csv(root: Path, text: str, images: int = 6, name: str = "set.csv") -> Path:
-    for number in range(images):
-        (root / f"{number}.png").write_bytes(to_bytes(picture(number)))
-    (root / name).write_text(text, encoding="utf-8")
-    return root / name
 
 
 def table(count: int = 12, **columns: Any) -> datasets.Dataset:
@@ -33,196 +23,6 @@ def table(count: int = 12, **columns: Any) -> datasets.Dataset:
     for name, values in columns.items():
         made = made.add_column(name, values)
     return made
-
-
-def test_csv_with_label_and_split(tmp_path: Path) -> None:
-    path = csv(tmp_path, "path,label,split\n0.png,007,train\n1.png,NA,train\n2.png,007,test\n3.png,NA,val\n")
-    splits = load_data(path)
-    assert splits.labels == ("007", "NA")
-    assert splits.train is not None
-    assert splits.val is not None
-    assert splits.test is not None
-    assert splits.train.targets.tolist() == [0, 1]
-    assert splits.test.open(0).tobytes() == picture(2).tobytes()
-    assert splits.val.where(0).endswith("3.png")
-
-
-def test_csv_with_semicolons_bom_and_backslashes(tmp_path: Path) -> None:
-    save_classes(tmp_path, {"é": 2})
-    path = csv(tmp_path, "\ufeffPath;Label\né\\0000.png;x\né\\0001.png;y\n")
-    assert load_data(path, val_fraction=0).labels == ("x", "y")
-
-
-def test_csv_with_several_labels(tmp_path: Path) -> None:
-    path = csv(tmp_path, "path,labels\n0.png,sky|sea\n1.png,sea; tree\n2.png,\n3.png,tree\n")
-    splits = load_data(path, val_fraction=0)
-    assert splits.kind == "multilabel"
-    assert splits.labels == ("sea", "sky", "tree")
-    assert splits.train is not None
-    assert splits.train.targets.dtype == torch.float32
-    assert splits.train.targets.tolist() == [[1, 1, 0], [1, 0, 1], [0, 0, 0], [0, 0, 1]]
-
-
-def test_csv_with_numbers(tmp_path: Path) -> None:
-    path = csv(tmp_path, "path,number,width\n0.png,1.5,3\n1.png,-2,4\n2.png,1e3,5\n")
-    splits = load_data(path, val_fraction=0)
-    assert splits.kind == "regression"
-    assert splits.labels == ("number",)
-    assert splits.train is not None
-    assert splits.train.targets.tolist() == [[1.5], [-2.0], [1000.0]]
-    both = load_data(path, label_column=["width", "number"], val_fraction=0)
-    assert both.labels == ("width", "number")
-    assert both.train is not None
-    assert both.train.targets[0].tolist() == [3.0, 1.5]
-    with pytest.raises(DataError, match="1 numbers per image"):
-        load_data(path, labels=["a", "b"])
-
-
-def test_numbers_come_in_the_order_of_the_labels(tmp_path: Path) -> None:
-    path = csv(tmp_path, "path,x,y\n0.png,1,10\n1.png,2,20\n")
-    splits = load_data(path, label_column=["y", "x"], labels=["x", "y"], val_fraction=0)
-    assert splits.labels == ("x", "y")
-    assert splits.train is not None
-    assert splits.train.targets.tolist() == [[1, 10], [2, 20]]
-    with pytest.raises(DataError, match="the numbers are x, y, but a, b were asked for: rename the columns"):
-        load_data(path, label_column=["x", "y"], labels=["a", "b"])
-    other = load_data(path, kind="regression", label_column="x", labels=["width"], val_fraction=0)
-    assert other.labels == ("width",)
-    assert "the numbers of column 'x' are used as 'width'." in other.notes
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("path,number\n0.png,1\n1.png,nan\n", r"line 3: 'nan' is not a finite number"),
-        ("path,number\n0.png,1\n1.png,much\n", r"line 3: 'much' is not a number"),
-        ("path,label\n0.png,\n1.png,\n", r"contains no images. set.csv: 2 images were left out: they have no label"),
-        (
-            "path,age\n" + "".join(f"0.png,{at}.5\n" for at in range(20)) + "1.png,unknown\n",
-            r"column 'age' has numbers, but also 'unknown' \(1 of 21 rows\): leave those cells empty.*--kind class",
-        ),
-        ("path,number\n0.png,inf\n", "not a finite number"),
-        ("photo,what\n0.png,a\n", r"no column for the image's path among 'photo', 'what'.*image_column"),
-        ("path,what\n0.png,a\n", r"no column for the label among 'what'.*label_column"),
-        ("path,label,split\n0.png,a,train\n1.png,b,later\n", r"line 3: unknown split 'later': choose one of train"),
-        ("path,label\n,a\n", "line 2: there is no path"),
-        ("path,label\n", "there are no rows"),
-        ("", "not a readable CSV"),
-        ("path,label\n0.png,a\n1.png,a\n", "one class only"),
-        ("path,labels\n0.png,\n1.png,\n", "no image has a label"),
-    ],
-)
-def test_unusable_csv(tmp_path: Path, text: str, message: str) -> None:
-    path = csv(tmp_path, text)
-    with pytest.raises(DataError, match=message):
-        load_data(path, label_column="age" if "age" in text else None)
-
-
-@pytest.mark.parametrize(
-    ("text", "targets"),
-    [
-        ("path,label\n0.png,a\n1.png,\n2.png,b\n", [0, 1]),
-        ("path,number\n0.png,1\n1.png,\n2.png,2\n", [[1], [2]]),
-    ],
-)
-def test_rows_without_a_label_are_left_out(tmp_path: Path, text: str, targets: list[Any]) -> None:
-    splits = load_data(csv(tmp_path, text), val_fraction=0)
-    assert splits.train is not None
-    assert splits.train.targets.tolist() == targets
-    assert splits.train.open(1).tobytes() == picture(2).tobytes()
-    assert "set.csv: 1 image was left out: it has no label." in splits.notes
-
-
-def test_columns_of_one_table_may_have_gaps_of_their_own(tmp_path: Path) -> None:
-    path = csv(tmp_path, "path,shape,age\n0.png,round,\n1.png,,1.5\n2.png,flat,2.5\n3.png,flat,3.5\n")
-    found = load_columns(path, ["shape", "age"], val_fraction=0)
-    assert [len(one.train) for one in found.values() if one.train is not None] == [3, 3]
-
-
-@pytest.mark.parametrize("cells", [["sky,sea", "sea, tree", "tree"], ["['sky', 'sea']", "['sea', 'tree']", "['tree']"]])
-def test_labels_between_commas_and_lists_of_pandas(tmp_path: Path, cells: list[str]) -> None:
-    text = "path,labels\n" + "".join(f'{at}.png,"{cell}"\n' for at, cell in enumerate(cells))
-    splits = load_data(csv(tmp_path, text), val_fraction=0)
-    assert splits.labels == ("sea", "sky", "tree")
-    assert splits.train is not None
-    assert splits.train.targets.tolist() == [[1, 1, 0], [1, 0, 1], [0, 0, 1]]
-
-
-def test_class_numbers_of_few_images_are_classes_where_the_column_says_so(tmp_path: Path) -> None:
-    text = "path,{}\n" + "".join(f"{at}.png,{at}\n" for at in range(6))
-    assert load_data(csv(tmp_path, text.format("label")), val_fraction=0).kind == "softmax"
-    assert load_data(csv(tmp_path, text.format("age")), val_fraction=0, label_column="age").kind == "regression"
-
-
-def test_a_regression_finds_its_own_columns(tmp_path: Path) -> None:
-    path = csv(tmp_path, "path,x,y\n0.png,1,10\n1.png,2,20\n")
-    both = load_data(path, kind="regression", labels=["y", "x"], val_fraction=0)
-    assert both.train is not None
-    assert both.train.targets.tolist() == [[10, 1], [20, 2]]
-    assert load_data(path, kind="regression", labels=["y"], val_fraction=0).labels == ("y",)
-
-
-def test_a_folder_with_a_file_that_datasets_might_have_written(tmp_path: Path) -> None:
-    save_classes(tmp_path, {"a": 2, "b": 2})
-    (tmp_path / "state.json").write_text("{}")
-    assert load_data(tmp_path, val_fraction=0).labels == ("a", "b")
-    (tmp_path / "dataset_info.json").write_text("{}")
-    with pytest.raises(DataError, match=r"cannot be read by datasets\.load_from_disk"):
-        load_data(tmp_path)
-
-
-def test_csv_in_another_encoding(tmp_path: Path) -> None:
-    (tmp_path / "set.csv").write_bytes("path,label\n0.png,café\n".encode("latin-1"))
-    with pytest.raises(DataError, match="save it as UTF-8"):
-        load_data(tmp_path / "set.csv")
-
-
-@pytest.mark.parametrize("way", ["relative", "absolute"])
-def test_csv_path_that_leaves_the_folder(tmp_path: Path, way: str) -> None:
-    outside = tmp_path / "out.png"
-    outside.write_bytes(to_bytes(picture(50)))
-    (tmp_path / "in").mkdir()
-    leaving = "x/../../out.png" if way == "relative" else outside
-    path = csv(tmp_path / "in", f"path,label\n0.png,a\n{leaving},b\n")
-    with pytest.raises(DataError, match=r"line 3: .* leaves the table's folder.*allow_absolute"):
-        load_data(path)
-    train = load_data(path, val_fraction=0, allow_absolute=True).train
-    assert train is not None
-    assert train.open(1).tobytes() == picture(50).tobytes()
-
-
-def test_missing_files_count_as_unreadable(tmp_path: Path) -> None:
-    rows = "".join(f"{at % 6}.png,{'ab'[at % 2]}\n" for at in range(38))
-    path = csv(tmp_path, f"path,label\n{rows}gone.png,a\n")
-    [(where, reason)] = load_data(path).skipped
-    assert (Path(where).name, reason) == ("gone.png", "no such file")
-    path = csv(tmp_path, "path,label\ngone.png,a\nlost.png,b\n")
-    with pytest.raises(DataError, match=r"none of its 2 images exists, such as .*gone\.png: paths are relative to"):
-        load_data(path)
-    path = csv(tmp_path, "path,label\ngone.png,a\nlost.png,b\n0.png,a\n1.png,b\n")
-    with pytest.raises(DataError, match=r"2 of 4 images cannot be read.*gone\.png: no such file"):
-        load_data(path)
-
-
-def test_column_and_kind_as_asked(tmp_path: Path) -> None:
-    path = csv(tmp_path, "f,what,label\n0.png,3,a\n1.png,4,b\n")
-    assert load_data(path, image_column="f", label_column="what", kind="class").labels == ("3", "4")
-    assert load_data(path, image_column="f", label_column="what", kind="regression").labels == ("what",)
-    with pytest.raises(DataError, match="no column 'nix'; it has 'what', 'label'"):
-        load_data(path, image_column="f", label_column="nix")
-
-
-def test_parquet_of_paths(tmp_path: Path) -> None:
-    csv(tmp_path, "")
-    rows = {"path": ["0.png", "1.png"], "labels": [["x", "y"], ["y"]], "size": [0.5, 0.25]}
-    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "set.parquet")
-    splits = load_data(tmp_path / "set.parquet", val_fraction=0)
-    assert splits.train is not None
-    assert splits.train.targets.tolist() == [[1, 1], [0, 1]]
-    assert load_data(tmp_path / "set.parquet", label_column="size").kind == "regression"
-    (tmp_path / "bad.parquet").write_bytes(b"x")
-    with pytest.raises(DataError, match="not a readable Parquet"):
-        load_data(tmp_path / "bad.parquet")
 
 
 def test_parquet_of_images(tmp_path: Path) -> None:

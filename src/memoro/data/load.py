@@ -23,18 +23,20 @@ from memoro.data.hub import (
     is_dataset_id,
     is_saved,
 )
+from memoro.data.manifests import TABLE_SUFFIXES, find_metadata, read_manifest, read_metadata
 from memoro.data.splits import build_splits, hold_out
-from memoro.data.tables import TABLE_SUFFIXES, read_manifest, read_tables
+from memoro.data.tables import read_tables
 from memoro.errors import DataError, first_line
 
 _SOURCES = (
-    "give a folder of class folders (or of train/ and test/ with class folders), a .zip of one, a .csv or .parquet "
-    "with the columns path and label, a datasets.Dataset, a hub id like owner/name:train, or one of " + ", ".join(KNOWN)
+    "give a folder of class folders (or of train/ and test/ with class folders), a .zip of one, a .csv, .jsonl or "
+    ".parquet with the columns path and label, a datasets.Dataset, a hub id like owner/name:train, or one of "
+    + ", ".join(KNOWN)
 )
 
 
 def load_data(source: Any, **options: Any) -> Splits:
-    """The splits of a folder, zip, CSV, Parquet file, `datasets` object, hub id or known name.
+    """The splits of a folder, zip, CSV, JSON lines or Parquet file, `datasets` object, hub id or known name.
 
     The keyword arguments are the fields of `DataOptions`: `split`, `kind`, `image_column`, `label_column`, `labels`,
     `val_fraction`, `seed`, `config`, `allow_absolute`, `screen`, `workers`, `quiet`.
@@ -100,8 +102,10 @@ def _read_path(path: Path, options: DataOptions) -> RawDataset:
     if path.is_dir():
         if is_saved(path):
             return read_tables(fetch(path)[0], options, str(path), path)
-        manifest = path / INATURALIST
-        return read_manifest(manifest, options) if manifest.is_file() else read_folder(path)
+        if (path / INATURALIST).is_file():
+            return read_manifest(path / INATURALIST, options)
+        metadata = find_metadata(path, options)
+        return read_metadata(path, metadata, options) if metadata else read_folder(path)
     if suffix == ".zip":
         return read_archive(path)
     if suffix in TABLE_SUFFIXES:

@@ -1,19 +1,15 @@
-"""Tables: CSV and Parquet files that list images, and `datasets` objects. Images stay encoded until they are used."""
+"""Tables of `datasets` that hold images or name them. Images stay encoded until they are used."""
 
 from __future__ import annotations
 
-import csv
-import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from memoro.data.annotations import (
-    KIND_OF_COLUMN,
-    SPLIT_NAMES,
     RawDataset,
     RawSplit,
     labelled_rows,
@@ -21,13 +17,9 @@ from memoro.data.annotations import (
     parse,
     split_name,
 )
-from memoro.data.columns import IMAGE_COLUMNS, Columns, choose_columns, note_column, recognise_numbers
-from memoro.data.dataset import MAX_BYTES, NO_FILE, SPLITS, DataOptions, Skipped, SplitName, unreadable_size
-from memoro.data.folders import FileImages
-from memoro.data.hub import read_inaturalist
+from memoro.data.columns import Columns, choose_columns, note_column, recognise_numbers
+from memoro.data.dataset import MAX_BYTES, DataOptions, SplitName, unreadable_size
 from memoro.errors import DataError, ImageError
-
-TABLE_SUFFIXES = frozenset({".csv", ".tsv", ".parquet"})
 
 
 @dataclass(frozen=True)
@@ -185,130 +177,9 @@ def _read_values(table: Any, columns: Columns) -> dict[str, list[Any]]:
     return dict(table.select_columns(list(columns.values)).with_format("arrow")[:].to_pydict())
 
 
-def read_manifest(path: Path, options: DataOptions) -> RawDataset:
-    """What a CSV or Parquet file lists. Paths are relative to its folder and stay inside it, unless `allow_absolute`.
-
-    The column's name tells the kind of head: `label` is one class, `labels` several (between | or ;), `number` a
-    regression. A column `split` says train, val or test.
-    """
-    suffix = path.suffix.lower()
-    is_text = suffix in {".csv", ".tsv"}
-    table = _read_csv(path) if is_text else read_inaturalist(path.parent) if suffix == ".json" else _read_parquet(path)
-    if not isinstance(table, dict):
-        return read_tables({"train": table}, options, str(path), path.parent)
-
-    def where(row: int) -> str:
-        return f"{path}, line {row + 2}" if is_text else f"{path}, row {row}"  # line 1 of a text is its header
-
-    # Names that tell the kind come before the types of cells: those of a CSV are all text.
-    features = {
-        column: None if column.lower() in KIND_OF_COLUMN else next((cell for cell in cells if cell is not None), None)
-        for column, cells in table.items()
-    }
-    columns = choose_columns(features, options, str(path), ("path", *IMAGE_COLUMNS))
-    cells = columns.cells(table)
-    if not cells:
-        raise DataError(f"{path}: there are no rows below the header.")
-    columns, notes = recognise_numbers(columns, cells, options)
-    notes = [*note_column(columns, table, options), *notes]
-    labelled = labelled_rows(cells, columns.kind)
-    if len(labelled) < len(cells):
-        notes.append(note_unlabelled(len(cells) - len(labelled), path.name))
-    parsed = parse([cells[row] for row in labelled], columns.kind, lambda at: where(labelled[at]))
-    annotations = dict(zip(labelled, parsed, strict=True))
-    files, skipped = _find_files(table[columns.image], Places(str(path.parent), anywhere=options.allow_absolute), where)
-    source = FileImages(str(path.parent), tuple(files))
-    by_split: dict[SplitName, list[int]] = {split: [] for split in SPLITS}
-    split_cells = next((table[column] for column in table if column.lower() == "split"), ["train"] * len(cells))
-    for row, cell in enumerate(split_cells):
-        split = split_name(str(cell or "").strip() or "train")
-        if split is None:
-            known = ", ".join(SPLIT_NAMES)
-            raise DataError(f"{where(row)}: unknown split {str(cell).strip()!r}: choose one of {known}.")
-        if row not in skipped and row in annotations:
-            by_split[split].append(row)
-    splits = {
-        split: RawSplit(source, rows, [annotations[row] for row in rows]) for split, rows in by_split.items() if rows
-    }
-    return RawDataset(columns.kind, splits, columns.labels, tuple(notes), tuple(skipped.values()))
-
-
-def _read_csv(path: Path) -> dict[str, list[Any]]:
-    """The columns as text: 007 is a name, and so is NA."""
-    names, *rows = iterate_csv(path)
-    return {name: [row[at] for row in rows] for at, name in enumerate(names) if name}
-
-
-def iterate_csv(path: Path) -> Iterator[list[str]]:
-    """The names of the columns, then the cells of each row, as many as there are names."""
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            header = file.readline()
-            separator = "\t" if path.suffix.lower() == ".tsv" or "\t" in header else ","
-            if ";" in header and "," not in header:
-                separator = ";"
-            file.seek(0)
-            reader = csv.reader(file, delimiter=separator)
-            rows = (row for row in reader if row)
-            names = [name.strip() for name in next(rows, [])]
-            if not any(names):
-                raise DataError(f"{path}: not a readable CSV (there is no header).")
-            twice = [name for at, name in enumerate(names) if name and name in names[:at]]
-            if twice:
-                raise DataError(f"{path}: column names must be unique: {twice[0]!r} appears twice.")
-            yield names
-            for row in rows:
-                if any(row[len(names) :]):
-                    raise DataError(
-                        f"{path}, line {reader.line_num}: {len(row)} cells, but the header has {len(names)}."
-                    )
-                yield row[: len(names)] + [""] * (len(names) - len(row))
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: not UTF-8; save it as UTF-8 text.") from None
-    except (OSError, csv.Error) as error:
-        raise DataError(f"{path}: not a readable CSV ({error}).") from None
-
-
-def _read_parquet(path: Path) -> Any:
-    """The columns as lists; as a `datasets.Dataset` where the images themselves are inside."""
-    import datasets
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path, memory_map=True)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: not a readable Parquet file ({error}).") from None
-    column = next((field.name for field in table.schema if holds_bytes(field.type)), None)
-    if column is not None:
-        known = path.stat()
-        fingerprint = hashlib.sha256(repr((str(path), known.st_size, known.st_mtime_ns)).encode()).hexdigest()
-        return datasets.Dataset(table, fingerprint=fingerprint).cast_column(column, datasets.Image())
-    return {name: table.column(name).to_pylist() for name in table.column_names}
-
-
 def holds_bytes(kind: Any) -> bool:
     """Whether a Parquet column of this type holds encoded images: bytes, or records of bytes and a path."""
     from pyarrow import types
 
     of_bytes = types.is_struct(kind) and {item.name for item in kind} == {"bytes", "path"}
     return bool(of_bytes or types.is_binary(kind) or types.is_large_binary(kind))
-
-
-def _find_files(
-    cells: Sequence[Any], places: Places, where: Callable[[int], str]
-) -> tuple[list[str], dict[int, Skipped]]:
-    """Each row's path below the root, and the rows whose file is missing or empty."""
-    paths: list[str] = []
-    skipped: dict[int, Skipped] = {}
-    for row, cell in enumerate(cells):
-        text = str(cell or "").strip()
-        if not text:
-            raise DataError(f"{where(row)}: there is no path; fill it in, or remove the row.")
-        path = places.resolve(text, where(row))
-        paths.append(path)
-        file = os.path.join(places.root, path)
-        reason = unreadable_size(os.path.getsize(file)) if os.path.isfile(file) else NO_FILE
-        if reason is not None:
-            skipped[row] = Skipped(file, reason)
-    return paths, skipped

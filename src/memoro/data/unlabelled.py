@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -16,15 +15,8 @@ from typing import Any, Protocol
 from memoro.data.columns import IMAGE_COLUMNS, find_image_column
 from memoro.data.folders import ZipImages, open_archive
 from memoro.data.hub import fetch, is_dataset_id, is_saved
-from memoro.data.tables import (
-    TABLE_SUFFIXES,
-    Places,
-    TableImages,
-    encoded_image,
-    holds_bytes,
-    iterate_csv,
-    undecoded,
-)
+from memoro.data.manifests import TABLE_SUFFIXES, column_names, iterate_rows, open_parquet
+from memoro.data.tables import Places, TableImages, encoded_image, holds_bytes, undecoded
 from memoro.engine.answers import NamedPicture
 from memoro.errors import DataError, ImageError
 from memoro.images.finding import IMAGE_SUFFIXES, find_images, is_clutter, is_image
@@ -32,7 +24,6 @@ from memoro.images.finding import IMAGE_SUFFIXES, find_images, is_clutter, is_im
 Key = str | int | tuple[int, Any]
 """One image of a source."""
 
-_JSON_LINES = frozenset({".jsonl", ".ndjson"})
 _ROWS = 64  # of a Parquet file that are in memory at a time
 
 
@@ -78,7 +69,7 @@ def open_unlabelled(
         suffix = "" if path is None else path.suffix.lower()
         if path is not None and path.is_file() and suffix == ".zip":
             found: list[Unlabelled] = [_open_zip(path)]
-        elif path is not None and path.is_file() and suffix in TABLE_SUFFIXES | _JSON_LINES:
+        elif path is not None and path.is_file() and suffix in TABLE_SUFFIXES:
             found = [_open_table(path, image_column, allow_absolute)]
         elif path is None or (path.is_dir() and is_saved(path)) or _looks_like_hub(str(place), path):
             given = place if path is None or not path.exists() else path
@@ -106,11 +97,11 @@ def _expand(places: Sequence[Any]) -> Iterator[Any]:
     for place in places:
         matches = sorted(glob.glob(place, recursive=True)) if isinstance(place, str) and glob.has_magic(place) else []
         kinds = {Path(match).suffix.lower() for match in matches}
-        yield from matches if kinds & (TABLE_SUFFIXES | _JSON_LINES | {".zip"}) else [place]
+        yield from matches if kinds & (TABLE_SUFFIXES | {".zip"}) else [place]
 
 
 def _looks_like_hub(place: str, path: Path) -> bool:
-    files = IMAGE_SUFFIXES | TABLE_SUFFIXES | _JSON_LINES | {".zip"}
+    files = IMAGE_SUFFIXES | TABLE_SUFFIXES | {".zip"}
     return is_dataset_id(place) and not path.exists() and path.suffix.lower() not in files
 
 
@@ -224,7 +215,7 @@ class ParquetImages:
         places = Places(os.path.dirname(self.path), anywhere=self.allow_absolute)
         first = bisect_right(self.groups, keys[0])
         row, groups = self.groups[first - 1] if first else 0, list(range(first, len(self.groups)))
-        with _open_parquet(self.path) as file:
+        with open_parquet(self.path) as file:
             for batch in _batches(file, self.path, _ROWS, columns=[self.column], row_groups=groups):
                 start = max(keys[0] - row, 0)
                 for at, cell in enumerate(batch.column(0)[start : keys[-1] + 1 - row], row + start):
@@ -296,7 +287,7 @@ def _read_cell(cell: Any, name: str, places: Places) -> NamedPicture:
 
 def _open_table(path: Path, image_column: str | None, allow_absolute: bool) -> Unlabelled:
     if path.suffix.lower() == ".parquet":
-        with _open_parquet(path) as file:
+        with open_parquet(path) as file:
             kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
             column = image_column or next((name for name, kind in kinds.items() if holds_bytes(kind)), None)
             column = find_image_column(kinds, column, str(path), ("path", *IMAGE_COLUMNS))
@@ -304,49 +295,19 @@ def _open_table(path: Path, image_column: str | None, allow_absolute: bool) -> U
                 groups = (file.metadata.row_group(number).num_rows for number in range(file.num_row_groups))
                 return ParquetImages(str(path), column, tuple(accumulate(groups)), allow_absolute)
     else:
-        names = next(_rows(path), {}) if path.suffix.lower() in _JSON_LINES else next(iterate_csv(path))
-        column = find_image_column(dict.fromkeys(names), image_column, str(path), ("path", *IMAGE_COLUMNS))
+        names = dict.fromkeys(column_names(path))
+        column = find_image_column(names, image_column, str(path), ("path", *IMAGE_COLUMNS))
     return Paths(str(path), column, allow_absolute)
 
 
 def _column(path: Path, column: str) -> Iterator[str]:
     """The cells of a table's column as text, one by one."""
     if path.suffix.lower() == ".parquet":
-        with _open_parquet(path) as file:
+        with open_parquet(path) as file:
             for batch in _batches(file, path, columns=[column]):
                 yield from (str(cell.as_py() or "") for cell in batch.column(0))
     else:
-        yield from (str(row.get(column) or "") for row in _rows(path))
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    if path.suffix.lower() not in _JSON_LINES:
-        rows = iterate_csv(path)
-        names = next(rows)
-        yield from (dict(zip(names, row, strict=True)) for row in rows)
-        return
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                row = json.loads(line) if line.strip() else {}
-                if not isinstance(row, dict):
-                    raise DataError(f'{path}, line {number}: not a JSON object such as {{"path": "1.jpg"}}.')
-                if row:
-                    yield row
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not readable as JSON lines ({error}).") from None
-
-
-def _open_parquet(path: str | Path) -> Any:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise DataError("reading parquet needs pyarrow: pip install 'memoro[train]', or use a CSV file.") from None
-    try:
-        return parquet.ParquetFile(path, memory_map=True, pre_buffer=False)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: not a readable Parquet file ({error}).") from None
+        yield from (str(row.get(column) or "") for row in iterate_rows(path))
 
 
 def _batches(file: Any, path: str | Path, *rows: int, **wanted: Any) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from memoro.arguments import several
 from memoro.backbones import Backbone
 from memoro.console import bar, format_count, plain_console
 from memoro.data import ImageSet, Loader, Splits, Streams, load_data
-from memoro.data.tables import TABLE_SUFFIXES
+from memoro.data.manifests import TABLE_SUFFIXES
 from memoro.engine.composition import compose
 from memoro.errors import DataError, TrainingError
 from memoro.evaluation.logits import collect_logits
