@@ -34,8 +34,8 @@ app = typer.Typer()
 Data = Annotated[
     list[str],
     typer.Argument(
-        help="Folder of class folders, zip, table (.csv, .jsonl, .parquet), hub id or known dataset; NAME=DATA for each "
-        "of several tasks.",
+        help="Folder of class folders, zip, table (.csv, .jsonl, .parquet), hub id or known dataset; NAME=DATA for "
+        "each of several tasks.",
         show_default=False,
     ),
 ]
