@@ -13,9 +13,11 @@ import torch
 from conftest import random_task
 from PIL import Image
 from trust import colours, run
+from typer.testing import CliRunner
 
 import memoro
 from memoro.backbones import Backbone
+from memoro.cli import app
 from memoro.evaluation.metrics import measure, measure_task
 from memoro.evaluation.trust import calibrate
 from memoro.heads import HeadKind
@@ -191,3 +193,17 @@ def test_calibrate_recognises_the_images_of_the_training(colours: Path, tmp_path
             pixels = np.random.default_rng((seed, number)).integers(0, 256, (20, 20, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(newer / label / f"new-{number}.png")
     assert re.search(r"calibration error: 0\.\d+ before, 0\.\d+ after \(each quarter", told(newer))
+
+
+def test_calibrate_that_changes_nothing_writes_nothing(colours: Path, tmp_path: Path) -> None:
+    backbone = memoro.load_backbone(str(colours / "vit"))
+    path = memoro.save_task(random_task(backbone, "own", labels=["blue", "red"]), tmp_path / "own.safetensors")
+    for label in ("blue", "red"):
+        (tmp_path / "few" / label).mkdir(parents=True)
+        for number in range(3):
+            pixels = np.random.default_rng((len(label), number)).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "few" / label / f"{number}.png")
+    done = CliRunner().invoke(app, ["calibrate", str(path), str(tmp_path / "few"), "-b", str(colours / "vit")])
+    assert done.exit_code == 1
+    assert "written to" not in done.output
+    assert not (tmp_path / "own.safetensors.1").exists()

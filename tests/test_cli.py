@@ -71,7 +71,12 @@ def test_inspect(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None
 def test_messages_name_the_options() -> None:
     assert name_options("name it with label_column.") == "name it with --label-column."
     assert name_options("from_layer must be 0, not 'from_layer'") == "--from-layer must be 0, not 'from_layer'"
-    assert name_options("load_task() and save_pretrained stay") == "load_task() and save_pretrained stay"
+    for text in (
+        "load_task() and save_pretrained stay",
+        "photos/image_size/1.jpg and image_size/1.jpg: not images",
+        "use --max-unreadable (in Python, max_unreadable).",
+    ):
+        assert name_options(text) == text
 
 
 def test_compose_and_verify(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
@@ -147,19 +152,11 @@ def test_commands_import_what_they_need(files: tuple[Path, Path], folder: Path, 
 def test_import(shared: Path, tmp_path: Path) -> None:
     fixtures = shared / "fixtures" / "reproduction"
     out = tmp_path / "two.safetensors"
-    text = run(
-        tmp_path,
-        "import",
-        fixtures / "extension_model.pt",
-        "--backbone",
-        fixtures / "base",
-        "-o",
-        out,
-        "--names",
-        "a,b",
-    ).stdout
-    assert "extends a" in text
+    command = ("import", fixtures / "extension_model.pt", "--backbone", fixtures / "base", "-o", out, "--names")
+    assert "extends a" in run(tmp_path, *command, "a,b").stdout
     assert [task.name for task in memoro.load_tasks(out)] == ["a", "b"]
+    assert "the old file is kept as" in run(tmp_path, *command, "c,d").stderr
+    assert [task.name for task in memoro.load_tasks(tmp_path / "two.safetensors.1")] == ["a", "b"]
 
 
 @pytest.mark.parametrize("command", ["inspect", "compose", "verify", "import", "demo", "bench engine"])

@@ -312,8 +312,23 @@ def test_metadata_of_each_split(tmp_path: Path) -> None:
 
 
 def test_metadata_with_another_label_column(tmp_path: Path) -> None:
-    csv(tmp_path, "file_name,species\n0.png,cat\n1.png,dog\n", 2, "metadata.csv")
+    csv(tmp_path, "file_name,species,weight\n0.png,cat,4\n1.png,dog,9\n", 2, "metadata.csv")
     assert load_data(tmp_path, label_column="species", val_fraction=0).labels == ("cat", "dog")
+    assert load_data(tmp_path, task="species", val_fraction=0).labels == ("cat", "dog"), "as eval does"
+    weight = load_data(tmp_path, kind="regression", labels=["weight"], val_fraction=0).train
+    assert weight is not None
+    assert weight.targets.tolist() == [[4.0], [9.0]]
+
+
+def test_tabs_separate_the_columns_of_a_tsv(tmp_path: Path) -> None:
+    path = csv(tmp_path, "path\tlabel;x\n0.png\ta\n1.png\tb\n", 2, "set.tsv")
+    assert load_data(path, label_column="label;x", val_fraction=0).labels == ("a", "b")
+
+
+def test_numbers_beyond_float32_are_refused(tmp_path: Path) -> None:
+    path = csv(tmp_path, "path,number\n0.png,1e39\n1.png,2\n", 2)
+    with pytest.raises(DataError, match="line 2: '1e39' is not a finite number of float32"):
+        load_data(path)
 
 
 @pytest.mark.parametrize("text", ["author,label\nme,x\n", "file_name,author\n0.png,me\n", "\xff", ""])

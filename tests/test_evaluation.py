@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -56,6 +57,8 @@ def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbon
     found = json.loads(shell("predict", *names, "-b", "vit", *files, "--json").out)
     expected = memoro.compose(backbone, [task]).predict(names)
     alone = baseline.predict(names)
+    renamed = json.loads(shell("predict", names[0], "-b", "vit", "-t", "other=wide.safetensors", "--json").out)
+    assert renamed[names[0]]["other"] == alone[0]["wide"]
     for name, one, other in zip(names, expected, alone, strict=True):
         assert found[name]["pets"] == one["pets"]
         assert found[name]["wide"] == other["wide"]
@@ -201,3 +204,31 @@ def test_evaluate_says_what_it_left_out_and_what_was_learned(
     assert any("squares learned from some of them: this is not the accuracy on new images" in text for text in said)
     memoro.evaluate(backbone, task, tmp_path / "set", workers=0)
     assert "learned from some of them" in capsys.readouterr().err, "without a log too"
+
+
+@pytest.mark.parametrize("how", ["csv", "object", "saved", "metadata"])
+def test_tasks_with_the_same_labels_have_columns_of_their_own(backbone: Backbone, tmp_path: Path, how: str) -> None:
+    """Both say yes to every image: what differs is what their columns say."""
+    names, answers = ["no", "yes"], {"left": [1, 1, 1, 0] * 3, "right": [0, 0, 0, 1] * 3}
+    tasks = [memoro.new_task(backbone, name, names, cells=0) for name in answers]
+    for task in tasks:
+        torch.nn.init.zeros_(task.head.weight)
+        task.head.bias.data = torch.tensor([0.0, 5.0])
+    for number in range(12):
+        noise = np.random.default_rng(number).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / f"{number}.png")
+    files = [str(tmp_path / f"{number}.png") for number in range(12)]
+    columns = {name: datasets.ClassLabel(names=names) for name in answers}
+    rows = {"image": [open_image(file) for file in files], **answers}
+    table = datasets.Dataset.from_dict(rows, features=datasets.Features({"image": datasets.Image(), **columns}))
+    lines = [f"{at}.png,{names[answers['left'][at]]},{names[answers['right'][at]]}\n" for at in range(12)]
+    source: Any = table
+    if how == "saved":
+        source = tmp_path / "saved"
+        table.save_to_disk(source)
+    if how in {"csv", "metadata"}:
+        file = tmp_path / ("set.csv" if how == "csv" else "metadata.csv")
+        file.write_text("".join(["file_name,left,right\n", *lines]))
+        source = file if how == "csv" else tmp_path
+    found = memoro.evaluate(backbone, tasks, source, workers=0)
+    assert {name: one["accuracy"] for name, one in found.items()} == {"left": 0.75, "right": 0.25}

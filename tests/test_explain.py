@@ -16,7 +16,7 @@ from test_cli_words import Shell, shell  # noqa: F401
 import memoro
 from memoro.backbones import Backbone
 from memoro.engine.answers import Decoder
-from memoro.engine.explain import VIEW
+from memoro.engine.explain import VIEW, read_views
 from memoro.errors import CompositionError, ImageError
 from memoro.images import open_image
 
@@ -38,6 +38,21 @@ def test_explain_takes_paths_and_images(backbone: Backbone, tmp_path: Path) -> N
     shares = found.shares()
     assert sum(shares.values()) == pytest.approx(1, abs=1e-5)
     assert {"patches", "memory", "itself"} < set(shares)
+
+
+def test_a_parent_may_have_any_name(backbone: Backbone, tmp_path: Path) -> None:
+    parent = random_task(backbone, "memory")
+    model = memoro.compose(backbone, [parent, random_task(backbone, "child", seed=1, extends=[parent])])
+    shares = model.explain(save_photo(tmp_path / "a.png"), "child").shares()
+    assert {"memory", "memory (task)"} < set(shares)
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_long_and_thin_input_is_shown_as_it_is() -> None:
+    wide = memoro.Preprocessing(resize=(64, 512))
+    pixels, [view] = read_views([Image.new("RGB", (600, 80))], wide)
+    assert pixels.shape[-2:] == (64, 512)
+    assert view.size == (512, 64)
 
 
 def test_a_tensor_means_what_it_means_in_predict(backbone: Backbone, tmp_path: Path) -> None:

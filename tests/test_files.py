@@ -15,7 +15,9 @@ from conftest import random_task
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
-from memoro.files import open_whole, write_gradually
+from memoro.files import left_behind, open_whole, write_gradually
+from memoro.serve.store import find_tasks
+from memoro.tasks.hub import expand_task_arguments
 
 WRITERS: list[Callable[[Path], AbstractContextManager[BinaryIO]]] = [open_whole, write_gradually]
 
@@ -55,3 +57,23 @@ def test_a_pipe_is_not_replaced(backbone: Backbone, tmp_path: Path) -> None:
     with pytest.raises(TaskFileError, match="is not a regular file, so it is not replaced"):
         memoro.save_task(random_task(backbone, "pets"), tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_server_removes_only_what_it_left_itself(backbone: Backbone, tmp_path: Path) -> None:
+    memoro.save_task(random_task(backbone, "pets"), tmp_path / "pets.safetensors")
+    theirs, ours = tmp_path / ".download.part", tmp_path / f".pets.safetensors.{'0f' * 16}.part"
+    for file in (theirs, ours):
+        file.write_text("")
+        os.utime(file, (0, 0))
+    assert left_behind(tmp_path) == left_behind(tmp_path / "pets.safetensors") == [ours]
+    assert left_behind(tmp_path / "pet.safetensors") == []
+    find_tasks([tmp_path])
+    assert theirs.exists()
+    assert not ours.exists()
+
+
+def test_a_folder_stands_for_all_of_its_tasks(backbone: Backbone, tmp_path: Path) -> None:
+    """Also if one of them has the name that a file has on the hub."""
+    for name in ("pets", "task"):
+        memoro.save_task(random_task(backbone, name), tmp_path / f"{name}.safetensors")
+    assert [path.stem for _, path, _ in expand_task_arguments([str(tmp_path)])] == ["pets", "task"]

@@ -144,6 +144,14 @@ def test_a_hub_id_is_loaded_and_its_fingerprint_checked(
     assert "has other weights now" in told
 
 
+def test_a_model_of_another_shape_is_not_downloaded(shell: Shell, hub: tuple[Path, Path], photo: Path) -> None:
+    file, snapshot = hub
+    config = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 99}))
+    (snapshot / "model.safetensors").unlink()
+    assert "owner/vit on the hub is another model now" in shell("predict", photo, "-t", file, code=1).err
+
+
 def test_code_of_a_checkpoint_is_never_run(
     shell: Shell, hub: tuple[Path, Path], photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

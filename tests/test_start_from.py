@@ -204,3 +204,12 @@ def test_an_ensemble_that_is_continued_is_not_calibrated_on_images_it_may_have_s
     ).task
     assert again.members == 2
     assert again.spec.calibration is None
+
+
+def test_a_single_run_stays_one(shell: Callable[..., Any]) -> None:
+    rates = [one for one in TRAIN if one not in {"--lr", 0.05}]
+    shell("train", "two", *rates, "--ensemble", 1, "--epochs", 1)
+    shell("train", "two", *rates, "--start-from", "two.safetensors", "--epochs", 1)
+    assert memoro.load_task("two.safetensors").members == 1
+    shell("train", "two", *rates, "--start-from", "two.safetensors", "--epochs", 1, "--ensemble", 2)
+    assert memoro.load_task("two.safetensors").members == 2

@@ -25,6 +25,7 @@ from memoro.regimes import METHODS, REGIMES, Baseline, TaskPlan, find_regime
 from memoro.regimes.baselinefile import is_baseline
 from memoro.regimes.regime import all_parameters
 from memoro.training import Cache, FitResult, Recipe, RunSpec, Trainer, fit, train_runs
+from memoro.training.target import has_content
 
 __all__ = ["double", "squares"]  # fixtures
 PLAN = TaskPlan("model", LABELS, cells=2, width=3, rank=2, seed=1)
@@ -160,6 +161,26 @@ def test_a_regime_trains_what_it_builds(backbone: Backbone, squares: Path) -> No
         fit(backbone, build("full", other), squares, **QUICK)
 
 
+@pytest.mark.parametrize(
+    ("regime", "size"), [("full", "cells"), ("lora", "cells"), ("vpt", "rank"), ("adapter", "rank")]
+)
+def test_sizes_that_a_baseline_does_not_have_are_refused(
+    regime: str, size: str, backbone: Backbone, squares: Path
+) -> None:
+    with pytest.raises(TrainingError, match=f"regime '{regime}' has no {size}: leave out --{size}"):
+        memoro.train(squares, backbone=backbone, regime=regime, **{size: 4})
+
+
+def test_whether_a_file_holds_a_baseline(backbone: Backbone, tmp_path: Path) -> None:
+    model, other = build("adapter", backbone), build("adapter", backbone, seed=2)
+    file = memoro.save_baseline(model, tmp_path / "a.safetensors")
+    assert has_content(file, model)
+    assert not has_content(file, other)
+    task = memoro.new_task(backbone, "t", LABELS)
+    assert not has_content(file, task)
+    assert not has_content(memoro.save_task(task, tmp_path / "t.safetensors"), model)
+
+
 @pytest.mark.parametrize("regime", ["full", "lora"])
 def test_a_resumed_baseline_is_the_same(
     regime: str, backbone: Backbone, squares: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -216,9 +237,10 @@ COMMON = ("-b", "vit", "--image-size", 20, "--batch-size", 8, "--workers", 0, "-
 def test_every_regime_from_the_shell(shell: Any, tmp_path: Path) -> None:
     records = {}
     for regime in REGIMES:
-        sizes: tuple[Any, ...] = ("--cells", 0 if regime == "head" else 1, "--width", 2)
-        if regime not in {"head", "memory"}:
-            sizes = (*sizes, "--rank", 3)
+        known = {"head": (), "memory": ("cells",), "side": ("cells", "rank")}
+        own = known[regime] if regime in known else METHODS[regime].sizes
+        given = {"cells": ("--cells", 1), "rank": ("--rank", 3)}
+        sizes = ("--width", 2, *(word for name in own for word in given.get(name, ())))
         done = shell("train", "set", "--task", regime, "--regime", regime, *COMMON, *sizes, "--lr", 0.03)
         records[regime] = json.loads(done.stdout)
         assert is_baseline(records[regime]["file"]) == (not REGIMES[regime].composes)
@@ -252,9 +274,8 @@ def test_rates_of_a_baseline_are_tried_in_passes_of_their_own(shell: Any) -> Non
     record = json.loads(done.stdout)
     assert [row["lr"] for row in record["runs"]] == [0.03, 0.1, 0.3]
     assert record["chosen"]["lr"] == record["training"]["lr"]
-    swept = shell("sweep", "set", "-t", "m", "--regime", "adapter", *COMMON, "--cells", "0,5", "--rank", "4,8",
-                  "--lr", "0.01,0.1")  # fmt: skip
-    record = json.loads(swept.stdout)
-    assert [row["lr"] for row in record["runs"]] == [0.01, 0.1]  # cells and ranks are nothing to adapters
+    sweep = ("sweep", "set", "-t", "m", "--regime", "adapter", *COMMON, "--lr", "0.01,0.1")
+    assert [row["lr"] for row in json.loads(shell(*sweep).stdout)["runs"]] == [0.01, 0.1]
+    assert "regime 'adapter' has no cells" in str(shell(*sweep, "--cells", "0,5", code=1))
     text = " ".join(CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "400"}).output.split())
     assert all(name in text for name in REGIMES)

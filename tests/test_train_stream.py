@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -11,8 +12,9 @@ from PIL import Image
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.data import Streams, load_stream
+from memoro.data import Loader, Streams, load_stream
 from memoro.errors import DataError, MemoroError, TrainingError
+from memoro.images import Preprocessing
 
 
 @pytest.fixture
@@ -80,6 +82,25 @@ def test_a_missing_extra_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(MemoroError, match=r"pip install 'memoro\[train\]'"):
         extras.need("accelerate")
+
+
+def test_how_many_images_of_a_stream_may_be_unreadable(table: datasets.IterableDataset) -> None:
+    rows = [{"image": {"bytes": b"no image", "path": None} if at % 10 == 0 else row["image"], "label": row["label"]}
+            for at, row in enumerate([*table, *table, *table])]  # fmt: skip
+    broken = datasets.Dataset.from_list(rows, features=table.features).to_iterable_dataset()
+
+    def read(**options: Any) -> Loader:
+        train = load_stream(broken, val_fraction=0, **options).train
+        assert train is not None
+        loader = Loader(train, Preprocessing(resize=20).at(20), batch_size=16, workers=0)
+        assert sum(len(batch.targets) for batch in loader.epoch(0)) == 144 - 15
+        return loader
+
+    first = read(max_unreadable=0.2).skipped[0]
+    assert first.where.endswith("image 0 of the stream")
+    assert first.where not in first.reason
+    with pytest.raises(DataError, match=r"more than 5%: .*image 0 of the stream: not a readable image"):
+        read()
 
 
 def test_a_stream_without_labelled_images_is_an_error(backbone: Backbone) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
@@ -68,9 +69,10 @@ def open_whole(path: Path) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
 
 
-def left_behind(path: Path) -> list[Path]:
-    """What `open_whole` left beside a file where its process was killed."""
-    return list(path.parent.glob(f".{glob.escape(path.name[:40])}.*.part"))
+def left_behind(place: Path) -> list[Path]:
+    """What `open_whole` left beside a file, or in a folder, where its process was killed."""
+    folder, name = (place, "*") if place.is_dir() else (place.parent, glob.escape(place.name[:40]))
+    return [part for part in folder.glob(f".{name}.*.part") if re.fullmatch(r".*\.[0-9a-f]{32}\.part", part.name)]
 
 
 def part_of(path: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memoro.backbones.backbone import Backbone, BackboneRecord
-from memoro.backbones.load import TINY, is_hub_id, load_checkpoint
+from memoro.backbones.load import TINY, is_hub_id, is_hub_reachable, load_checkpoint
 from memoro.errors import BackboneError
 
 FOLDERS = "MEMORO_BACKBONES"
@@ -40,11 +40,27 @@ def find_backbone(
         except BackboneError:
             continue
     if is_hub_id(record.name) and not Path(record.name).exists():
+        _check_config(record)
         return _check(record, load_checkpoint(record.name, dtype, device, processor, use_safetensors=True))
     raise BackboneError(
         f"the tasks were trained on {record}, and files do not say where a folder is: pass it with -b FOLDER (in "
         f"Python, load_backbone(FOLDER)), or set {FOLDERS} to the folder that holds it."
     )
+
+
+def _check_config(record: BackboneRecord) -> None:
+    """Raises where a model of the hub has another shape than the record says, before its weights are downloaded."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(record.name, "config.json", local_files_only=not is_hub_reachable())
+    except Exception:  # loading explains it
+        return
+    if not _may_be(Path(file).parent, record):
+        raise BackboneError(
+            f"the tasks were trained on {record}, but {record.name} on the hub is another model now: pass the version "
+            "that they were trained on with -b FOLDER, or train them again."
+        )
 
 
 def _check(record: BackboneRecord, backbone: Backbone) -> Backbone:

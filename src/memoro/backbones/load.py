@@ -73,6 +73,11 @@ def is_hub_id(text: str, tail: str = "") -> bool:
     return re.fullmatch(rf"\w[\w.-]*/\w[\w.-]*({tail})?", text, re.ASCII) is not None
 
 
+def address_of(name: str) -> str:
+    """What `-b` takes for a backbone of this name: a folder's name does not tell where the folder is."""
+    return name if name == TINY or is_hub_id(name) else "FOLDER"
+
+
 def is_hub_reachable() -> bool:
     """Whether the hub's host is known, or a proxy would know it: without a network, its clients retry for half a
     minute."""
@@ -140,7 +145,7 @@ def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[st
 
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise BackboneError(f"{source} has no config.json, so it is not a `transformers` checkpoint.")
-    if is_hub_id(source) and not Path(source).exists() and not is_hub_reachable():
+    if not Path(source).exists() and not is_hub_reachable():
         options = {**options, "local_files_only": True}
     # Without trust_remote_code=False, transformers asks on the terminal whether to run a checkpoint's own code.
     options = {**options, "trust_remote_code": False}

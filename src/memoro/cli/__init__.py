@@ -83,7 +83,8 @@ def name_options(text: str) -> str:
     def replace(word: re.Match[str]) -> str:
         return f"--{word[0].replace('_', '-')}" if word[0] in names else word[0]
 
-    return re.sub(r"(?<![\w'\"-])[a-z]+(_[a-z]+)+(?![\w'\"=(])", replace, text)
+    # Not in quotes, paths and calls, and not where a message names both.
+    return re.sub(r"(?<![\w'\"/.-])(?<!in Python, )[a-z]+(_[a-z]+)+(?![\w'\"/=(])", replace, text)
 
 
 @app.callback(invoke_without_command=True)

@@ -26,7 +26,7 @@ def bench_engine_command(
     tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,10,50,100",
     forks: Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")] = "0,8",
     cells: Annotated[int, typer.Option(help="Memory cells of each task in each layer.")] = 5,
-    rank: Annotated[int, typer.Option(help="Rank of each task's own weights (regime side).")] = 0,
+    rank: Annotated[int, typer.Option(help="Rank of each task's low-rank weights (regime side).")] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the fastest is reported.")] = 5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Json = False,

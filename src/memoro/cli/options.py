@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -50,11 +51,17 @@ ImageColumn = Annotated[
 AllowAbsolute = Annotated[
     bool, typer.Option("--allow-absolute", help="Trust a table that names files outside its folder.")
 ]
+MaxUnreadable = Annotated[
+    float, typer.Option(min=0, max=1, help="Fraction of images that may be unreadable; they are left out.")
+]
 
 
-def table_options(label_column: str | None, image_column: str | None, allow_absolute: bool) -> dict[str, Any]:
-    """How tables are read: options of `load_data`."""
-    return {"label_column": label_column, "image_column": image_column, "allow_absolute": allow_absolute}
+def reading_options(
+    label_column: str | None, image_column: str | None, allow_absolute: bool, max_unreadable: float
+) -> dict[str, Any]:
+    """How data is read: options of `load_data`."""
+    table = {"label_column": label_column, "image_column": image_column, "allow_absolute": allow_absolute}
+    return {**table, "max_unreadable": max_unreadable}
 
 
 def share_cores() -> None:
@@ -129,6 +136,7 @@ def load_models(
     """The backbone of some files or hub ids, and their tasks and baselines."""
     from memoro.regimes.baselinefile import is_baseline, load_baseline, read_baseline
     from memoro.tasks.hub import expand_task_arguments
+    from memoro.tasks.spec import check_name
     from memoro.tasks.task import Task
     from memoro.tasks.taskfile import load_named
 
@@ -136,11 +144,17 @@ def load_models(
     paths: dict[str, Path] = {}
     for file, path, name in expand_task_arguments(files):
         paths[file] = path
-        models = [read_baseline(path)[0]] if is_baseline(path) else load_named(path, name)
-        found += [(file, model) for model in models]
+        if is_baseline(path):
+            spec = read_baseline(path)[0]
+            found.append((file, replace(spec, name=check_name(name or spec.name))))
+        else:
+            found += [(file, task) for task in load_named(path, name)]
     first = _checked(found, "-t")[0]
     frozen = load(backbone, device, (first.spec if isinstance(first, Task) else first).backbone)
-    return frozen, [model if isinstance(model, Task) else load_baseline(paths[file], frozen) for file, model in found]
+    return frozen, [
+        model if isinstance(model, Task) else load_baseline(paths[file], frozen).rename(model.name)
+        for file, model in found
+    ]
 
 
 def _checked(found: Sequence[tuple[str, Any]], option: str) -> list[Any]:

@@ -54,8 +54,8 @@ def serve(
     ] = None,
     max_queue: Annotated[int, typer.Option(help="Maximum number of images waiting; more are refused with 503.")] = 256,
     max_images: Annotated[int, typer.Option(help="Maximum number of images per request.")] = 64,
-    max_body_mb: Annotated[int, typer.Option(help="Maximum size of a request in MB.")] = 32,
-    max_megapixels: Annotated[int, typer.Option(help="Maximum size of an image in megapixels.")] = 50,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Maximum size of a request in MB.")] = 32,
+    max_megapixels: Annotated[int, typer.Option(min=1, help="Maximum size of an image in megapixels.")] = 50,
     timeout: Annotated[float, typer.Option(help="Maximum seconds per request.")] = 30.0,
     browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:

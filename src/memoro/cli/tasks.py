@@ -15,12 +15,13 @@ from memoro.cli.options import (
     ImageColumn,
     Json,
     LabelColumn,
+    MaxUnreadable,
     TaskBackboneOption,
     TaskFiles,
     gather_tasks,
     load,
     print_json,
-    table_options,
+    reading_options,
 )
 from memoro.console import plain_console
 
@@ -97,6 +98,7 @@ def verify(
     label_column: LabelColumn = None,
     image_column: ImageColumn = None,
     allow_absolute: AllowAbsolute = False,
+    max_unreadable: MaxUnreadable = 0.05,
     as_json: Json = False,
 ) -> None:
     """Compare the composition with the original model, and each task alone with the same task composed.
@@ -126,7 +128,11 @@ def verify(
     model = compose(loaded, members)
     receipt = model.verify(sample_pixels(loaded, list(find_images(images)) if images else []))
     sets = dict(one.split("=", 1) for one in data or [])
-    found = verify_tasks(model, sets, **table_options(label_column, image_column, allow_absolute)) if sets else {}
+    found = (
+        verify_tasks(model, sets, **reading_options(label_column, image_column, allow_absolute, max_unreadable))
+        if sets
+        else {}
+    )
     if as_json:
         print_json({**receipt.to_json(), **({"accuracy": found} if found else {})})
     else:
@@ -146,6 +152,7 @@ def calibrate_task(
     label_column: LabelColumn = None,
     image_column: ImageColumn = None,
     allow_absolute: AllowAbsolute = False,
+    max_unreadable: MaxUnreadable = 0.05,
     extends: Annotated[
         list[str] | None,
         typer.Option("--extends", help="Task file or hub id that it extends; repeat for more.", show_default=False),
@@ -171,7 +178,7 @@ def calibrate_task(
     parents = [parent for path in extends or [] for parent in load_tasks(path)]
     console = plain_console(soft_wrap=True)
     how: dict[str, Any] = {"parents": parents, "batch_size": batch_size, "log": console.print}
-    reading = table_options(label_column, image_column, allow_absolute)
+    reading = reading_options(label_column, image_column, allow_absolute, max_unreadable)
     before = task.spec
     calibrate(load(backbone, device, task.spec.backbone), task, data, **how, **reading)
     if task.spec is before:
@@ -271,6 +278,7 @@ def import_checkpoint(
     from memoro.tasks.taskfile import save_tasks
 
     tasks = import_tasks(load(backbone, "cpu"), checkpoint, names=None if names is None else names.split(","))
+    _keep(out)
     save_tasks(tasks, out)
     console = plain_console(soft_wrap=True)
     for task in tasks:

@@ -14,6 +14,7 @@ from memoro.cli.options import (
     ImageColumn,
     Json,
     LabelColumn,
+    MaxUnreadable,
     TaskBackboneOption,
     TaskFiles,
     gather_tasks,
@@ -22,7 +23,7 @@ from memoro.cli.options import (
     numbers,
     print_json,
     read_data,
-    table_options,
+    reading_options,
 )
 from memoro.cli.trainoptions import SWEEP, TRAIN, add_options
 from memoro.console import plain_console
@@ -165,6 +166,7 @@ def evaluate_tasks(
     label_column: LabelColumn = None,
     image_column: ImageColumn = None,
     allow_absolute: AllowAbsolute = False,
+    max_unreadable: MaxUnreadable = 0.05,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
     workers: Annotated[
         int | None, typer.Option(help="Processes that decode images.", show_default="one per core")
@@ -212,7 +214,7 @@ def evaluate_tasks(
     page = out or (Path("report.html") if report else None)
     if page is not None and page.suffix.lower() not in {".html", ".htm"}:
         raise DataError(f"--out {page} is for the HTML report: name it .html. For metrics as JSON, use --json.")
-    reading = table_options(label_column, image_column, allow_absolute)
+    reading = reading_options(label_column, image_column, allow_absolute, max_unreadable)
     relied: dict[str, dict[str, Any]] = {}
     if others:  # first: they may be mistyped
         judging: dict[str, Any] = {name: how[name] for name in ("batch_size", "workers", "log")}

@@ -173,7 +173,7 @@ SWEEP = {name: option for name, option in TRAIN.items() if name != "streaming"} 
         show_default="0; 0,5 with memory",
     ),
     "rank": _option(
-        str | None, None, _TASK, "Ranks of the task's own weights to try, such as 4,8,16 (regime side).",
+        str | None, None, _TASK, "Ranks of the task's low-rank weights to try, such as 4,8,16 (regime side).",
         show_default="4,16 with side if nothing else is varied",
     ),
     "from_layer": _option(

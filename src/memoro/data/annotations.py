@@ -31,6 +31,8 @@ SPLIT_NAMES: dict[str, SplitName] = {
     "testing": "test",
 }
 
+LARGEST_NUMBER = float(np.finfo(np.float32).max)
+
 # A column of one of these names holds what its name says.
 KIND_OF_COLUMN: dict[str, HeadKind] = {
     "label": "softmax",
@@ -164,6 +166,6 @@ def _numbers(cell: Any, where: str) -> tuple[float, ...]:
         numbers = tuple(float(item) for item in items)
     except (TypeError, ValueError):
         raise DataError(f"{where}: {cell!r} is not a number; --kind number needs one in every row.") from None
-    if not all(map(math.isfinite, numbers)):
-        raise DataError(f"{where}: {cell!r} is not a finite number; fill it in, or remove the row.")
+    if not all(abs(number) <= LARGEST_NUMBER for number in numbers):  # false for NaN
+        raise DataError(f"{where}: {cell!r} is not a finite number of float32; correct it, or remove the row.")
     return numbers

@@ -217,8 +217,10 @@ class ZipImages:
                 archive = zipfile.ZipFile(self.archive)
                 self._open = (os.getpid(), archive, archive.infolist())
             _, archive, directory = self._open
-            with archive.open(directory[self.positions[row]]) as member:
-                return member.read(most)
+            info = directory[self.positions[row]]
+            with archive.open(info) as member:
+                # Never more than the size that was checked: without a limit, all that is packed would be unpacked.
+                return member.read(info.file_size if most < 0 else min(most, info.file_size))
         except Exception as error:  # zipfile, zlib, lzma and the file system each have their own
             raise ImageError(f"{self.where(row)}: cannot be unpacked ({error}).") from None
 
@@ -253,9 +255,16 @@ def open_archive(path: Path) -> tuple[ZipImages, set[str], dict[int, str]]:
     folders = {name[:-1] for name in names if name.endswith("/")}
     positions = sorted((at for at, name in enumerate(names) if not name.endswith("/")), key=lambda at: names[at])
     files = tuple(names[at] for at in positions)
-    reasons = {row: unreadable_size(members[at].file_size) for row, at in enumerate(positions)}
+    reasons = {row: _unreadable_member(members[at]) for row, at in enumerate(positions)}
     bad = {row: reason for row, reason in reasons.items() if reason is not None}
     return ZipImages(str(path), tuple(positions), files), folders, bad
+
+
+def _unreadable_member(member: zipfile.ZipInfo) -> str | None:
+    """Why a member cannot be an image, or None. Only deflate can be unpacked in part, however much is packed."""
+    if member.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
+        return "packed by another method than deflate"
+    return unreadable_size(member.file_size)
 
 
 def _member_name(member: zipfile.ZipInfo) -> str:

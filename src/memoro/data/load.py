@@ -63,6 +63,16 @@ def load_columns(source: Any, columns: str | Sequence[str], **options: Any) -> d
     return found
 
 
+def has_columns(source: Any, **options: Any) -> bool:
+    """Whether labels come from the columns of a table, of which one may have the name of a task."""
+    if isinstance(source, Splits):
+        return False
+    path = Path(source).expanduser() if isinstance(source, (str, os.PathLike)) else None
+    if path is None or not path.is_dir():
+        return path is None or path.suffix.lower() != ".zip"
+    return is_saved(path) or bool(find_metadata(path, DataOptions(**options)))
+
+
 def _load(source: Any, options: DataOptions, checked: Splits | None = None) -> Splits:
     path = Path(source).expanduser() if isinstance(source, (str, os.PathLike)) else None
     is_file = path is not None and path.suffix.lower() in {*TABLE_SUFFIXES, ".zip"}

@@ -180,9 +180,12 @@ class Loader:
                     "screen=True, which leaves out what cannot be read, or remove the file."
                 )
             self._seen += len(request.samples)
-            self.skipped += [Skipped(self.images.where(request.samples[at]), why) for at, why in failures.items()]
-            if self._seen >= _MIN_SEEN:
-                refuse_many(self.skipped, self._seen, self.images.name)
+            if isinstance(self.images, ImageStream):
+                for at, why in failures.items():
+                    where = self.images.where(request.samples[at])
+                    self.skipped.append(Skipped(where, why.removeprefix(f"{where}: ").rstrip(".")))
+                if self._seen >= _MIN_SEEN:
+                    refuse_many(self.skipped, self._seen, self.images.name, self.images.max_unreadable)
             good = [at for at in range(len(request.samples)) if at not in failures]
             targets, index = torch.from_numpy(request.targets), torch.tensor(request.samples, dtype=torch.long)
             yield Batch(pixels, targets[good], index[good], request.total)

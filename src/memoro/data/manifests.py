@@ -52,15 +52,19 @@ def find_metadata(folder: Path, options: DataOptions) -> list[Path]:
 
     Files without the column `file_name` or a label column, and those that cannot be read, are something else.
     """
-    asked = {options.label_column} if isinstance(options.label_column, str) else set(options.label_column or ())
+    usual = {options.task, *((options.labels or ()) if options.kind == "regression" else ())}
+
+    def has_labels(names: Sequence[str]) -> bool:
+        if options.label_column is not None:
+            asked = options.label_column
+            return {asked} <= set(names) if isinstance(asked, str) else set(asked) <= set(names)
+        return any(name in usual or name.lower() in KIND_OF_COLUMN for name in names)
 
     def find(place: Path) -> list[Path]:
         for file in (place / name for name in METADATA):
             with suppress(DataError):
-                names = set(column_names(file)) if file.is_file() else set()
-                if "file_name" in names and (
-                    names & asked if asked else {name.lower() for name in names} & KIND_OF_COLUMN.keys()
-                ):
+                names = column_names(file) if file.is_file() else ()
+                if "file_name" in names and has_labels(names):
                     return [file]
         return []
 
@@ -194,9 +198,9 @@ def iterate_csv(path: Path) -> Iterator[list[str]]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             header = file.readline()
-            separator = "\t" if path.suffix.lower() == ".tsv" or "\t" in header else ","
-            if ";" in header and "," not in header:
-                separator = ";"
+            separator = ";" if ";" in header and "," not in header else ","
+            if path.suffix.lower() == ".tsv" or "\t" in header:
+                separator = "\t"
             file.seek(0)
             reader = csv.reader(file, delimiter=separator)
             rows = (row for row in reader if row)

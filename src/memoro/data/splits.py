@@ -308,7 +308,8 @@ def _duplicates(splits: Splits) -> list[str]:
         _, here, there = np.intersect1d(_keys(known[split]), _keys(known[other]), return_indices=True)
         if len(here):
             pair = known[split].where(int(here[0])), known[other].where(int(there[0]))
-            notes.append(f"{len(here)} images of {split} are in {other} too, such as {pair[0]} = {pair[1]}.")
+            count = f"{format_count(len(here), 'image')} of {split} {'is' if len(here) == 1 else 'are'}"
+            notes.append(f"{count} in {other} too, such as {pair[0]} = {pair[1]}.")
     train = known.get("train")
     if train is not None and train.kind == "softmax":
         pairs = np.stack([_first_copies(train), train.targets.numpy()], axis=1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from memoro.data.annotations import encode, labelled_rows, parse
 from memoro.data.augment import Purpose, uniform
 from memoro.data.columns import Columns, check_numbers, choose_columns
-from memoro.data.dataset import SPLITS, AnySplits, DataOptions, Labelled, SplitName
+from memoro.data.dataset import MAX_UNREADABLE, SPLITS, AnySplits, DataOptions, Labelled, SplitName
 from memoro.data.hub import KNOWN, fetch
 from memoro.data.tables import Places, encoded_image, match_splits, undecoded
 from memoro.errors import DataError, ImageError
@@ -37,6 +37,7 @@ class ImageStream(Labelled):
     """How many images there are, where the source tells."""
     holdout: tuple[int, float, bool] | None = None
     """(seed, fraction, whether this is the held-out side) where one split was cut in two."""
+    max_unreadable: float = MAX_UNREADABLE
 
     def samples(self) -> Iterator[StreamSample]:
         """Every image with its target. Images without a label are left out."""
@@ -95,7 +96,8 @@ def load_stream(source: Any, **options: Any) -> Streams:
         table, sizes = tables[key], getattr(tables[key].info, "splits", None) or {}
         length = sizes[key].num_examples if key in sizes else None
         table = undecoded(table, columns.image, *columns.values)
-        streams[split] = ImageStream(f"{name}:{key}", labels, columns.kind, table, columns, places, length)
+        common = (f"{name}:{key}", labels, columns.kind, table, columns, places, length)
+        streams[split] = ImageStream(*common, max_unreadable=chosen.max_unreadable)
     seed, fraction = chosen.seed, chosen.val_fraction
     if "train" in streams and "val" not in streams and fraction > 0:
         whole = streams["train"]

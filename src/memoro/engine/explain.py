@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from memoro.engine.answers import Pictures, list_pictures
 from memoro.engine.bank import Bank
 from memoro.engine.plan import Plan
 from memoro.engine.streams import Attention, layer_bias, run_streams
-from memoro.errors import ImageError
+from memoro.errors import DataError, ImageError
 from memoro.images import Preprocessing, open_image
 from memoro.tasks.task import Task
 
@@ -74,15 +75,18 @@ class Explanation:
             "base tokens": self.prefix.sum(dim=-1),
             "itself": self.itself,
             "memory": self.memory.sum(dim=-1),
-            **self.parents,
         }
+        parts |= {f"{name} (task)" if name in parts else name: weights for name, weights in self.parents.items()}
         return {name: float(weights[:, index].mean()) for name, weights in parts.items() if weights.any()}
 
 
 def read_views(images: Pictures, preprocessing: Preprocessing) -> tuple[Tensor, list[Image.Image]]:
     """The images as a batch of pixels, and what the model sees of each as an image of at least `VIEW` pixels."""
     size = preprocessing.size
-    view = preprocessing if size is None or min(size) >= VIEW else preprocessing.at(VIEW)
+    view = preprocessing
+    if size is not None and min(size) < VIEW:
+        with suppress(DataError):  # one that is long and thin would be too large
+            view = preprocessing.at(VIEW)
     pixels: list[Tensor] = []
     views: list[Image.Image] = []
     for name, picture in list_pictures(images):

@@ -12,7 +12,7 @@ from memoro.arguments import several
 from memoro.backbones import Backbone
 from memoro.console import bar, format_count, plain_console
 from memoro.data import ImageSet, Loader, Splits, Streams, load_data
-from memoro.data.manifests import TABLE_SUFFIXES
+from memoro.data.load import has_columns
 from memoro.engine.composition import compose
 from memoro.errors import DataError, TrainingError
 from memoro.evaluation.logits import collect_logits
@@ -63,8 +63,8 @@ def evaluate(
         if name not in models:
             raise DataError(f"no task {name!r} among {', '.join(models)}: write NAME=DATA with one of these.")
         task = models[name]
-        # A table may have a column of the task's name.
-        own = name if Path(str(source)).suffix.lower() in TABLE_SUFFIXES else ""
+        column = reading.get("label_column")
+        own = name if has_columns(source, task=name, kind=task.kind, labels=task.labels, label_column=column) else ""
         key = (source if isinstance(source, (str, Path)) else id(source), task.spec.labels, task.kind, own)
         if key not in groups:
             how: dict[str, Any] = {"workers": workers, "quiet": quiet, "measured_only": report is None}

@@ -22,7 +22,7 @@ SIDE_BY_SIDE = 2
 MAX_LABELS = 6
 MAX_LINES = 50
 MAX_TEXT = 200
-PARTS = {"class_token": "class token", "memory": "memory", "lora": "own weights", "head": "head"}
+PARTS = {"class_token": "class token", "memory": "memory", "lora": "low-rank weights", "head": "head"}
 """The parts of a task in words, by the first name of their parameters."""
 
 
@@ -125,8 +125,10 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
         rows["sizes"] = ", ".join(f"{size} {name}" for name, size in entry["sizes"].items())
     else:
         norm = "before" if entry["memory_norm"] == "pre" else "after"
-        rows["memory"] = f"{entry['cells']} cells per layer, {norm} the norm" if entry["cells"] else "none"
-        rows["own weights"] = f"rank {entry['rank']}" if entry["rank"] else "none"
+        rows["memory"] = (
+            f"{format_count(entry['cells'], 'cell')} per layer, {norm} the norm" if entry["cells"] else "none"
+        )
+        rows["low-rank weights"] = f"rank {entry['rank']}" if entry["rank"] else "none"
         rows["stream"] = _layers(entry["from_layer"], backbone["depth"])
         rows["ensemble"] = f"{entry['members']} members, whose answers are averaged" if entry["members"] > 1 else ""
         rows["extends"] = ", ".join(entry["parents"]) or "nothing"

@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.backbones.load import TINY
+from memoro.backbones.load import TINY, address_of
 from memoro.console import format_bytes, format_count, quoted
 from memoro.data import ImageSet, ImageStream, Splits, Streams
 from memoro.data.near import near_duplicates
@@ -332,7 +332,8 @@ def _usage(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
         return
     yield tag("h2", "How to use it")
     if report.file is None:
-        yield tag("p", "The task was not written to a file. ", tag("code", "memoro.save_task(task, FILE)"), " does it.")
+        save = "save_baseline" if isinstance(report.task, Baseline) else "save_task"
+        yield tag("p", "The task was not written to a file. ", tag("code", f"memoro.{save}(task, FILE)"), " does it.")
         return
     task, file = report.task, report.file
     parents = [parent.name for parent in task.extends]
@@ -342,7 +343,7 @@ def _usage(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     files = [*(f"{name}.safetensors" for name in parents), str(file)]
     options = [
         *(word for name in files for word in ("-t", name)),
-        *([] if backbone.name == TINY else ["-b", backbone.name]),
+        *([] if backbone.name == TINY else ["-b", address_of(backbone.name)]),
     ]
     commands = [["memoro", "predict", "photo.jpg", *options]]
     if isinstance(task, Task):
@@ -353,7 +354,7 @@ def _usage(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
         lines = (
             "import memoro",
             "",
-            f"backbone = memoro.load_backbone({backbone.name!r})",
+            f"backbone = memoro.load_backbone({address_of(backbone.name)!r})",
             f"tasks = [memoro.load_task(file) for file in {files!r}]",
             "model = memoro.compose(backbone, tasks)",
             f'model.predict(["photo.jpg"])[0][{task.name!r}]',

@@ -89,11 +89,12 @@ def evaluate_trust(
     """
     model = compose(backbone, [one for one in models if isinstance(one, Task)])
     sources = dict(data) if type(data) is dict else dict.fromkeys([one.name for one in models], data)
-    for name in sources.keys() - set(model.names):
-        log(f"note: {name} is a baseline: --others compares tasks only.")
-        del sources[name]
+    for one in models:
+        if isinstance(one, Baseline) and one.name in sources:
+            log(f"note: {one.name} is a baseline: --others compares tasks only.")
+            del sources[one.name]
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
-    unlabelled = {name: value for name, value in reading.items() if name != "label_column"}
+    unlabelled = {name: value for name, value in reading.items() if name in {"image_column", "allow_absolute"}}
     unlike = {}
     for other, place in others.items():
         images, skipped = _any_images(place, workers, **unlabelled)
@@ -380,4 +381,5 @@ def calibrate(
                         f"{COLUMNS[name]}: {former[name]:.3f} before, {after[name]:.3f} after (each quarter of the "
                         "images is evaluated with a calibration fitted on the others)"
                     )
-    task.update_spec(**changes, training=facts)
+    if changes:
+        task.update_spec(**changes, training=facts)

@@ -24,7 +24,7 @@ from memoro.backbones import Backbone
 from memoro.engine.composition import Composition
 from memoro.errors import CompositionError, MemoroError, ServeError, TaskFileError
 from memoro.evaluation.inspect import describe_task
-from memoro.files import sync_folder
+from memoro.files import left_behind, sync_folder
 from memoro.serve.batching import run_pass
 from memoro.serve.options import MAX_INPUT_SIDE, MAX_TASKS
 from memoro.tasks.hub import expand_task_arguments
@@ -60,7 +60,7 @@ def find_tasks(places: Sequence[str | Path]) -> tuple[dict[str, tuple[Path, Task
     try:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            for part in folder.glob(".*.part"):  # left by a crash
+            for part in left_behind(folder):
                 if part.stat().st_mtime < time.time() - STALE_SECONDS:
                     part.unlink()
             inside = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
@@ -252,7 +252,9 @@ def _check(model: Composition, names: Sequence[str]) -> None:
     for steps, members in model.passes(names).items():
         resize = steps.resize if isinstance(steps.resize, tuple) else (steps.resize or 0,)
         if max((*resize, *(steps.crop or ()))) > MAX_INPUT_SIDE:
-            raise ServeError(f"{_listed(members)} take images of more than {MAX_INPUT_SIDE} pixels a side.", 422)
+            raise ServeError(
+                f"{_listed(members)}: images of more than {MAX_INPUT_SIDE} pixels a side are too large.", 422
+            )
         pixels = steps.to_tensor(Image.new("RGB", (64, 64), (128, 96, 64)))
         logits = run_pass(model, pixels.unsqueeze(0), members).logits
         if broken := [name for name in members if not torch.isfinite(logits[name]).all()]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memoro.backbones.load import is_hub_id
-from memoro.console import printable
+from memoro.console import format_count, printable
 from memoro.errors import TaskFileError
 from memoro.files import keep_copy, write_whole
 from memoro.plots import MAX_CONFUSION, draw_confusion
@@ -125,7 +125,7 @@ def _describe(task: Task, picture: str | None) -> Iterator[str]:
     labels = ", ".join(_text(label) for label in spec.labels[:MAX_LABELS])
     more = f", … ({len(spec.labels)} in all)" if len(spec.labels) > MAX_LABELS else ""
     yield f"## {_text(task.name)}"
-    stream = f"{spec.cells} memory cells per layer, rank {spec.rank}, from layer {spec.from_layer}"
+    stream = f"{format_count(spec.cells, 'memory cell')} per layer, rank {spec.rank}, from layer {spec.from_layer}"
     stream += "" if spec.members == 1 else f", an ensemble of {spec.members} members"
     yield f"Head: {spec.kind}, {stream}. Labels: {labels}{more}."
     if task.parents:

@@ -48,7 +48,7 @@ def find_task_file(source: str | Path, revision: str | None = None, token: str |
 def find_task_files(source: str) -> list[str]:
     """The task files that are meant on a command line: a folder of them or a glob stands for all of its files."""
     path = Path(source)
-    if path.is_dir() and not (path / FILE).is_file():
+    if path.is_dir():
         inside = sorted(str(file) for file in path.glob("*.safetensors") if not file.name.startswith("."))
         return inside or [source]
     return sorted(glob.glob(source)) or [source] if not path.exists() and glob.has_magic(source) else [source]

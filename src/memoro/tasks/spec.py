@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Backbone, BackboneRecord
-from memoro.backbones.load import TINY, is_hub_id
+from memoro.backbones.load import address_of
 from memoro.console import quoted
 from memoro.errors import CompositionError, TaskError
 from memoro.heads import HeadKind
@@ -68,10 +68,10 @@ class ModelSpec:
             why = f"fingerprint {made.fingerprint.short}; this one has other weights, {here.short}"
         else:
             return
-        own = backbone.name if backbone.name == TINY or is_hub_id(backbone.name) else "FOLDER"
+        again = quoted("memoro", "train", "DATA", "--backbone", address_of(backbone.name), "--task", self.name)
         raise CompositionError(
             f"{self.name!r} was trained for {made.name} ({made.family}, {why}). Load that backbone, or train the task "
-            f"again on this one: {quoted('memoro', 'train', 'DATA', '--backbone', own, '--task', self.name)}"
+            f"again on this one: {again}"
         )
 
 

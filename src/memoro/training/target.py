@@ -8,6 +8,7 @@ from pathlib import Path
 
 from memoro.errors import TaskFileError, TrainingError
 from memoro.regimes import Baseline
+from memoro.regimes.baselinefile import is_baseline, read_baseline
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks
 
@@ -41,7 +42,9 @@ def check_target(out: Path, *, several: bool) -> None:
 def has_content(file: Path, task: Task | Baseline) -> bool:
     """Whether a file holds this very task, as after --resume of a finished training."""
     try:
-        return isinstance(task, Task) and [old.content_hash() for old in load_tasks(file)] == [task.content_hash()]
+        if isinstance(task, Baseline):
+            return is_baseline(file) and read_baseline(file)[1] == task.content_hash()
+        return [old.content_hash() for old in load_tasks(file)] == [task.content_hash()]
     except TaskFileError:
         return False
 

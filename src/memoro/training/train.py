@@ -166,6 +166,8 @@ def train(
     recipe, options = merge_options(recipe, options, changes)
     chosen, target = find_regime(trained), None if out is None else read_target(out)
     seeds, ensemble = plain_int(seeds), plain_int(ensemble)
+    if start is not None and start.members == 1 and ensemble is None:
+        ensemble = 1  # a single run stays one
     joined = choose_ensemble(ensemble, seeds, chosen, lr, options)
     rates = chosen.rates[recipe.optimizer][1:2] if streaming else chosen.rates[recipe.optimizer]
     grid = Grid(
@@ -207,13 +209,10 @@ def train(
         if any(several(cells)) or several(from_layer) not in {(None,), (backbone.depth,)}:
             raise TrainingError("regime 'head' is a linear head on the backbone: leave out --cells and --from-layer.")
         grid = replace(grid, cells=(None,), from_layers=(None,))
-    elif not chosen.composes:  # each run has its own passes: no folds unless asked for, and no settings that do nothing
-        sizes = METHODS[chosen.name].sizes
-        grid = replace(
-            grid,
-            cells=grid.cells if "cells" in sizes else grid.cells[:1],
-            ranks=grid.ranks if "rank" in sizes else grid.ranks[:1],
-        )
+    elif not chosen.composes:  # each run has its own passes: no folds unless asked for
+        for name, asked in (("cells", cells), ("rank", rank)):
+            if asked is not None and name not in METHODS[chosen.name].sizes:
+                raise TrainingError(f"regime {chosen.name!r} has no {name}: leave out --{name}.")
         folds = folds or 0
     plan = TaskPlan("", (), extends=_link_parents(several(extends)), width=width)
     missing = {parent.name for parent in start.extends} - {parent.name for parent in plan.extends} if start else ()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memoro.console import format_count
 from memoro.data import Splits, Streams
 from memoro.data.annotations import first_few
 from memoro.errors import TrainingError
@@ -50,7 +51,7 @@ def compare_labels(old: Task, splits: Splits | Streams) -> str:
             f"{splits.name} has other labels ({first_few(splits.labels)}) than {old.name!r} ({first_few(old.labels)}): "
             "leave out --start-from."
         )
-    parts = [f"{len(splits.labels) - len(new)} labels kept"]
+    parts = [f"{format_count(len(splits.labels) - len(new), 'label')} kept"]
     parts += [
         f"{len(names)} {what} ({first_few(names)})" for what, names in (("new", new), ("dropped", dropped)) if names
     ]

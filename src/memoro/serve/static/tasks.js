@@ -105,7 +105,7 @@ function facts(task) {
     ["content hash", task.content.slice(0, 12)],
     ["cells per layer", String(task.cells)],
     ["from layer", String(task.from_layer)],
-    ...(task.rank ? [["rank of its own weights", String(task.rank)]] : []),
+    ...(task.rank ? [["rank of its low-rank weights", String(task.rank)]] : []),
     ...plain(task.training).map(([name, value]) => [name.replaceAll("_", " "), text(value)]),
     ...plain(task.metrics).map(([name, value]) => [`measured: ${NAMES[name] ?? name.replaceAll("_", " ")}`, text(value)]),
   ];
