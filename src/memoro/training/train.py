@@ -23,7 +23,7 @@ from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, format_worst, name_split
 from memoro.evaluation.training_images import SKETCH
 from memoro.files import keep_copy, left_behind
-from memoro.regimes import METHODS, Baseline, TaskPlan, find_regime
+from memoro.regimes import METHODS, Baseline, Regime, TaskPlan, find_regime
 from memoro.regimes.baselinefile import save_baseline
 from memoro.tasks.task import Task, content_hashes, link_parents
 from memoro.tasks.taskfile import load_tasks, save_task
@@ -198,21 +198,8 @@ def train(
     if not own_recipe and recipe.views == 1 and "views" not in changes and _asks_for_views(recipe.augment):
         recipe = replace(recipe, views=RECIPES["paper"][1].views)
         options.note(f"random crops and flips need several views of an image: using {recipe.views} (--views).")
-    if start is not None:
-        start.spec.check_backbone(backbone)
-        own = replace(grid, cells=(start.cells,), from_layers=(start.from_layer,), ranks=(start.rank,))
-        for asked, kept in ((cells, own.cells), (from_layer, own.from_layers), (rank, own.ranks)):
-            if asked is not None and several(asked) != kept:
-                raise TrainingError(f"{start.name!r} keeps its cells, rank and layers: leave them out.")
-        grid = own
-    elif chosen.name == "head":
-        if any(several(cells)) or several(from_layer) not in {(None,), (backbone.depth,)}:
-            raise TrainingError("regime 'head' is a linear head on the backbone: leave out --cells and --from-layer.")
-        grid = replace(grid, cells=(None,), from_layers=(None,))
-    elif not chosen.composes:  # each run has its own passes: no folds unless asked for
-        for name, asked in (("cells", cells), ("rank", rank)):
-            if asked is not None and name not in METHODS[chosen.name].sizes:
-                raise TrainingError(f"regime {chosen.name!r} has no {name}: leave out --{name}.")
+    grid = _with_sizes(grid, chosen, start, backbone)
+    if not chosen.composes:  # each run has its own passes: no folds unless asked for
         folds = folds or 0
     plan = TaskPlan("", (), extends=_link_parents(several(extends)), width=width)
     missing = {parent.name for parent in start.extends} - {parent.name for parent in plan.extends} if start else ()
@@ -244,11 +231,8 @@ def train(
         for (name, splits), number in zip(sets.items(), compared, strict=True)
     ]  # fmt: skip
     asked = lr is not None or seeds > 1 or any(isinstance(sizes, Iterable) for sizes in (cells, rank, from_layer))
-    for at, sweep in enumerate(sweeps):
-        if not asked and not sweep.folds and sweep.splits.val is None:
-            middle = grid.rates[len(grid.rates) // 2]
-            sweeps[at] = replace(sweep, grid=replace(grid, rates=(middle,)))
-            options.note(f"{sweep.plan.name}: no validation images to choose a learning rate with: using {middle:g}.")
+    if not asked:
+        sweeps = [_with_known_rate(sweep, options) for sweep in sweeps]
     if start is not None:
         final = sweeps[0].grid
         continued = len(final.rates) if final.ensemble == "rates" else final.seeds
@@ -282,6 +266,37 @@ def train(
     report_training(backbone, list(results.values()), [sweep.splits for sweep in sweeps], options, more)
     many = type(data) is dict or not (label_column is None or isinstance(label_column, str))
     return results if many else next(iter(results.values()))
+
+
+def _with_sizes(grid: Grid, regime: Regime, start: Task | None, backbone: Backbone) -> Grid:
+    """The grid with the sizes of the task to start from, or without those that the regime does not have. Raises where
+    others were asked for."""
+    free = (None,)
+    if start is not None:
+        start.spec.check_backbone(backbone)
+        own = replace(grid, cells=(start.cells,), from_layers=(start.from_layer,), ranks=(start.rank,))
+        for name in ("cells", "from_layers", "ranks"):
+            if getattr(grid, name) not in {free, getattr(own, name)}:
+                raise TrainingError(f"{start.name!r} keeps its cells, rank and layers: leave them out.")
+        return own
+    if regime.name == "head":
+        if any(grid.cells) or grid.from_layers not in {free, (backbone.depth,)}:
+            raise TrainingError("regime 'head' is a linear head on the backbone: leave out --cells and --from-layer.")
+        return replace(grid, cells=free, from_layers=free)
+    if not regime.composes:
+        for name, asked in (("cells", grid.cells), ("rank", grid.ranks)):
+            if asked != free and name not in METHODS[regime.name].sizes:
+                raise TrainingError(f"regime {regime.name!r} has no {name}: leave out --{name}.")
+    return grid
+
+
+def _with_known_rate(sweep: SweepSpec, options: TrainOptions) -> SweepSpec:
+    """The sweep with a single learning rate where there are no images to choose one with."""
+    if sweep.folds or sweep.splits.val is not None:
+        return sweep
+    middle = sweep.grid.rates[len(sweep.grid.rates) // 2]
+    options.note(f"{sweep.plan.name}: no validation images to choose a learning rate with: using {middle:g}.")
+    return replace(sweep, grid=replace(sweep.grid, rates=(middle,)))
 
 
 def _name_folder(names: Sequence[str]) -> str:
