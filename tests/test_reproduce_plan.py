@@ -155,6 +155,19 @@ def test_all_leaves_out_a_table_that_cannot_be_planned(shapes: Path, checkpoint:
         dry_run(replace(order, tables=("naive-concat",)), runner, told.append)
 
 
+def test_methods_can_be_chosen(shapes: Path, checkpoint: Path) -> None:
+    def planned(table: str, *methods: str) -> list[tuple[str, ...]]:
+        order, _ = order_of(table, shapes, checkpoint, "one", "two")
+        jobs = replace(order, methods=frozenset(methods)).jobs()
+        return [tuple(method.name for method in job.methods) for _, job in jobs]
+
+    assert planned("table2", "full", "memory 5") == [("memory 5",)] * 2 + [("full",)] * 2
+    assert planned("naive-concat", "memory 5") == [], "both are needed to compare them"
+    assert planned("naive-concat", "memory 5", "memory-full 5") == planned("naive-concat")
+    with pytest.raises(DataError, match="table4: no method 'full'; choose from memory-full 5, adapter 5"):
+        planned("table4", "full")
+
+
 def test_cpu_scale_asks_for_data() -> None:
     with pytest.raises(DataError, match="needs sets of images: --data"):
         make_order("table2", "cpu", [], [], None, command="")

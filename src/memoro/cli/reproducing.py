@@ -46,6 +46,12 @@ def reproduce(
         bool, typer.Option("--dry-run", help="Print the plan and what it needs; train nothing.")
     ] = False,
     report: Annotated[bool, typer.Option("--report", help="Only write the tables from recorded results.")] = False,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only this column of a table, such as full or 'memory 5'; repeat for more.", show_default="all"
+        ),
+    ] = None,
     most: Annotated[
         int | None,
         typer.Option(min=1, help="Maximum training images per dataset.", show_default="cpu: 2000, paper: all"),
@@ -83,6 +89,8 @@ def reproduce(
     Prints a time estimate first. Every job (some minutes) is recorded when it is done: run the same command again
     to continue. Learning rates are chosen on held-out training images; the test split is used once.
 
+    memoro reproduce table2 --data rsscn7.zip --method full --method "memory-full 5"
+
     torchrun --nproc-per-node 8 -m memoro reproduce all --scale paper
     """
     from memoro.console import quiet_libraries
@@ -102,7 +110,7 @@ def reproduce(
     order, runner = make_order(
         table, scale, data or [], backbone or [], out,
         command=quoted("memoro", *map(_without_folder, sys.argv[1:])),
-        image_size=image_size, workers=workers, device=device,
+        image_size=image_size, workers=workers, device=device, methods=method or [],
         changes={name: value for name, value in changes.items() if value is not None},
     )  # fmt: skip
 

@@ -35,9 +35,24 @@ class Order:
     out: Path
     command: str
     """As the user typed it, for the records."""
+    methods: frozenset[str] = frozenset()
+    """The only ones to measure; empty: all."""
 
     def jobs(self) -> list[tuple[str, Job]]:
-        return [(table, job) for table in self.tables for job in plan_table(table, self.request)]
+        """Of each table, in order. A job of several methods is left without those that were not asked for; one that
+        compares methods is left out unless all of them were."""
+        jobs = [(table, job) for table in self.tables for job in plan_table(table, self.request)]
+        if not self.methods:
+            return jobs
+        known = dict.fromkeys(method.name for _, job in jobs for method in job.methods)
+        if unknown := sorted(self.methods - known.keys()):
+            raise DataError(f"{', '.join(self.tables)}: no method {unknown[0]!r}; choose from {', '.join(known)}.")
+        chosen = []
+        for table, job in jobs:
+            own = tuple(method for method in job.methods if method.name in self.methods)
+            if own == job.methods or (own and job.kind == "accuracy"):
+                chosen.append((table, replace(job, methods=own)))
+        return chosen
 
 
 def list_missing(order: Order, runner: Runner, records: Records) -> list[tuple[str, Job]]:

@@ -26,6 +26,7 @@ def make_order(
     image_size: int | None = None,
     workers: int | None = None,
     device: str | None = None,
+    methods: Sequence[str] = (),
     changes: Mapping[str, Any] = {},
 ) -> tuple[Order, Runner]:
     """What to run and what with. `changes` are fields of `Budget`: epochs of masked regimes, steps of the others."""
@@ -48,7 +49,7 @@ def make_order(
     )
     runner = Runner(sets, sources, options, image_size, MOST_PIXELS if small else None, device)
     tables = tuple(TABLES) if table == "all" else (table,)
-    return Order(tables, request, folder, command), runner
+    return Order(tables, request, folder, command, frozenset(methods)), runner
 
 
 def _changed(scale: Scale, changes: Mapping[str, Any]) -> Scale:
