@@ -325,6 +325,18 @@ def test_tabs_separate_the_columns_of_a_tsv(tmp_path: Path) -> None:
     assert load_data(path, label_column="label;x", val_fraction=0).labels == ("a", "b")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("set.csv", '\npath,number,note\n\n0.png,1,"two\nlines"\n\n1.png,many,\n'),
+        ("set.jsonl", '\n\n{"path": "0.png", "number": 1}\n\n\n\n{"path": "1.png", "number": "many"}\n'),
+    ],
+)
+def test_messages_name_the_line_as_an_editor_does(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(DataError, match=f"{name}, line 7: 'many' is not a number"):
+        load_data(csv(tmp_path, text, 2, name))
+
+
 def test_numbers_beyond_float32_are_refused(tmp_path: Path) -> None:
     path = csv(tmp_path, "path,number\n0.png,1e39\n1.png,2\n", 2)
     with pytest.raises(DataError, match="line 2: '1e39' is not a finite number of float32"):

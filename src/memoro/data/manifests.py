@@ -6,7 +6,7 @@ import csv
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from memoro.data.hub import read_inaturalist
 from memoro.data.tables import Places, holds_bytes, read_tables
 from memoro.errors import DataError
 
+Where = Callable[[int], str]
+"""Where a row is, for messages."""
+
 JSON_LINES = frozenset({".jsonl", ".ndjson"})
 TABLE_SUFFIXES = frozenset({".csv", ".tsv", ".parquet"}) | JSON_LINES
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -41,10 +44,11 @@ def read_manifest(path: Path, options: DataOptions) -> RawDataset:
     The column's name tells the kind of head: `label` is one class, `labels` several (between | or ;), `number` a
     regression. A column `split` says train, val or test.
     """
-    table = read_inaturalist(path.parent) if path.suffix.lower() == ".json" else _read_columns(path)
+    is_known = path.suffix.lower() == ".json"
+    table, where = (read_inaturalist(path.parent), _counted(path)) if is_known else _read_columns(path)
     if not isinstance(table, dict):
         return read_tables({"train": table}, options, str(path), path.parent)
-    return _read_listed(table, str(path), path.parent, lambda row: _where(path, row), options)
+    return _read_listed(table, str(path), path.parent, where, options)
 
 
 def find_metadata(folder: Path, options: DataOptions) -> list[Path]:
@@ -78,9 +82,9 @@ def find_metadata(folder: Path, options: DataOptions) -> list[Path]:
 def read_metadata(folder: Path, files: Sequence[Path], options: DataOptions) -> RawDataset:
     """What the metadata files of an image folder list. Images of a file in a split's folder are of that split."""
     rows: list[dict[str, Any]] = []
-    where: list[str] = []
+    places: list[str] = []
     for file in files:
-        table = _read_columns(file)
+        table, where = _read_columns(file)
         if not isinstance(table, dict):
             raise DataError(f"{file} contains the images themselves: give that file instead of its folder.")
         inside = {} if file.parent == folder else {"split": file.parent.name}
@@ -89,12 +93,13 @@ def read_metadata(folder: Path, files: Sequence[Path], options: DataOptions) -> 
             if inside and own["file_name"]:
                 own["file_name"] = f"{file.parent.name}/{own['file_name']}"
             rows.append(own | inside)
-            where.append(_where(file, row))
-    return _read_listed(_columns_of(rows), str(folder), folder, where.__getitem__, options)
+            places.append(where(row))
+    names = dict.fromkeys(name for row in rows for name in row)
+    return _read_listed(_columns_of(rows, names), str(folder), folder, places.__getitem__, options)
 
 
 def _read_listed(
-    table: dict[str, list[Any]], name: str, folder: Path, where: Callable[[int], str], options: DataOptions
+    table: dict[str, list[Any]], name: str, folder: Path, where: Where, options: DataOptions
 ) -> RawDataset:
     """What the columns of a table say about the files that it lists."""
     # Names that tell the kind come before the types of cells: those of a CSV are all text.
@@ -130,13 +135,19 @@ def _read_listed(
     return RawDataset(columns.kind, splits, columns.labels, tuple(notes), tuple(skipped.values()))
 
 
-def _read_columns(path: Path) -> Any:
-    """The columns of a file as lists; a `datasets.Dataset` where the images themselves are inside."""
+def _read_columns(path: Path) -> tuple[Any, Where]:
+    """The columns of a file as lists, or a `datasets.Dataset` where the images themselves are inside; and where its
+    rows are."""
     if path.suffix.lower() == ".parquet":
-        return _read_parquet(path)
-    if path.suffix.lower() in JSON_LINES:
-        return _columns_of(list(iterate_json_lines(path)))
-    return _read_csv(path)
+        return _read_parquet(path), _counted(path)
+    numbered = list(iterate_rows(path))  # cells of a CSV stay text: 007 is a name, and so is NA
+    rows = [row for _, row in numbered]
+    names = dict.fromkeys(name for row in rows for name in row) or dict.fromkeys(column_names(path))
+    return _columns_of(rows, filter(None, names)), lambda row: f"{path}, line {numbered[row][0]}"
+
+
+def _counted(path: Path) -> Where:
+    return lambda row: f"{path}, row {row}"
 
 
 def column_names(path: Path) -> Sequence[str]:
@@ -145,36 +156,27 @@ def column_names(path: Path) -> Sequence[str]:
         with open_parquet(path) as file:
             return list(file.schema_arrow.names)
     if path.suffix.lower() in JSON_LINES:
-        return list(next(iterate_json_lines(path), {}))
-    return next(iterate_csv(path))
+        return list(next(iterate_json_lines(path), (0, {}))[1])
+    return next(iterate_csv(path))[1]
 
 
-def _columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def _columns_of(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
     """The rows as columns; None where a row lacks one."""
-    names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _where(path: Path, row: int) -> str:
-    """Where a row is: the line of a text (line 1 of a CSV is its header)."""
-    suffix = path.suffix.lower()
-    if suffix in JSON_LINES:
-        return f"{path}, line {row + 1}"
-    return f"{path}, line {row + 2}" if suffix in {".csv", ".tsv"} else f"{path}, row {row}"
-
-
-def iterate_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a text, by the names of the columns."""
+def iterate_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a text by the names of the columns, each with the number of its line."""
     if path.suffix.lower() in JSON_LINES:
         yield from iterate_json_lines(path)
         return
     rows = iterate_csv(path)
-    names = next(rows)
-    yield from (dict(zip(names, row, strict=True)) for row in rows)
+    _, names = next(rows)
+    yield from ((line, dict(zip(names, row, strict=True))) for line, row in rows)
 
 
-def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file, without empty lines."""
+def iterate_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSON lines file, each with the number of its line; empty lines are left out."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
@@ -182,19 +184,13 @@ def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 if not isinstance(row, dict):
                     raise DataError(f'{path}, line {number}: not a JSON object such as {{"path": "1.jpg"}}.')
                 if row:
-                    yield row
+                    yield number, row
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not readable as JSON lines ({error}).") from None
 
 
-def _read_csv(path: Path) -> dict[str, list[Any]]:
-    """The columns as text: 007 is a name, and so is NA."""
-    names, *rows = iterate_csv(path)
-    return {name: [row[at] for row in rows] for at, name in enumerate(names) if name}
-
-
-def iterate_csv(path: Path) -> Iterator[list[str]]:
-    """The names of the columns, then the cells of each row, as many as there are names."""
+def iterate_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The names of the columns, then the cells of each row, as many as there are names; each with its line."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             header = file.readline()
@@ -210,13 +206,13 @@ def iterate_csv(path: Path) -> Iterator[list[str]]:
             twice = [name for at, name in enumerate(names) if name and name in names[:at]]
             if twice:
                 raise DataError(f"{path}: column names must be unique: {twice[0]!r} appears twice.")
-            yield names
+            yield reader.line_num, names
             for row in rows:
                 if any(row[len(names) :]):
                     raise DataError(
                         f"{path}, line {reader.line_num}: {len(row)} cells, but the header has {len(names)}."
                     )
-                yield row[: len(names)] + [""] * (len(names) - len(row))
+                yield reader.line_num, row[: len(names)] + [""] * (len(names) - len(row))
     except UnicodeDecodeError:
         raise DataError(f"{path}: not UTF-8; save it as UTF-8 text.") from None
     except (OSError, csv.Error) as error:
@@ -241,9 +237,7 @@ def _read_parquet(path: Path) -> Any:
     return {name: table.column(name).to_pylist() for name in table.column_names}
 
 
-def _find_files(
-    cells: Sequence[Any], places: Places, where: Callable[[int], str]
-) -> tuple[list[str], dict[int, Skipped]]:
+def _find_files(cells: Sequence[Any], places: Places, where: Where) -> tuple[list[str], dict[int, Skipped]]:
     """Each row's path below the root, and the rows whose file is missing or empty."""
     paths: list[str] = []
     skipped: dict[int, Skipped] = {}

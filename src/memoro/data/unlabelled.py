@@ -307,7 +307,7 @@ def _column(path: Path, column: str) -> Iterator[str]:
             for batch in _batches(file, path, columns=[column]):
                 yield from (str(cell.as_py() or "") for cell in batch.column(0))
     else:
-        yield from (str(row.get(column) or "") for row in iterate_rows(path))
+        yield from (str(row.get(column) or "") for _, row in iterate_rows(path))
 
 
 def _batches(file: Any, path: str | Path, *rows: int, **wanted: Any) -> Iterator[Any]:
