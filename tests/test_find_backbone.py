@@ -144,6 +144,25 @@ def test_a_hub_id_is_loaded_and_its_fingerprint_checked(
     assert "has other weights now" in told
 
 
+@pytest.mark.parametrize("answer", [True, ConnectionError("the hub went away")])
+def test_a_processor_that_could_not_be_downloaded_is_not_replaced(
+    hub: tuple[Path, Path], answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache has no processor: as after a download that broke off."""
+
+    def file_exists(source: str, name: str) -> bool:
+        if isinstance(answer, Exception):
+            raise answer
+        return bool(answer)
+
+    (hub[1] / "preprocessor_config.json").unlink(missing_ok=True)
+    memoro.load_backbone("owner/vit")  # offline there is none, as far as one can tell
+    monkeypatch.setattr("memoro.backbones.load.is_hub_reachable", lambda: True)
+    monkeypatch.setattr("huggingface_hub.file_exists", file_exists)
+    with pytest.raises(BackboneError, match="owner/vit: its image processor cannot be read"):
+        memoro.load_backbone("owner/vit")
+
+
 def test_a_model_of_another_shape_is_not_downloaded(shell: Shell, hub: tuple[Path, Path], photo: Path) -> None:
     file, snapshot = hub
     config = json.loads((snapshot / "config.json").read_text())

@@ -48,10 +48,13 @@ def _read_config(source: str) -> Any:
     import transformers
     from transformers.image_processing_base import ImageProcessingMixin
 
+    from memoro.backbones.load import is_hub_reachable
+
+    here = Path(source).exists() or not is_hub_reachable()
     try:
-        record, _ = ImageProcessingMixin.get_image_processor_dict(source)
+        record, _ = ImageProcessingMixin.get_image_processor_dict(source, local_files_only=here)
     except OSError as error:
-        if any((Path(source) / name).exists() for name in CONFIGS):
+        if any((Path(source) / name).exists() if here else _is_on_hub(source, name) for name in CONFIGS):
             raise BackboneError(f"{source}: its image processor cannot be read ({first_line(error)})") from None
         return None
     if not isinstance(record, dict):
@@ -65,6 +68,16 @@ def _read_config(source: str) -> Any:
     except (AttributeError, ImportError):
         # DINOv3 has no Pillow processor. Its own resizes floats, Pillow bytes: they differ by half a grey level.
         return record
+
+
+def _is_on_hub(source: str, name: str) -> bool:
+    """Whether a model of the hub has a file; an error where the hub does not tell, as its processor may be needed."""
+    from huggingface_hub import file_exists
+
+    try:
+        return file_exists(source, name)
+    except Exception as error:  # networks and the hub's client have many
+        raise BackboneError(f"{source}: its image processor cannot be read ({first_line(error)})") from None
 
 
 def _size(size: Any) -> int | tuple[int, int]:
