@@ -29,10 +29,12 @@ def bench_engine_command(
     rank: Annotated[int, typer.Option(help="Rank of each task's low-rank weights (regime side).")] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the fastest is reported.")] = 5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: DeviceOption = None,
     as_json: Json = False,
 ) -> None:
     """Compare one pass with many tasks to a plain pass, a dense attention mask and separate passes."""
     from memoro.backbones import load_backbone
+    from memoro.backbones.load import own_device
     from memoro.bench.engine import bench_engine, candidate_count, engine_table
     from memoro.bench.models import random_vit
     from memoro.console import bar
@@ -41,7 +43,7 @@ def bench_engine_command(
     results: dict[str, Any] = {}
     for size in patch:
         with bar(f"ViT-B/{size}", rounds * candidate_count(counts, starts, rank)) as tick:
-            backbone = load_backbone(random_vit(size), dtype=dtype)
+            backbone = load_backbone(random_vit(size), dtype=dtype, device=own_device(device))
             sizes = {"cells": cells, "rank": rank, "batch": batch}
             rows = bench_engine(backbone, counts=counts, forks=starts, rounds=rounds, tick=tick, **sizes)
         results[f"ViT-B/{size}"] = [asdict(row) for row in rows]
