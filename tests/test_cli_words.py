@@ -31,9 +31,9 @@ from memoro.evaluation.predictions import predictions_table
 from memoro.regimes import METHODS, TaskPlan
 from memoro.training.checkpoint import compare_identities
 from memoro.training.recipe import Recipe
+from memoro.training.result import TrainResult, fit_table
 from memoro.training.runfolder import ProgressBar
 from memoro.training.sweep import SweepRow, sweep_table
-from memoro.training.train import TrainResult, fit_table
 
 STRANGE = "x[bold]y:cat:"
 

@@ -179,7 +179,7 @@ def test_a_file_that_could_not_be_written_is_written_by_a_resume(
 
 
 def test_what_a_killed_write_left_beside_the_output_is_removed(shell: Any, root: Path) -> None:
-    parts = [Path(".t.safetensors.abc123.part"), Path(".other.safetensors.abc.part")]
+    parts = [Path(f".{name}.safetensors.{'0a' * 16}.part") for name in ("t", "other")]
     for part in parts:
         part.write_bytes(b"half a task")
     shell("train", root / "many", "--lr", 0.1, "--out", "t.safetensors")

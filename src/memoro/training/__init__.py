@@ -5,7 +5,8 @@ from memoro.training.fit import FitResult, fit, fit_tasks, train_runs
 from memoro.training.group import RunSpec
 from memoro.training.loop import Trainer
 from memoro.training.recipe import Recipe, TrainOptions
-from memoro.training.train import TrainResult, train
+from memoro.training.result import TrainResult
+from memoro.training.train import train
 
 __all__ = [
     "Cache",
