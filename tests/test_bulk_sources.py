@@ -139,7 +139,7 @@ def test_a_bad_row_of_a_table_is_a_row_with_an_error(photos: Path, predictor: Pr
 
 def test_unusable_tables_are_refused_with_the_reason(photos: Path) -> None:
     Path("odd.csv").write_text("name,size\na,1\n")
-    with pytest.raises(DataError, match="no column for the image's path among 'name', 'size'"):
+    with pytest.raises(DataError, match=r"no column for the image's path \(columns: 'name', 'size'\)"):
         open_unlabelled(["odd.csv"])
     Path("odd.jsonl").write_text('{"path": "1.png"}\n[1]\n')
     with pytest.raises(DataError, match=r"odd.jsonl, line 2: not a JSON object"):

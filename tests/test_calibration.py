@@ -175,7 +175,7 @@ def test_calibrate_recognises_the_images_of_the_training(colours: Path, tmp_path
         assert (task.spec is before) == (task.spec.calibration is None), "the familiarity stays, too"
         return " ".join(said)
 
-    assert "learned from some of these images" in told(shutil.copytree(tmp_path / "2024" / "pets", tmp_path / "copy"))
+    assert "trained on some of these images" in told(shutil.copytree(tmp_path / "2024" / "pets", tmp_path / "copy"))
     new = shutil.copytree(colours / "own" / "val", tmp_path / "2025" / "pets")
     said = told(new)
     assert "calibration: from 24 images" in said
@@ -183,7 +183,7 @@ def test_calibrate_recognises_the_images_of_the_training(colours: Path, tmp_path
     assert "calibration error" not in said
     assert task.spec.training["calibration"] == "24 held-out images (pets)"
     shutil.copy(tmp_path / "2024" / "pets" / "red" / "0.png", new / "red" / "seen.png")
-    assert "learned from some of these images" in told(new)
+    assert "trained on some of these images" in told(new)
     task.update_spec(training={"data": "pets"})  # as of an older version
     assert "rename the folder or file" in told(new)
     newer = new.rename(tmp_path / "2025" / "newer")

@@ -97,7 +97,7 @@ def test_compose_and_verify(files: tuple[Path, Path], folder: Path, tmp_path: Pa
 
 
 def test_errors_are_one_line(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
-    assert "attach 'pets' too" in start("compose", files[1], "-o", tmp_path / "x", code=1).stderr
+    assert "Add pets.safetensors" in start("compose", files[1], "-o", tmp_path / "x", code=1).stderr
     assert not (tmp_path / "x").exists()
     assert (
         "two tasks are called 'pets'"

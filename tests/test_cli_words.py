@@ -303,12 +303,12 @@ def test_tasks_that_do_not_go_together_are_told_for_the_shell(
     assert "contains 2 tasks" in shell("compose", "cats=both.safetensors", "-o", "x", code=1).err
     assert "give it once" in shell("compose", "pets.safetensors", "pets.safetensors", "-o", "x", code=1).err
     for command, advice in (
-        (("compose", "child.safetensors", "-o", "x"), "add pets.safetensors"),
-        (("verify", "-b", "vit", "-t", "child.safetensors"), "add -t pets.safetensors"),
-        (("eval", "nothing", "-b", "vit", "-t", "child.safetensors"), "add -t pets.safetensors"),
-        (("train", "nothing", "-b", "vit", "--extends", "child.safetensors"), "add --extends pets.safetensors"),
+        (("compose", "child.safetensors", "-o", "x"), "Add pets.safetensors"),
+        (("verify", "-b", "vit", "-t", "child.safetensors"), "Add -t pets.safetensors"),
+        (("eval", "nothing", "-b", "vit", "-t", "child.safetensors"), "Add -t pets.safetensors"),
+        (("train", "nothing", "-b", "vit", "--extends", "child.safetensors"), "Add --extends pets.safetensors"),
     ):
-        assert f"attach 'pets' too; {advice} " in shell(*command, code=1).err
+        assert f"which was not given. {advice}, or the path" in shell(*command, code=1).err
 
 
 def test_baselines_are_refused_where_they_cannot_go(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_bad_options_are_refused_before_anything_is_read(shell: Shell, tmp_path:
 def test_a_table_of_one_class_is_told_of_rows(tmp_path: Path) -> None:
     save_images(tmp_path, "1.png", "2.png")
     (tmp_path / "one.csv").write_text("path,label\n1.png,a\n2.png,a\n")
-    with pytest.raises(DataError, match="add images of another class, in a folder or rows of their own"):
+    with pytest.raises(DataError, match="Add a folder, or rows of a table, for another class"):
         load_data(tmp_path / "one.csv")
 
 
@@ -349,19 +349,19 @@ def identity(*rates: float, **changes: Any) -> dict[str, Any]:
 
 def test_a_refused_resume_names_what_differs() -> None:
     assert compare_identities(identity(0.1), identity(0.1)) == ([], "")
-    assert compare_identities(identity(0.1), identity(0.5)) == (["recipe"], "lr 0.1 there, 0.5 here")
+    assert compare_identities(identity(0.1), identity(0.5)) == (["recipe"], "lr 0.1 in the checkpoint, 0.5 now")
     flipped = identity(0.1, augment=Augment(flip=0.0), epochs=3)
     assert compare_identities(identity(0.1), flipped) == (
         ["recipe"],
-        "epochs 15 there, 3 here; augment.flip null there, 0.0 here",
+        "epochs 15 in the checkpoint, 3 now; augment.flip null in the checkpoint, 0.0 now",
     )
     assert compare_identities(identity(0.03, 0.1, 0.3), identity(0.5)) == (
         ["recipe"],
-        "3 runs there, 1 here; lr 0.03, 0.1, 0.3 there, 0.5 here",
+        "3 runs in the checkpoint, 1 now; lr 0.03, 0.1, 0.3 in the checkpoint, 0.5 now",
     )
-    assert compare_identities(identity(0.1), identity(0.1, 0.1)) == (["runs"], "1 run there, 2 here")
+    assert compare_identities(identity(0.1), identity(0.1, 0.1)) == (["runs"], "1 run in the checkpoint, 2 now")
     kept = {**identity(0.1), "features": None}
-    assert compare_identities(identity(0.1), kept) == (["features"], 'features "float16" there, null here')
+    assert compare_identities(identity(0.1), kept) == (["features"], 'features "float16" in the checkpoint, null now')
 
 
 def test_offline_the_hub_is_quiet_and_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

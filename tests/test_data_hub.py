@@ -53,7 +53,7 @@ def test_known_name_says_what_to_fetch(name: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("MEMORO_DATA", str(tmp_path / "sets"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        DataError, match=rf"{name} was not found.*Fetch .*{tmp_path}/sets or data as {name}.*MEMORO_DATA"
+        DataError, match=rf"{name} was not found.*Download .*{tmp_path}/sets or data as {name}.*MEMORO_DATA"
     ):
         load_data(name)
 

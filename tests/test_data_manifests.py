@@ -73,7 +73,7 @@ def test_numbers_come_in_the_order_of_the_labels(tmp_path: Path) -> None:
     assert splits.labels == ("x", "y")
     assert splits.train is not None
     assert splits.train.targets.tolist() == [[1, 10], [2, 20]]
-    with pytest.raises(DataError, match="the numbers are x, y, but a, b were asked for: rename the columns"):
+    with pytest.raises(DataError, match=r"label columns are x, y, but the task predicts a, b\. Rename the columns"):
         load_data(path, label_column=["x", "y"], labels=["a", "b"])
     other = load_data(path, kind="regression", label_column="x", labels=["width"], val_fraction=0)
     assert other.labels == ("width",)
@@ -88,16 +88,16 @@ def test_numbers_come_in_the_order_of_the_labels(tmp_path: Path) -> None:
         ("path,label\n0.png,\n1.png,\n", r"contains no images. set.csv: 2 images were left out: they have no label"),
         (
             "path,age\n" + "".join(f"0.png,{at}.5\n" for at in range(20)) + "1.png,unknown\n",
-            r"column 'age' has numbers, but also 'unknown' \(1 of 21 rows\): leave those cells empty.*--kind class",
+            r"column 'age' mixes numbers and text \('unknown', 1 of 21 rows\)\. Empty these cells.*--kind class",
         ),
         ("path,number\n0.png,inf\n", "not a finite number"),
-        ("photo,what\n0.png,a\n", r"no column for the image's path among 'photo', 'what'.*image_column"),
-        ("path,what\n0.png,a\n", r"no column for the label among 'what'.*label_column"),
+        ("photo,what\n0.png,a\n", r"no column for the image's path \(columns: 'photo', 'what'\).*image_column"),
+        ("path,what\n0.png,a\n", r"no column for the label \(columns: 'what'\).*label_column"),
         ("path,label,split\n0.png,a,train\n1.png,b,later\n", r"line 3: unknown split 'later': choose one of train"),
         ("path,label\n,a\n", "line 2: there is no path"),
         ("path,label\n", "there are no rows"),
         ("", "not a readable CSV"),
-        ("path,label\n0.png,a\n1.png,a\n", "one class only"),
+        ("path,label\n0.png,a\n1.png,a\n", "only one class was found"),
         ("path,labels\n0.png,\n1.png,\n", "no image has a label"),
     ],
 )
@@ -186,7 +186,9 @@ def test_missing_files_count_as_unreadable(tmp_path: Path) -> None:
     [(where, reason)] = load_data(path).skipped
     assert (Path(where).name, reason) == ("gone.png", "no such file")
     path = csv(tmp_path, "path,label\ngone.png,a\nlost.png,b\n")
-    with pytest.raises(DataError, match=r"none of its 2 images exists, such as .*gone\.png: paths are relative to"):
+    with pytest.raises(
+        DataError, match=r"none of the 2 images was found, for example .*gone\.png\. Paths are relative to"
+    ):
         load_data(path)
     path = csv(tmp_path, "path,label\ngone.png,a\nlost.png,b\n0.png,a\n1.png,b\n")
     with pytest.raises(DataError, match=r"2 of 4 images cannot be read.*gone\.png: no such file"):

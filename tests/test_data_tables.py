@@ -81,7 +81,7 @@ def test_dataset_images_without_label_are_left_out() -> None:
 def test_dataset_of_unnamed_classes_and_odd_columns() -> None:
     numbers = table(12).remove_columns("label").add_column("label", [10, 9] * 6)
     assert load_data(numbers).labels == ("9", "10")
-    with pytest.raises(DataError, match=r"no column for the label among 'other'.*label_column"):
+    with pytest.raises(DataError, match=r"no column for the label \(columns: 'other'\).*label_column"):
         load_data(numbers.rename_column("label", "other"))
     with pytest.raises(DataError, match="not images"):
         load_data(datasets.Dataset.from_dict({"image": [1, 2], "label": ["a", "b"]}))

@@ -201,9 +201,12 @@ def test_evaluate_says_what_it_left_out_and_what_was_learned(
     [found] = memoro.evaluate(backbone, task, tmp_path / "set", workers=0, log=said.append).values()
     assert found["skipped"] == 1
     assert any(text.startswith("note: 1 unreadable image was left out") for text in said)
-    assert any("squares learned from some of them: this is not the accuracy on new images" in text for text in said)
+    assert any(
+        "squares was trained on some of these images, so this overestimates accuracy on new images" in text
+        for text in said
+    )
     memoro.evaluate(backbone, task, tmp_path / "set", workers=0)
-    assert "learned from some of them" in capsys.readouterr().err, "without a log too"
+    assert "trained on some of these images" in capsys.readouterr().err, "without a log too"
 
 
 @pytest.mark.parametrize("how", ["csv", "object", "saved", "metadata"])

@@ -159,7 +159,7 @@ def test_the_page_names_the_thresholds(tiny: memoro.Backbone, tmp_path: Path) ->
     (tmp_path / "tags.csv").write_text("path,labels\n" + "".join(f"red/{n:03}.png,{'ab'[n % 2]}\n" for n in range(4)))
     task = memoro.new_task(tiny, "tags", ["a", "b"], head="multilabel", seed=0)
     for calibration, words in (
-        (None, "A label is found where its probability is at least 0.50."),
+        (None, "A label is predicted if its probability is at least 0.50."),
         (Calibration((1.0, 1.0), (0.3, 0.8), (), 30, "validation"), "at least its threshold, from 0.30 to 0.80."),
     ):
         task.update_spec(calibration=calibration)

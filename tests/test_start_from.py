@@ -110,7 +110,9 @@ def test_eval_measures_known_classes_and_lists_the_rest(shell: Callable[..., Any
     known = json.loads(shell("eval", "two", "-t", "colours.safetensors", "--workers", 0, "--json").stdout)["colours"]
     assert "unknown_classes" not in known
     save_squares(tmp_path / "none", {"blue": 4, "grey": 4})
-    assert "do not match" in str(shell("eval", "none", "-t", "colours.safetensors", code=1).exception)
+    assert "labels that the task does not have" in str(
+        shell("eval", "none", "-t", "colours.safetensors", code=1).exception
+    )
 
 
 def test_eval_of_several_labels_ignores_unknown_ones(shell: Callable[..., Any], tmp_path: Path) -> None:

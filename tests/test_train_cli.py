@@ -183,7 +183,7 @@ def test_eval_of_one_set_and_of_one_for_each(root: Path) -> None:
     assert "one pass over 9 images for colour" in table.stderr
     assert run(root, "eval", "set", "-b", "vit", "-t", "colour.safetensor[s]", "--workers", 0, "--json").json == alone
     own = run(root, "eval", "set/train", "-b", "vit", "-t", "colour.safetensors", "--workers", 0)
-    assert "colour learned from some of them: this is not the accuracy on new images" in own.stderr
+    assert "colour was trained on some of these images, so this overestimates accuracy on new images" in own.stderr
     new = run(root, "eval", "set/test", "-b", "vit", "-t", "colour.safetensors", "--workers", 0)
     assert "None of them is among the recorded training images" in new.stderr
     for data in (["set", "numbers"], ["colour=a", "colour=b"]):
@@ -237,14 +237,14 @@ def test_extends(root: Path, tmp_path: Path) -> None:
     assert [parent.name for parent in memoro.load_task(child).parents] == ["colour"]
     assert (root / "colour.safetensors").read_bytes() == before
     alone = run(root, *common, "--task", "grandchild", "--extends", child, "-o", grandchild, code=1).stderr
-    assert "attach 'colour' too" in alone
+    assert "Add --extends colour.safetensors" in alone
     both = ("--extends", child, "--extends", "colour.safetensors")
     record = run(root, *common, "--task", "grandchild", *both, "-o", grandchild).json
     files = [part for file in (grandchild, child, root / "colour.safetensors") for part in ("-t", file)]
     figures = run(root, "eval", "set", "-b", "vit", *files, "--workers", 0, "--json").json
     assert set(figures) == {"grandchild", "child", "colour"}
     assert figures["grandchild"]["loss"] == pytest.approx(record["metrics"]["loss"], abs=1e-5)
-    assert "attach 'child' too" in run(root, "eval", "set", "-b", "vit", *files[:2], code=1).stderr
+    assert "Add -t child.safetensors" in run(root, "eval", "set", "-b", "vit", *files[:2], code=1).stderr
 
     task = memoro.load_task(root / "colour.safetensors")
     task.head.bias.data.add_(1.0)
@@ -257,7 +257,7 @@ BAD: list[tuple[list[object], str]] = [
     (["set", *TRAIN, "--regime", "magic"], "unknown regime 'magic'"),
     (["nowhere", *TRAIN], "no such file or folder"),
     (["set/train/red", *TRAIN], "class"),
-    (["one", *TRAIN], "one class only"),
+    (["one", *TRAIN], "only one class was found"),
     (["set", *TRAIN, "--task", "a/b"], "looks like a path"),
     (["set", *TRAIN, "--task", "base"], "reserved"),
     (["set", *TRAIN, "--lr", "-1"], "lr -1.0"),

@@ -334,7 +334,7 @@ def test_tables_of_every_kind(kind: Any, backbone: Backbone, tmp_path: Path) -> 
 
 def test_labels_and_kinds_must_match(backbone: Backbone, squares: Path, tmp_path: Path) -> None:
     task = new_task(backbone, "t", ["red", "green"])
-    with pytest.raises(DataError, match=r"do not match the task's.*blue"):
+    with pytest.raises(DataError, match=r"labels that the task does not have.*blue"):
         fit(backbone, task, squares, **QUICK)
     splits = load_data(squares, workers=0, quiet=True)
     swapped = new_task(backbone, "t", LABELS)  # the same classes, numbered otherwise

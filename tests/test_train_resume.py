@@ -344,7 +344,7 @@ def test_a_damaged_checkpoint_is_refused(trainer: Trial, tmp_path: Path, data: b
         data = (tmp_path / "calm.safetensors").read_bytes()
     assert isinstance(data, bytes)
     path.write_bytes(data)
-    with pytest.raises(TrainingError, match=r"is damaged, or is not a checkpoint .*: start again without --resume"):
+    with pytest.raises(TrainingError, match=r"is damaged, or is not a checkpoint .*: start over without --resume"):
         trainer.train("calm", resume=True)
     assert path.read_bytes() == data
 

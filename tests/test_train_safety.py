@@ -171,7 +171,7 @@ def test_a_file_that_could_not_be_written_is_written_by_a_resume(
     with monkeypatch.context() as patch:
         patch.setattr("memoro.tasks.record.write_whole", full)
         told = shell(*command, code=1)
-    assert "The training is saved in runs/many: --resume writes it" in told
+    assert "The weights are saved in runs/many. Fix the problem, then run the same command with --resume" in told
     assert not Path("t.safetensors").exists()
     monkeypatch.setattr(Trainer, "step", lambda *given: pytest.fail("it was trained again"))
     shell(*command, "--resume")

@@ -233,8 +233,8 @@ def test_other_images_need_no_labels(colours: Path, tmp_path: Path) -> None:
     whole = evaluate_trust(backbone, [task], colours / "own", **{**some, "false_alarms": 0.01})["own"]
     assert half["false_alarms"] > whole["false_alarms"]
     assert said == [
-        "note: own: its familiarity is measured against 40 images, too few for a share of 0.01: only images that look "
-        "stranger than all of them are unfamiliar."
+        "note: own: familiarity is based on 40 images, too few for a false-alarm rate of 0.01: only images more "
+        "unusual than all of them are unfamiliar."
     ]
     for name in ("broken.png", "empty.png"):
         (plain / name).write_bytes(b"no image")

@@ -43,8 +43,8 @@ def find_backbone(
         _check_config(record)
         return _check(record, load_checkpoint(record.name, dtype, device, processor, use_safetensors=True))
     raise BackboneError(
-        f"the tasks were trained on {record}, and files do not say where a folder is: pass it with -b FOLDER (in "
-        f"Python, load_backbone(FOLDER)), or set {FOLDERS} to the folder that holds it."
+        f"the tasks were trained on {record}, a local folder whose path is not stored in task files. Pass it with -b "
+        f"FOLDER (in Python, load_backbone(FOLDER)), or set {FOLDERS} to its parent folder."
     )
 
 

@@ -49,10 +49,11 @@ ImageColumn = Annotated[
     str | None, typer.Option(help="Column of a table with the images.", show_default="path or image")
 ]
 AllowAbsolute = Annotated[
-    bool, typer.Option("--allow-absolute", help="Trust a table that names files outside its folder.")
+    bool, typer.Option("--allow-absolute", help="Allow a table that you trust to name files outside its folder.")
 ]
 MaxUnreadable = Annotated[
-    float, typer.Option(min=0, max=1, help="Fraction of images that may be unreadable; they are left out.")
+    float,
+    typer.Option(min=0, max=1, help="Maximum fraction of unreadable images, which are skipped."),
 ]
 
 
@@ -175,8 +176,7 @@ def _checked(found: Sequence[tuple[str, Any]], option: str) -> list[Any]:
             if parent.name not in places:
                 more = quoted(*filter(None, [option]), f"{parent.name}.safetensors")
                 raise CompositionError(
-                    f"{model.name!r} extends {parent.name!r}, which is not here: attach {parent.name!r} too; "
-                    f"add {more} (or where that file is)."
+                    f"{model.name!r} extends {parent.name!r}, which was not given. Add {more}, or the path of its file."
                 )
     return [model for _, model in found]
 

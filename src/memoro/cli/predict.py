@@ -64,11 +64,13 @@ def predict(
     ] = None,
     unfamiliar: Annotated[
         Literal["mark", "drop", "keep"],
-        typer.Option("--unfamiliar", help="What happens to answers about unfamiliar images."),
+        typer.Option("--unfamiliar", help="Mark answers for unfamiliar images, drop them, or keep them unmarked."),
     ] = "mark",
     false_alarms: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Share of a task's own images that may be called unfamiliar."),
+        typer.Option(
+            min=0, max=1, help="Familiarity below which an image is unfamiliar: the false-alarm rate on own images."
+        ),
     ] = 0.01,
     embeddings: Annotated[
         bool,
@@ -96,7 +98,9 @@ def predict(
     allow_absolute: Annotated[
         bool,
         typer.Option(
-            "--allow-absolute", help="Trust a table that names files outside its folder.", rich_help_panel=_MANY
+            "--allow-absolute",
+            help="Allow a table that you trust to name files outside its folder.",
+            rich_help_panel=_MANY,
         ),
     ] = False,
     streaming: Annotated[

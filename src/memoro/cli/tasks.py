@@ -146,7 +146,7 @@ def verify(
 @app.command("calibrate")
 def calibrate_task(
     file: Annotated[Path, typer.Argument(help="A task file.", show_default=False)],
-    data: Annotated[str, typer.Argument(help="Labelled images that the task did not learn from.", show_default=False)],
+    data: Annotated[str, typer.Argument(help="Labelled images that the task was not trained on.", show_default=False)],
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
     label_column: LabelColumn = None,

@@ -59,10 +59,10 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         str | None, None, _DATA, "Column of a table with the images.", show_default="path or image"
     ),
     "allow_absolute": _option(
-        bool, False, _DATA, "Trust a table that names files outside its folder.", "--allow-absolute"
+        bool, False, _DATA, "Allow a table that you trust to name files outside its folder.", "--allow-absolute"
     ),
     "max_unreadable": _option(
-        float, 0.05, _DATA, "Fraction of images that may be unreadable; they are left out.", min=0, max=1
+        float, 0.05, _DATA, "Maximum fraction of unreadable images, which are skipped.", min=0, max=1
     ),
     "image_size": _option(
         int | None, None, _DATA, "Input size in pixels; resize and crop are scaled together.",

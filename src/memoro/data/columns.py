@@ -67,8 +67,8 @@ def choose_columns(
         if options.labels is not None and len(values) > 1:
             if sorted(options.labels) != sorted(values):
                 raise DataError(
-                    f"{name}: the numbers are {', '.join(values)}, but {', '.join(options.labels)} were asked for: "
-                    "rename the columns, so that it is clear which is which."
+                    f"{name}: the label columns are {', '.join(values)}, but the task predicts "
+                    f"{', '.join(options.labels)}. Rename the columns to match."
                 )
             values = tuple(options.labels)
         return Columns(image, values, "regression", values)
@@ -136,8 +136,8 @@ def _refuse_mixture(column: str, cells: Sequence[Any]) -> None:
     others = [cell for cell in cells if isinstance(cell, str) and cell.strip() and as_numbers([cell]) is None]
     if others and len(numbers) >= 9 * len(others) and not all(number.is_integer() for number in numbers):
         raise DataError(
-            f"column {column!r} has numbers, but also {others[0]!r} ({len(others)} of {len(cells)} rows): leave those "
-            "cells empty, and the rows are left out; or use --kind class, if these are classes."
+            f"column {column!r} mixes numbers and text ({others[0]!r}, {len(others)} of {len(cells)} rows). Empty "
+            "these cells to skip their rows, or use --kind class if the values are classes."
         )
 
 
@@ -160,8 +160,8 @@ def _find_column(present: Sequence[str], asked: str | None, usual: Sequence[str]
             return lower[candidate]
     what = "label" if argument == "label_column" else "image's path" if usual[0] == "path" else "image"
     raise DataError(
-        f"{name}: no column for the {what} among {', '.join(map(repr, present)) or 'none at all'}; "
-        f"call it {usual[0]!r}, or name it with {argument}."
+        f"{name}: no column for the {what} (columns: {', '.join(map(repr, present)) or 'none'}). Rename one to "
+        f"{usual[0]!r}, or name it with {argument}."
     )
 
 

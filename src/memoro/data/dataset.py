@@ -187,8 +187,8 @@ def refuse_many(skipped: Sequence[Skipped], total: int, name: str, most: float =
         return
     if len(skipped) == total and all(reason == NO_FILE for _, reason in skipped):
         raise DataError(
-            f"{name}: none of its {total} images exists, such as {skipped[0].where}: paths are relative to the folder "
-            "of the table. Correct them, or name the column of the paths with image_column."
+            f"{name}: none of the {total} images was found, for example {skipped[0].where}. Paths are relative to the "
+            "table's folder. Correct them, or name the column of the paths with image_column."
         )
     first = "; ".join(f"{where}: {reason}" for where, reason in skipped[:5])
     more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""

@@ -81,8 +81,9 @@ def explain_known(known: KnownSet, reason: str = "") -> DataError:
     places = " or ".join(map(str, _places()))
     hub = f" Or download {known.hub} from the hub while online." if known.hub else ""
     return DataError(
-        f"{known.name} was not found{reason}. Fetch {known.fetch}; put it into {places} as {known.name} (a folder), "
-        f"{known.name}.zip, {known.name}.csv or {known.name}.parquet; $MEMORO_DATA names another place.{hub}"
+        f"{known.name} was not found{reason}. Download {known.fetch}, and save it in {places} as {known.name} (a "
+        f"folder), {known.name}.zip, {known.name}.csv or {known.name}.parquet. "
+        f"Set $MEMORO_DATA to use another folder.{hub}"
     )
 
 

@@ -167,15 +167,15 @@ def _labels(
         unknown = sort_labels(everything - set(asked))
         if unknown:
             raise DataError(
-                f"{name}: the labels do not match the task's. Not among its {len(asked)}: {first_few(unknown)}; "
-                f"it knows {first_few(tuple(asked))}. Rename the classes, or train a task for them."
+                f"{name}: the data has labels that the task does not have: {first_few(unknown)}. The task's labels are "
+                f"{first_few(tuple(asked))}. Rename the labels, or train a new task."
             )
         return tuple(asked)
     labels = raw.labels or sort_labels(present.get("train") or everything)
     if raw.kind == "softmax" and len(labels) < 2:
         raise DataError(
-            f"{name}: one class only ({first_few(labels)}); add images of another class, in a folder or rows of their "
-            "own. If a table has the labels, give that file instead of the folder."
+            f"{name}: only one class was found ({first_few(labels)}), but training needs at least two. Add a folder, "
+            "or rows of a table, for another class. If the labels are in a table, pass that file instead of the folder."
         )
     if not labels:
         raise DataError(f"{name}: no image has a label.")
@@ -218,7 +218,7 @@ def _drop_unseen(parts: dict[SplitName, RawSplit]) -> list[str]:
         dropped = left_out(len(part.rows) - len(keep), f"{split} image")
         known = {label.casefold() for label in seen}
         warning = "warning: " if any(label.casefold() in known for label in unseen) else ""  # Red and red
-        notes.append(f"{warning}{dropped}: no training image shows {first_few(unseen)}.")
+        notes.append(f"{warning}{dropped}, because their classes have no training images: {first_few(unseen)}.")
         parts[split] = RawSplit(part.source, [part.rows[at] for at in keep], [part.annotations[at] for at in keep])
         if not keep:
             del parts[split]

@@ -99,8 +99,8 @@ def write_page(path: Path, model: Composition, results: dict[str, DemoResult], c
             f"{cost.separate:.2f}."),
         table(RESULT_COLUMNS, result_rows(results)),
         tag("h2", "Answers of all tasks to some test images, from one pass"),
-        tag("p", "Green is right, red is wrong, grey is a task that was not trained on such images: unfamiliar, where "
-            "it notices that."),
+        tag("p", "Green: correct. Red: wrong. Grey: the task was not trained on this kind of image; “unfamiliar” means "
+            "that it detected this."),
         tag("div", *(_card(image, answers) for image, answers in answered), class_="cards"),
         tag("h2", "Cost, in plain passes of the backbone"),
         bar_chart(_costs(cost, len(results)), ""),

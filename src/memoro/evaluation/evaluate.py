@@ -117,7 +117,10 @@ def _check_new(images: ImageSet, split: str, models: Sequence[Task | Baseline], 
     names = [model.name for model in models]
     on_record = [model for model in models if SKETCH in model.spec.training]
     learned = [model.name for model in on_record if learned_from(model, images, splits) is not None]
-    optimistic = f"{', '.join(learned)} learned from some of them: this is not the accuracy on new images."
+    was = "was" if len(learned) == 1 else "were"
+    optimistic = (
+        f"{', '.join(learned)} {was} trained on some of these images, so this overestimates accuracy on new images."
+    )
     if split == "test":
         return f"warning: {images.name}: {optimistic}" if learned else None
     count = format_count(len(images), "image")

@@ -167,7 +167,7 @@ def _classes(report: TaskReport) -> Iterator[Html]:
         limits = report.calibration.thresholds if report.calibration is not None else (0.5,)
         low, high = f"{min(limits):.2f}", f"{max(limits):.2f}"
         least = f"at least {low}" if low == high else f"at least its threshold, from {low} to {high}"
-        yield tag("p", f"A label is found where its probability is {least}.", class_="soft")
+        yield tag("p", f"A label is predicted if its probability is {least}.", class_="soft")
     yield fold_rows(columns, rows, 20, "row", left=2 if report.task.kind == "softmax" else 1)
 
 
@@ -230,9 +230,9 @@ def _familiarity(report: TaskReport) -> Iterator[Html]:
     few = found.images * FALSE_ALARMS < 1
     yield tag(
         "p",
-        f"How unusual {format_count(found.images, 'image')} of the task's own look to a description made without them. "
-        "An image to the right of the dashed line is marked as unfamiliar when the task is used; "
-        f"{'none' if few else f'about {FALSE_ALARMS:.0%}'} of its own images are there.",
+        f"Distances of {format_count(found.images, 'held-out image')} from the training images. Images to the right of "
+        "the dashed line are marked as unfamiliar, which "
+        f"{'none' if few else f'about {FALSE_ALARMS:.0%}'} of the task's own images are.",
         class_="soft",
     )
 
@@ -273,8 +273,8 @@ def _duplicates(report: TaskReport) -> Iterator[Html]:
     if rows:
         yield tag(
             "p",
-            f"{format_count(len(rows), 'pair')} of images in different splits look the same. A score on images that "
-            "were learned from is too good: remove one of each pair.",
+            f"{format_count(len(rows), 'pair')} of images in different splits look the same. Metrics are too "
+            "optimistic if a test image is also in the training split: remove one image of each pair.",
         )
         yield tag("div", *cards, class_="cards wide")
         yield fold_rows(["image", "looks like", "similarity"], rows, DUPLICATES, "pair", left=2)

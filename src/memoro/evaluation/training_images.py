@@ -39,13 +39,13 @@ def learned_from(task: Task | Baseline, images: ImageSet, splits: Splits) -> str
     if isinstance(sketch, list):
         known = set(map(str, sketch))
         if any(_short_hash(images, index) in known for index in range(len(images))):
-            return f"{task.name} learned from some of these images"
+            return f"{task.name} was trained on some of these images"
         return None
     history = training.get("history")
     earlier = [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
     if splits.val is None and splits.name in [entry.get("data") for entry in (training, *earlier)]:
         return (
-            f"{task.name} was trained on data named {splits.name}, and its file does not say on which images (if these "
-            "are new, rename the folder or file)"
+            f"{task.name} may have been trained on these images, because its training data was also called "
+            f"{splits.name} (if they are new, rename the folder or file)"
         )
     return None

@@ -110,9 +110,8 @@ def evaluate_trust(
             shares, described = own.judged[name].familiarity, model.tasks[name].spec.familiarity
             if described is not None and described.images * false_alarms < 1:
                 log(
-                    f"note: {name}: its familiarity is measured against {format_count(described.images, 'image')}, "
-                    f"too few for a share of {false_alarms:g}: only images that look stranger than all of them are "
-                    "unfamiliar."
+                    f"note: {name}: familiarity is based on {format_count(described.images, 'image')}, too few for a "
+                    f"false-alarm rate of {false_alarms:g}: only images more unusual than all of them are unfamiliar."
                 )
             results[name] |= {
                 "false_alarms": float((shares < false_alarms).double().mean()),
@@ -275,7 +274,9 @@ def verify_tasks(model: Composition, data: Mapping[str, Any], **reading: Any) ->
         if name not in model.names:
             raise DataError(f"no task {name!r} among {', '.join(model.names)}: write NAME=DATA with one of these.")
         if model.tasks[name].kind != "softmax":
-            raise DataError(f"{name!r} does not answer with one class: leave it out of --data.")
+            raise DataError(
+                f"{name!r} is not a single-label task, so its accuracy cannot be compared: remove it from --data."
+            )
         _, images, split, _ = load_test_images(source, model.tasks[name], **reading)
         alone, targets = collect_outputs(model.alone(name), images, [name])
         together, _ = collect_outputs(model, images, model.names)
@@ -331,10 +332,12 @@ def calibrate(
     (preprocessing,) = model.passes([task.name])
     parts = [images for images in (splits.train, splits.val) if images is not None]
     if not parts:
-        raise DataError(f"{splits.name} has only test images, which must not be used: rename its folder.")
+        raise DataError(
+            f"{splits.name} has only a test split, which is not used for calibration. Rename test/ to train/ to use it."
+        )
     reason = learned_from(task, parts[-1], splits)
     if reason is not None and task.spec.familiarity is not None:
-        log(f"{reason}: nothing is changed. Pass images that the task did not learn from.")
+        log(f"{reason}: nothing is changed. Pass images that the task was not trained on.")
         return
     tokens, targets = [], []
     for images in parts:
@@ -347,7 +350,7 @@ def calibrate(
     changes: dict[str, Any] = {}
     facts = dict(task.spec.training)
     if familiarity is None:
-        log("the familiarity stays as it is: too few images, or tokens out of range.")
+        log("familiarity was not updated: there are too few images, or the backbone's features are out of range.")
     else:
         changes["familiarity"] = familiarity
         facts["familiarity"] = f"{familiarity.images} images of {splits.name}, out of fold"
@@ -355,7 +358,7 @@ def calibrate(
         before = "" if known is None else f" (before: {known.images})"
         log(f"familiarity: from {format_count(familiarity.images, 'image')}{before}")
     if reason is not None:
-        log(f"{reason}: the calibration stays as it is. To calibrate, pass images that the task did not learn from.")
+        log(f"{reason}: the calibration stays as it is. To calibrate, pass images that the task was not trained on.")
     else:
         answers, held = collect_outputs(model, parts[-1], [task.name], batch_size=batch_size, workers=workers)
         calibration = fit_calibration(task.kind, answers.logits[task.name], held, splits.name)
@@ -371,7 +374,7 @@ def calibrate(
                     facts["familiarity"] += f"; answers to {answered.images} of them"
             changes["calibration"] = calibration
             facts["calibration"] = describe_calibration(calibration, len(held))
-            log(f"calibration: from {format_count(calibration.images, 'image')}; they must be new to the task")
+            log(f"calibration: from {format_count(calibration.images, 'image')} (the task must not be trained on them)")
             former = measure_task(task, answers.logits[task.name], held)
             decided = decide_unseen(task.kind, answers.logits[task.name], held)
             after = {} if decided is None else measure(task.kind, task.labels, decided, held)

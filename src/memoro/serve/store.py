@@ -253,12 +253,14 @@ def _check(model: Composition, names: Sequence[str]) -> None:
         resize = steps.resize if isinstance(steps.resize, tuple) else (steps.resize or 0,)
         if max((*resize, *(steps.crop or ()))) > MAX_INPUT_SIDE:
             raise ServeError(
-                f"{_listed(members)}: images of more than {MAX_INPUT_SIDE} pixels a side are too large.", 422
+                f"{_listed(members)}: the server takes inputs of at most {MAX_INPUT_SIDE} pixels a side. Train with a "
+                "smaller --image-size.",
+                422,
             )
         pixels = steps.to_tensor(Image.new("RGB", (64, 64), (128, 96, 64)))
         logits = run_pass(model, pixels.unsqueeze(0), members).logits
         if broken := [name for name in members if not torch.isfinite(logits[name]).all()]:
-            raise ServeError(f"{_listed(broken)}: the answer to a plain image is not a finite number.", 422)
+            raise ServeError(f"{_listed(broken)}: the answer to a test image is NaN or infinite. Train it again.", 422)
 
 
 def _check_childless(model: Composition, name: str, action: str) -> None:

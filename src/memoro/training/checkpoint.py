@@ -96,7 +96,7 @@ def _damage(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise TrainingError(
-            f"{path} is damaged, or is not a checkpoint ({error}): start again without --resume."
+            f"{path} is damaged, or is not a checkpoint ({error}): start over without --resume."
         ) from None
 
 
@@ -121,7 +121,7 @@ def _check_identity(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> 
     if changed:
         raise TrainingError(
             f"cannot resume: {', '.join(changed)} differ from those of the checkpoint in {path.parent}"
-            f"{f' ({details})' if details else ''}. Use the same settings and data, or start again without --resume."
+            f"{f' ({details})' if details else ''}. Use the same settings and data, or start over without --resume."
         )
 
 
@@ -163,16 +163,16 @@ def compare_identities(saved: dict[str, Any], here: dict[str, Any]) -> tuple[lis
     details = []
     if runs[0] != runs[1]:
         changed = changed or ["runs"]
-        details.append(f"{format_count(runs[0], 'run')} there, {runs[1]} here")
+        details.append(f"{format_count(runs[0], 'run')} in the checkpoint, {runs[1]} now")
     for key in changed:
         if key in {"recipe", "task", "preprocessing"}:
             sides = [_settings(identity.get(key)) for identity in (saved, here)]
             for name in dict.fromkeys((*sides[1], *sides[0])):
                 there, now = (", ".join(side.get(name, ["none"])) for side in sides)
                 if there != now:
-                    details.append(f"{name} {_shorten(there)} there, {_shorten(now)} here")
+                    details.append(f"{name} {_shorten(there)} in the checkpoint, {_shorten(now)} now")
         elif key in {"features", "halving"}:
-            details.append(f"{key} {json.dumps(saved.get(key))} there, {json.dumps(here[key])} here")
+            details.append(f"{key} {json.dumps(saved.get(key))} in the checkpoint, {json.dumps(here[key])} now")
     return changed, "; ".join(details)
 
 

@@ -243,7 +243,7 @@ def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
             raise TrainingError(f"{task.name!r} is an ensemble: continue its members with train(…, start_from=task).")
     if backbone.dtype == torch.float16:
         raise TrainingError(
-            f"{backbone.name} is in float16, in which small gradients vanish: load it with dtype='float32' (--dtype "
+            f"{backbone.name} is in float16, in which gradients underflow: load it with dtype='float32' (--dtype "
             "float32) or 'bfloat16'."
         )
     backbone.check_unchanged(read_weights=True)

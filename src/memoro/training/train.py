@@ -179,7 +179,9 @@ def train(
         final = sweeps[0].grid
         continued = len(final.rates) if final.ensemble == "rates" else final.seeds
         if continued < start.members:
-            options.note(f"{continued} of the {start.members} members of {start.name!r} are continued (--ensemble).")
+            options.note(
+                f"only {continued} of the {start.members} members of {start.name!r} are trained further (--ensemble)."
+            )
     if chosen.name == "side" and start is None and lr is None and from_layer is None:
         sweeps = [_add_earlier_fork(sweep, backbone.depth, options) for sweep in sweeps]
     if options.folder is not None:
@@ -191,8 +193,10 @@ def train(
         rows, best = found.rows if sweep.grid.choices > 1 else (), judge(found.best, options)
         result = TrainResult(**vars(best), rows=rows, score_name=sweep.score_name, skipped=sweep.splits.skipped)
         if result.metrics and rows and result.metrics["split"] != "test":
-            text = "has no test images: its metrics are those of the images it was selected on, so they are optimistic."
-            options.note(f"{sweep.plan.name} {text}")
+            text = (
+                "no test split, so metrics are those of the images that settings were chosen on: they are optimistic."
+            )
+            options.note(f"{sweep.plan.name}: {text}")
         if result.metrics and isinstance(result.task, Task) and result.task.spec.calibration is None:
             why = str(result.task.spec.training["calibration"]).removeprefix("none: ")
             what = "values have no interval" if result.task.kind == "regression" else "probabilities are not calibrated"
@@ -219,7 +223,9 @@ def _with_sizes(grid: Grid, regime: Regime, start: Task | None, backbone: Backbo
         own = replace(grid, cells=(start.cells,), from_layers=(start.from_layer,), ranks=(start.rank,))
         for name in ("cells", "from_layers", "ranks"):
             if getattr(grid, name) not in {free, getattr(own, name)}:
-                raise TrainingError(f"{start.name!r} keeps its cells, rank and layers: leave them out.")
+                raise TrainingError(
+                    f"{start.name!r} keeps its cells, rank and layers: leave out --cells, --rank and --from-layer."
+                )
         return own
     if regime.name == "head":
         if any(grid.cells) or grid.from_layers not in {free, (backbone.depth,)}:
@@ -320,6 +326,7 @@ def _save(result: TrainResult, file: Path, options: TrainOptions, *, write: bool
             options.note(f"{file} was there already: the old file is kept as {previous}.")
         save_baseline(task, file) if isinstance(task, Baseline) else save_task(task, file)
     except TaskFileError as error:
-        rest = "" if result.folder is None else f" The training is saved in {result.folder}: --resume writes it."
+        again = "Fix the problem, then run the same command with --resume to write the file."
+        rest = "" if result.folder is None else f" The weights are saved in {result.folder}. {again}"
         raise TaskFileError(f"{error}{rest}") from None
     return replace(result, file=file, previous=previous)

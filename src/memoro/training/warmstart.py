@@ -55,7 +55,7 @@ def compare_labels(old: Task, splits: Splits | Streams) -> str:
     parts += [
         f"{len(names)} {what} ({first_few(names)})" for what, names in (("new", new), ("dropped", dropped)) if names
     ]
-    return f"starting from {old.name!r} as it is, with its cells and layers: {', '.join(parts)}."
+    return f"starting from {old.name!r} with its cells, rank and layers: {', '.join(parts)}."
 
 
 def start_from(old: Task, fresh: Task, member: int = 0) -> Task:

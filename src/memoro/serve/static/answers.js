@@ -71,8 +71,8 @@ function bar(name, share, text, look) {
 function familiarity(name, answer) {
   if (answer.familiarity === undefined) return el("p", { class: "soft" }, "This task's file has no familiarity.");
   const share = answer.familiarity === 0 ? "none" : percent(answer.familiarity);
-  const strange = `${share} of its own images look at least as strange`;
-  if (answer.unfamiliar) return el("p", { class: "why" }, `The image looks unlike those that ${name} was trained on: ${strange}. Its answer is a guess.`);
+  const strange = `${share} of its own images look at least as unusual`;
+  if (answer.unfamiliar) return el("p", { class: "why" }, `This image is unlike those that ${name} was trained on: ${strange}. Do not rely on the answer.`);
   return el("p", { class: "soft" }, `Familiar: ${strange}.`);
 }
 
