@@ -245,7 +245,7 @@ def test_parents_are_suggested_in_quotes(shell: Callable[..., Any], backbone: Ba
     parent = random_task(backbone, "my fruits")
     memoro.save_task(memoro.new_task(backbone, "ripe", ["yes", "no"], extends=[parent]), tmp_path / "ripe.safetensors")
     done = shell("predict", "set", "-b", "vit", "-t", "ripe.safetensors", code=1)
-    assert "add -t 'my fruits.safetensors'" in str(done.exception)
+    assert "Add -t 'my fruits.safetensors'" in str(done.exception)
 
 
 def test_help_warns_of_flips(shell: Callable[..., Any]) -> None:
