@@ -128,11 +128,8 @@ def verify(
     model = compose(loaded, members)
     receipt = model.verify(sample_pixels(loaded, list(find_images(images)) if images else []))
     sets = dict(one.split("=", 1) for one in data or [])
-    found = (
-        verify_tasks(model, sets, **reading_options(label_column, image_column, allow_absolute, max_unreadable))
-        if sets
-        else {}
-    )
+    reading = reading_options(label_column, image_column, allow_absolute, max_unreadable)
+    found = verify_tasks(model, sets, **reading) if sets else {}
     if as_json:
         print_json({**receipt.to_json(), **({"accuracy": found} if found else {})})
     else:

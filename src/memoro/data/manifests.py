@@ -59,9 +59,9 @@ def find_metadata(folder: Path, options: DataOptions) -> list[Path]:
     usual = {options.task, *((options.labels or ()) if options.kind == "regression" else ())}
 
     def has_labels(names: Sequence[str]) -> bool:
-        if options.label_column is not None:
-            asked = options.label_column
-            return {asked} <= set(names) if isinstance(asked, str) else set(asked) <= set(names)
+        asked = options.label_column
+        if asked is not None:
+            return asked in names if isinstance(asked, str) else set(asked) <= set(names)
         return any(name in usual or name.lower() in KIND_OF_COLUMN for name in names)
 
     def find(place: Path) -> list[Path]:

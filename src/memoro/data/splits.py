@@ -218,7 +218,7 @@ def _drop_unseen(parts: dict[SplitName, RawSplit]) -> list[str]:
         dropped = left_out(len(part.rows) - len(keep), f"{split} image")
         known = {label.casefold() for label in seen}
         warning = "warning: " if any(label.casefold() in known for label in unseen) else ""  # Red and red
-        notes.append(f"{warning}{dropped}, because their classes have no training images: {first_few(unseen)}.")
+        notes.append(f"{warning}{dropped}: there are no training images of {first_few(unseen)}.")
         parts[split] = RawSplit(part.source, [part.rows[at] for at in keep], [part.annotations[at] for at in keep])
         if not keep:
             del parts[split]

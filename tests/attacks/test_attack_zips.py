@@ -1,0 +1,29 @@
+"""Zips that name a smaller size than they unpack to."""
+
+from __future__ import annotations
+
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+from test_data_folders import members, zipped
+
+from memoro.data import load_data
+
+
+def test_a_member_is_never_unpacked_beyond_the_size_that_it_names(tmp_path: Path) -> None:
+    """zipfile unpacks all of a member before it cuts it to that size; bzip2 and LZMA even if it is asked for less."""
+    for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        path = zipped(tmp_path / "set.zip", members(*(f"{label}/{at}.png" for label in "ab" for at in range(15))))
+        with zipfile.ZipFile(path, "a", method) as archive:
+            archive.writestr("a/large.png", bytes(100 * 2**20))
+        data = bytearray(path.read_bytes())
+        at = data.rfind(b"PK\x01\x02")
+        data[at + 24 : at + 28] = (5000).to_bytes(4, "little")
+        path.write_bytes(data)
+        tracemalloc.start()
+        splits = load_data(path, val_fraction=0, workers=0)
+        assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+        tracemalloc.stop()
+        assert [Path(one.where).name for one in splits.skipped] == ["large.png"]
+        path.unlink()
