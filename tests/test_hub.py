@@ -235,6 +235,18 @@ def test_a_card_does_not_go_among_other_files(pets: Task, tmp_path: Path) -> Non
     assert (tmp_path / "pets" / FILE).is_file()
 
 
+def test_a_card_keeps_the_file_of_another_task(pets: Task, backbone: Backbone, tmp_path: Path) -> None:
+    memoro.save_task(pets, tmp_path / "pets.safetensors")
+    memoro.save_task(random_task(backbone, "age", head="regression"), tmp_path / "age.safetensors")
+    run(tmp_path, "card", "pets.safetensors", "--out", "hub")
+    assert "kept" not in run(tmp_path, "card", "pets.safetensors", "--out", "hub").stderr
+    said = run(tmp_path, "card", "age.safetensors", "--out", "hub").stderr
+    assert f"{FILE} was there already: the old file is kept as hub/{FILE}.1." in said
+    (tmp_path / "hub" / f"{FILE}.1").rename(tmp_path / "kept.safetensors")
+    assert memoro.load_task(tmp_path / "kept.safetensors").content_hash() == pets.content_hash()
+    assert memoro.load_task(tmp_path / "hub").name == "age"
+
+
 def test_pushing(pets: Task, publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TaskFileError, match=r"could not upload to me/pets .*hf auth login"):
         pets.push_to_hub("me/pets")  # there is no network

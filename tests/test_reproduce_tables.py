@@ -13,7 +13,7 @@ from reproducing import METHODS, record_of
 
 from memoro.reproduce.compare import Comparison, compare_pair
 from memoro.reproduce.measure import Budget
-from memoro.reproduce.methods import FORKED, STABLE, memory, memory_full, side
+from memoro.reproduce.methods import ADAPTER, FORKED, STABLE, memory, memory_full, side
 from memoro.reproduce.plan import CPU, TABLES, Job
 from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import select, write_table
@@ -141,6 +141,20 @@ def test_forks_are_shown_with_their_cost(tmp_path: Path) -> None:
     assert (tmp_path / "fork-2.png").exists()
     assert "mflop" in (tmp_path / "fork.csv").read_text().splitlines()[0]
     assert "Nothing is recorded yet." in write_table("table5", records, "cpu", tmp_path).read_text()
+
+
+def test_table4_counts_the_parameters_on_every_backbone(tmp_path: Path) -> None:
+    budget, adapter = CPU.unmasked, record_of(ADAPTER, [[1, 1]], budget=CPU.unmasked, parameters=1234)
+    elsewhere = {**adapter.key, "backbone": "deit", "fingerprint": "other"}
+    records = Records(tmp_path, [
+        record_of("memory-full 5", [[1, 0]], budget=budget, parameters=56),
+        adapter,
+        replace(adapter, key=elsewhere, result={**adapter.result, "parameters": 7890}),
+    ])  # fmt: skip
+    text = write_table("table4", records, "cpu", tmp_path).read_text()
+    assert "| method | deit | vit |" in text
+    assert "| memory-full 5 | – | 56 |" in text
+    assert "| adapter 5 | 7,890 | 1,234 |" in text
 
 
 def test_a_single_seed_has_no_spread(tmp_path: Path) -> None:

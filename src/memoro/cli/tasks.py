@@ -251,6 +251,11 @@ def card(
         raise TaskFileError(
             f"{folder} is a folder with other files, such as your images: name another folder (or this one) with --out."
         )
+    there = folder / FILE
+    if there.is_file() and {task.content_hash() for task in load_tasks(there)} != {
+        task.content_hash() for task in tasks
+    }:
+        _keep(there)
     before, console = set(folder.glob("README.md.*")), plain_console(soft_wrap=True)
     save_pretrained(tasks, folder, repo_id=repo, license=license, base_model=base_model)
     for kept in set(folder.glob("README.md.*")) - before:

@@ -76,7 +76,8 @@ def _accuracy_passes(methods: Sequence[Method], budget: Budget, size: Size, seed
         total = 0.0
         for method, runs in zip(methods, judging, strict=True):
             price = UNMASKED.get(method.regime, UNMASKED_RUN)
-            total += price * (runs + seeds) * shown + runs * held * epochs + seeds * size.test
+            learnt = shown * (1 if budget.val_fraction else 1 - 1 / FOLDS)  # images of a fold are not computed
+            total += price * (runs * learnt + seeds * shown) + runs * held * epochs + seeds * size.test
         return total
     source = SHARED if budget.views is None else KEPT
     total = 0.0 if budget.views is None else 1.2 * train * budget.views

@@ -114,11 +114,14 @@ def _table4(records: Records, scale: Scale) -> Report:
     names = [method.name for method in methods]
     found = accuracies(records, methods, scale)
     report = accuracy_report("Table 4: memory and adapters", INTRO["table4"], found, names)
-    if found:
-        backbone = next(iter(found)).backbone
-        known = {name: one for row, own in found.items() if row.backbone == backbone for name, one in own.items()}
-        counted = [[name, f"{known[name].result['parameters']:,}"] for name in names if name in known]
-        report.lines += ["", *markdown_table(["method", f"parameters without head ({backbone})"], counted)]
+    counts: dict[str, dict[str, str]] = {}
+    for row, cells in found.items():
+        for name, record in cells.items():
+            counts.setdefault(name, {})[row.backbone] = f"{record.result['parameters']:,}"
+    backbones = list(dict.fromkeys(row.backbone for row in found))
+    rows = [[name, *(counts[name].get(one, NOT_RUN) for one in backbones)] for name in names if name in counts]
+    if rows:
+        report.lines += ["", "Parameters without the head:", "", *markdown_table(["method", *backbones], rows)]
     return report
 
 
