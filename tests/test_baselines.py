@@ -19,15 +19,15 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.backbones.huggingface import picks_kernel
 from memoro.errors import BackboneError, CompositionError, MemoroError, TaskError, TaskFileError, TrainingError
-from memoro.regimes import METHODS, REGIMES, Baseline, TaskPlan, find_regime
+from memoro.regimes import BASELINES, REGIMES, Baseline, TaskPlan, find_regime
 from memoro.regimes.regime import all_parameters
 
 LABELS = ["a", "b", "c"]
 
-baselines = pytest.mark.parametrize("name", list(METHODS))
+baselines = pytest.mark.parametrize("name", list(BASELINES))
 families = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 # SigLIP has no class token that class-full could train; that is an error of its own.
-PAIRS = [(case, name) for case in FAMILIES for name in METHODS if (case.name, name) != ("siglip", "class-full")]
+PAIRS = [(case, name) for case in FAMILIES for name in BASELINES if (case.name, name) != ("siglip", "class-full")]
 # Of all pairs, every third one: each family and each method several times. `make test-slow` has the others.
 pairs = pytest.mark.parametrize(
     ("case", "name"),
@@ -80,12 +80,12 @@ def state_of(model: torch.nn.Module) -> dict[str, tuple[Tensor, bool, bool]]:
 
 
 def test_the_registry() -> None:
-    assert set(METHODS) == {
+    assert set(BASELINES) == {
         "memory-full", "class-full", "vpt", "adapter", "adapter+memory-full", "propagated", "propagated-additive",
         "full", "lora", "lora-all",
     }  # fmt: skip
     assert {name for name, regime in REGIMES.items() if regime.composes} == {"head", "memory", "side"}
-    assert set(REGIMES) == {"head", "memory", "side", *METHODS}
+    assert set(REGIMES) == {"head", "memory", "side", *BASELINES}
 
 
 # ------------------------------------------------------------------------------------------------ what is trained
@@ -134,7 +134,7 @@ def test_nothing_else_is_reachable_for_an_optimiser(backbone: Backbone) -> None:
 
 def sizes(backbone: Backbone, regime: str, **options: int) -> int:
     """Trained parameters beside the head."""
-    return sum(torch.Size(shape).numel() for shape in METHODS[regime].shapes(backbone, options).values())
+    return sum(torch.Size(shape).numel() for shape in BASELINES[regime].shapes(backbone, options).values())
 
 
 def test_parameter_counts_of_the_paper() -> None:
@@ -157,7 +157,7 @@ def test_parameter_counts_of_the_paper() -> None:
 @pairs
 def test_shapes_say_what_is_stored(case: Case, name: str) -> None:
     model = build(memoro.load_backbone(case.model()), name)
-    shapes = METHODS[name].shapes(model.backbone, model.spec.sizes)
+    shapes = BASELINES[name].shapes(model.backbone, model.spec.sizes)
     stored = {key: tuple(tensor.shape) for key, tensor in model.stored().items()}
     assert stored == {**shapes, "head.weight": (3, 24), "head.bias": (3,)}
     count = sum(parameter.numel() for parameter in all_parameters(model).values())
@@ -261,8 +261,8 @@ def test_bad_sizes(backbone: Backbone, name: str, options: dict[str, Any]) -> No
 
 def test_bad_labels_are_those_of_a_task(backbone: Backbone) -> None:
     with pytest.raises(TaskError, match="at least two labels"):
-        METHODS["full"].build(backbone, TaskPlan("pets", ["a"]))
-    assert METHODS["full"].build(backbone, TaskPlan("pets", ["a"], head="multilabel")).kind == "multilabel"
+        BASELINES["full"].build(backbone, TaskPlan("pets", ["a"]))
+    assert BASELINES["full"].build(backbone, TaskPlan("pets", ["a"], head="multilabel")).kind == "multilabel"
 
 
 def test_no_class_token_to_train() -> None:

@@ -20,7 +20,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
 from memoro.images import Preprocessing
-from memoro.regimes import METHODS, Baseline
+from memoro.regimes import BASELINES, Baseline
 from memoro.regimes.baselinefile import is_baseline, load_baseline, save_baseline
 from memoro.regimes.regime import all_parameters
 
@@ -106,7 +106,7 @@ def test_another_backbone_is_refused(saved: Path) -> None:
 
 
 def test_what_is_not_finite_is_not_saved(backbone: Backbone, tmp_path: Path) -> None:
-    for name in METHODS:
+    for name in BASELINES:
         model = build(backbone, name)
         with torch.no_grad():
             next(iter(all_parameters(model).values())).view(-1)[0] = float("nan")

@@ -27,7 +27,7 @@ from memoro.bench.time_to_accuracy import (
 )
 from memoro.bench.train import bench_loader, bench_train, draw_growth, tick_count
 from memoro.evaluation.logits import CachedBatch
-from memoro.regimes import METHODS
+from memoro.regimes import BASELINES
 from memoro.training.loop import Trainer
 
 
@@ -66,7 +66,7 @@ def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setitem(MODELS, "ViT-B/32", (small, 224))
     setting, candidates = Setting("ViT-B/32", 2, 1), list_candidates(1, (1, 2), (0, 3))
-    assert len(candidates) == 2 + 16 + len(METHODS)
+    assert len(candidates) == 2 + 16 + len(BASELINES)
     steps: list[str] = []
     optimizers: dict[str, str] = {}
     own = Trainer.step

@@ -23,7 +23,7 @@ from memoro.data.unlabelled import open_unlabelled
 from memoro.engine import answers
 from memoro.engine.answers import AnswerOptions, Routing
 from memoro.evaluation.bulk import MANIFEST, Predictor, answer_here, begin
-from memoro.regimes import METHODS, TaskPlan
+from memoro.regimes import BASELINES, TaskPlan
 from memoro.tasks.familiarity import fit_familiarity
 
 __all__ = ["mess", "photos", "predictor", "shell", "tasks"]  # fixtures
@@ -106,7 +106,7 @@ def test_an_image_that_kills_its_decoder_is_a_row_with_an_error(
 
 def test_embeddings_are_the_engines_tokens(photos: Path, backbone: Backbone, predictor: Predictor) -> None:
     tags = random_task(backbone, "tags", seed=2, head="multilabel", from_layer=2)
-    full = METHODS["full"].build(backbone, TaskPlan("full", ("a", "b")))
+    full = BASELINES["full"].build(backbone, TaskPlan("full", ("a", "b")))
     how = AnswerOptions(COUNT, embeddings=True)
     job = new_job(photos, Predictor(backbone, (*predictor.models, tags, full), how), shard_size=COUNT)
     answer_here(job, begin(job))

@@ -28,7 +28,7 @@ from memoro.errors import BackboneError, DataError
 from memoro.evaluation.inspect import inspect_tables, inspect_tasks
 from memoro.evaluation.metrics import metrics_tables
 from memoro.evaluation.predictions import predictions_table
-from memoro.regimes import METHODS, TaskPlan
+from memoro.regimes import BASELINES, TaskPlan
 from memoro.training.checkpoint import compare_identities
 from memoro.training.recipe import Recipe
 from memoro.training.result import TrainResult, fit_table
@@ -272,7 +272,7 @@ def test_help_shows_groups_and_examples(shell: Shell) -> None:
     text = shell("train", "--help").out
     for panel in ("Data", "Task", "Recipe", "Augmentation", "Model selection", "Cache", "Output", "Baselines"):
         assert f"─ {panel} ─" in text
-    assert all(name in text for name in METHODS)
+    assert all(name in text for name in BASELINES)
     for name in ("train", "sweep", "eval", "predict", "inspect", "compose", "verify", "import"):
         assert f"memoro {name} " in shell(name, "--help").out.split("Usage", 1)[1].split("\n", 2)[2]
 
@@ -313,7 +313,7 @@ def test_tasks_that_do_not_go_together_are_told_for_the_shell(
 
 def test_baselines_are_refused_where_they_cannot_go(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:
     plan = TaskPlan(name="wide", labels=("a", "b"))
-    memoro.save_baseline(METHODS["lora"].build(backbone, plan), tmp_path / "wide.safetensors")
+    memoro.save_baseline(BASELINES["lora"].build(backbone, plan), tmp_path / "wide.safetensors")
     for command in (("verify", "-b", "vit", "-t", "wide.safetensors"), ("compose", "wide.safetensors", "-o", "x")):
         told = shell(*command, code=1).err
         assert "wide.safetensors is a baseline, which cannot be composed or verified. 'wide' was trained" in told

@@ -27,7 +27,7 @@ from memoro.errors import ImageError
 from memoro.evaluation.breakdown import class_figures
 from memoro.evaluation.metrics import measure, warn_of
 from memoro.images import open_image
-from memoro.regimes import METHODS, TaskPlan
+from memoro.regimes import BASELINES, TaskPlan
 
 
 def test_r2_is_the_mean_over_outputs() -> None:
@@ -45,7 +45,7 @@ def test_r2_is_the_mean_over_outputs() -> None:
 
 def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:  # noqa: F811
     task = random_task(backbone, "pets", labels=["cat", "dog"])
-    baseline = METHODS["lora"].build(backbone, TaskPlan("wide", ("a", "b")))
+    baseline = BASELINES["lora"].build(backbone, TaskPlan("wide", ("a", "b")))
     memoro.save_task(task, tmp_path / "pets.safetensors")
     memoro.save_baseline(baseline, tmp_path / "wide.safetensors")
     generator = np.random.default_rng(0)

@@ -15,7 +15,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.backbones.find import FOLDERS
 from memoro.errors import BackboneError, CompositionError
-from memoro.regimes import METHODS, TaskPlan
+from memoro.regimes import BASELINES, TaskPlan
 
 __all__ = ["shell"]  # fixtures
 
@@ -101,7 +101,7 @@ def test_a_baseline_finds_its_backbone_too(
     shell: Shell, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = memoro.load_backbone(tmp_path / "vit")
-    memoro.save_baseline(METHODS["lora"].build(backbone, TaskPlan("wide", ("a", "b"))), tmp_path / "wide.safetensors")
+    memoro.save_baseline(BASELINES["lora"].build(backbone, TaskPlan("wide", ("a", "b"))), tmp_path / "wide.safetensors")
     assert "set MEMORO_BACKBONES" in shell("predict", photo, "-t", "wide.safetensors", code=1).err
     monkeypatch.setenv(FOLDERS, str(tmp_path))
     shell("predict", photo, "-t", "wide.safetensors")

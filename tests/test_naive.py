@@ -13,7 +13,7 @@ from test_baselines import LABELS, build, class_token, families, images, shaken
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import CompositionError
-from memoro.regimes import METHODS, TaskPlan
+from memoro.regimes import BASELINES, TaskPlan
 from memoro.regimes.naive import NaiveConcatenation
 
 
@@ -21,7 +21,7 @@ from memoro.regimes.naive import NaiveConcatenation
 def test_naive_concatenation(case: Case) -> None:
     backbone, pixels = memoro.load_backbone(case.model().double()), images(2, torch.float64)
     plans = [TaskPlan(f"task {i}", LABELS, cells=i + 1, seed=i) for i in range(3)]
-    models = [shaken(METHODS["memory-full"].build(backbone, plan), seed) for seed, plan in enumerate(plans)]
+    models = [shaken(BASELINES["memory-full"].build(backbone, plan), seed) for seed, plan in enumerate(plans)]
     with torch.no_grad():
         alone = {model.name: model(pixels) for model in models}
         for model in models:

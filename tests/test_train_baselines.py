@@ -21,7 +21,7 @@ from memoro.backbones import Backbone
 from memoro.cli import app
 from memoro.data import ImageSet, Splits, load_data
 from memoro.errors import CompositionError, TrainingError
-from memoro.regimes import METHODS, REGIMES, Baseline, TaskPlan, find_regime
+from memoro.regimes import BASELINES, REGIMES, Baseline, TaskPlan, find_regime
 from memoro.regimes.baselinefile import is_baseline
 from memoro.regimes.regime import all_parameters
 from memoro.training import Cache, FitResult, Recipe, RunSpec, Trainer, fit, train_runs
@@ -38,7 +38,7 @@ def build(regime: str, backbone: Backbone, **changes: Any) -> Any:
     return find_regime(regime).build(backbone, TaskPlan(**plan))
 
 
-@pytest.mark.parametrize("regime", METHODS)
+@pytest.mark.parametrize("regime", BASELINES)
 def test_what_was_trained_is_what_a_file_answers(
     regime: str, backbone: Backbone, vit: Any, squares: Path, tmp_path: Path
 ) -> None:
@@ -238,7 +238,7 @@ def test_every_regime_from_the_shell(shell: Any, tmp_path: Path) -> None:
     records = {}
     for regime in REGIMES:
         known = {"head": (), "memory": ("cells",), "side": ("cells", "rank")}
-        own = known[regime] if regime in known else METHODS[regime].sizes
+        own = known[regime] if regime in known else BASELINES[regime].sizes
         given = {"cells": ("--cells", 1), "rank": ("--rank", 3)}
         sizes = ("--width", 2, *(word for name in own for word in given.get(name, ())))
         done = shell("train", "set", "--task", regime, "--regime", regime, *COMMON, *sizes, "--lr", 0.03)

@@ -8,10 +8,10 @@ import torch
 
 from memoro.backbones import load_backbone
 from memoro.errors import BackboneError
-from memoro.regimes import METHODS, REGIMES, TaskPlan
+from memoro.regimes import BASELINES, REGIMES, TaskPlan
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", BASELINES)
 def test_a_baseline_trains_and_leaves_the_model_alone(name: str) -> None:
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=5).eval()

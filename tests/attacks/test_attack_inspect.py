@@ -19,7 +19,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.cli import main
 from memoro.evaluation.metrics import COLUMNS
-from memoro.regimes import METHODS, TaskPlan
+from memoro.regimes import BASELINES, TaskPlan
 
 CASES = 30
 SECONDS = 20.0
@@ -59,7 +59,7 @@ def rewrite(source: Path, target: Path, training: Any, metrics: Any) -> Path:
 def whole(request: pytest.FixtureRequest, backbone: Backbone, tmp_path: Path) -> Path:
     path = tmp_path / "whole.safetensors"
     if request.param == "baseline":
-        return memoro.save_baseline(METHODS["lora"].build(backbone, TaskPlan("t", ("a", "b"))), path)
+        return memoro.save_baseline(BASELINES["lora"].build(backbone, TaskPlan("t", ("a", "b"))), path)
     return memoro.save_task(random_task(backbone, "t"), path)
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from memoro.backbones import load_backbone
 from memoro.bench.models import CLASSES, MODELS
 from memoro.data import Splits, load_data
-from memoro.regimes import METHODS, REGIMES, TaskPlan
+from memoro.regimes import BASELINES, REGIMES, TaskPlan
 from memoro.training.cached import Cache
 from memoro.training.group import RunSpec
 from memoro.training.loop import Trainer
@@ -63,7 +63,7 @@ def list_candidates(
                     name = title + (f", fork {fork}" if fork else "")
                     name += (f", {count} runs" if count > 1 else "") + (", from cache" if cached else "")
                     found.append(Candidate(name, regime, count, fork, cached))
-    return [*found, *(Candidate(name, name) for name in METHODS if baselines)]
+    return [*found, *(Candidate(name, name) for name in BASELINES if baselines)]
 
 
 def build_step(setting: Setting, candidate: Candidate, folder: Path) -> tuple[Step, int]:

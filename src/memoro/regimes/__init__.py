@@ -2,7 +2,7 @@
 
 from memoro.errors import TrainingError
 from memoro.regimes.adapter import ADAPTER, ADAPTER_MEMORY
-from memoro.regimes.baseline import Baseline, Method
+from memoro.regimes.baseline import Baseline, BaselineRegime
 from memoro.regimes.full import FULL
 from memoro.regimes.lora import LORA, LORA_ALL
 from memoro.regimes.memory import HEAD, MEMORY, SIDE
@@ -10,14 +10,14 @@ from memoro.regimes.memory_full import CLASS_FULL, MEMORY_FULL, VPT
 from memoro.regimes.propagated import PROPAGATED, PROPAGATED_ADDITIVE
 from memoro.regimes.regime import Regime, TaskPlan
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
+BASELINES: dict[str, BaselineRegime] = {
+    regime.name: regime
+    for regime in (
         MEMORY_FULL, CLASS_FULL, VPT, ADAPTER, ADAPTER_MEMORY, PROPAGATED, PROPAGATED_ADDITIVE, FULL, LORA, LORA_ALL,
     )
 }  # fmt: skip
 REGIMES: dict[str, Regime] = {
-    regime.name: regime for regime in (HEAD, MEMORY, SIDE, *(method.regime for method in METHODS.values()))
+    regime.name: regime for regime in (HEAD, MEMORY, SIDE, *(baseline.regime for baseline in BASELINES.values()))
 }
 
 
@@ -28,4 +28,4 @@ def find_regime(name: str) -> Regime:
     return REGIMES[name]
 
 
-__all__ = ["METHODS", "REGIMES", "Baseline", "Method", "Regime", "TaskPlan", "find_regime"]
+__all__ = ["BASELINES", "REGIMES", "Baseline", "BaselineRegime", "Regime", "TaskPlan", "find_regime"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memoro.backbones import Anatomy, Backbone, Block
-from memoro.regimes.baseline import Method, Shapes
+from memoro.regimes.baseline import BaselineRegime, Shapes
 from memoro.regimes.dense import Weights, run_dense
 from memoro.regimes.memory_full import shape_memory
 
@@ -53,5 +53,5 @@ def _run_adapted(anatomy: Anatomy, weights: Weights, pixels: Tensor) -> Tensor:
     return run_dense(adapted, weights, pixels)
 
 
-ADAPTER = Method("adapter", ("width",), _shape_adapters, _run_adapted)
-ADAPTER_MEMORY = Method("adapter+memory-full", ("cells", "width"), _shape_both, _run_adapted)
+ADAPTER = BaselineRegime("adapter", ("width",), _shape_adapters, _run_adapted)
+ADAPTER_MEMORY = BaselineRegime("adapter+memory-full", ("cells", "width"), _shape_both, _run_adapted)

@@ -30,6 +30,7 @@ LIMITS = {"cells": (0, MAX_CELLS), "width": (1, 4096), "rank": (1, 1024)}
 """What the sizes of a plan may be."""
 
 Shapes = dict[str, tuple[int, ...]]
+Encode = Callable[[Anatomy, Weights, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,15 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Method:
-    """What distinguishes the regimes that change base tokens."""
+class BaselineRegime:
+    """A regime that changes base tokens: what it trains, and how it encodes an image."""
 
     name: str
     sizes: tuple[str, ...]
     """The sizes of a plan that it reads."""
     shapes: Callable[[Backbone, Mapping[str, int]], Shapes]
     """What is trained, and stored in a file, besides the head."""
-    encode: Callable[[Anatomy, Weights, Tensor], Tensor]
+    encode: Encode
     """Anatomy, trained parameters and pixels to the final-normed token (b, dim) that the head reads."""
     copy: Callable[[Backbone, TaskPlan, torch.dtype], Parts] | None = None
     """For methods that train a copy of the backbone; the others add parameters to the frozen one."""
@@ -94,7 +95,7 @@ class Method:
             parts = self.copy(backbone, plan, start.head.weight.dtype)
         else:
             parts = Parts(backbone.anatomy, _start_values(self.shapes(backbone, sizes), start, plan.seed))
-        return Baseline(spec, self, backbone, parts, start.head)
+        return Baseline(spec, self.encode, backbone, parts, start.head)
 
 
 def _start_values(shapes: Shapes, start: Task, seed: int) -> dict[str, nn.Parameter]:
@@ -143,9 +144,9 @@ class Baseline(TaskModule[BaselineSpec]):
     """It extends no task, and is trained from layer 0 on: what training asks of every task."""
     from_layer = 0
 
-    def __init__(self, spec: BaselineSpec, method: Method, backbone: Backbone, parts: Parts, head: nn.Linear) -> None:
+    def __init__(self, spec: BaselineSpec, encode: Encode, backbone: Backbone, parts: Parts, head: nn.Linear) -> None:
         super().__init__(spec)
-        self.method = method
+        self._encode = encode
         self.backbone = backbone
         for name, parameter in parts.parameters.items():
             _register(self, name, parameter)
@@ -169,7 +170,7 @@ class Baseline(TaskModule[BaselineSpec]):
 
     def features(self, pixel_values: Tensor) -> Tensor:
         """The final-normed token (b, dim) that the head reads; the mean of tokens where there is no class token."""
-        return self.method.encode(self._anatomy, self._weights(), self.backbone.check_pixels(pixel_values))
+        return self._encode(self._anatomy, self._weights(), self.backbone.check_pixels(pixel_values))
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Logits (b, labels) for a batch of normalised images."""
@@ -239,9 +240,9 @@ class Baseline(TaskModule[BaselineSpec]):
 
 
 def _rebuild(backbone: Backbone, regime: str, spec: BaselineSpec, stored: Weights) -> Baseline:
-    from memoro.regimes import METHODS
+    from memoro.regimes import BASELINES
 
-    model = METHODS[regime].build(backbone, spec.plan)
+    model = BASELINES[regime].build(backbone, spec.plan)
     model.spec = spec
     model.fill(stored)
     return model

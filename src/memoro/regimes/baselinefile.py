@@ -9,7 +9,7 @@ from typing import Any
 
 from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
-from memoro.regimes import METHODS
+from memoro.regimes import BASELINES
 from memoro.regimes.baseline import LIMITS, Baseline, BaselineSpec
 from memoro.tasks.record import (
     check_content,
@@ -43,15 +43,15 @@ def load_baseline(path: str | Path, backbone: Backbone) -> Baseline:
         item = read_object(record, "baseline")
         spec = _read_spec(item)
         spec.check_backbone(backbone)
-        method, classes = METHODS[spec.regime], len(spec.labels)
+        regime, classes = BASELINES[spec.regime], len(spec.labels)
         head = {"head.weight": (classes, backbone.dim), "head.bias": (classes,)}
-        shapes = {**method.shapes(backbone, spec.sizes), **head}
+        shapes = {**regime.shapes(backbone, spec.sizes), **head}
         extra = set(file.keys()) - set(shapes)
         if extra:
             raise TaskFileError(f"contains tensors that regime {spec.regime!r} does not train ({min(extra)!r}).")
         tensors = read_tensors(file, spec.name, shapes)
         check_content(item, spec.name, spec.hash(tensors))
-        model = method.build(backbone, spec.plan)
+        model = regime.build(backbone, spec.plan)
         model.spec = spec
         model.fill(tensors)
         return model
@@ -77,9 +77,9 @@ def is_baseline(path: str | Path) -> bool:
 def _read_spec(item: Mapping[str, Any]) -> BaselineSpec:
     common, regime, sizes = read_spec(item), read_text(item, "regime"), read_object(item, "sizes")
     name = common["name"]
-    if regime not in METHODS:
+    if regime not in BASELINES:
         raise TaskFileError(f"{name!r} has the unknown regime {regime!r}; a newer version of memoro may know it.")
-    known = METHODS[regime].sizes
+    known = BASELINES[regime].sizes
     if set(sizes) != set(known):
         raise TaskFileError(f"{name!r}: the sizes of regime {regime!r} are {', '.join(known) or 'none'}.")
     return BaselineSpec(**common, regime=regime, sizes={size: read_whole(sizes, size, *LIMITS[size]) for size in known})

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from memoro.backbones import Backbone
-from memoro.regimes.baseline import Method, Parts, Shapes
+from memoro.regimes.baseline import BaselineRegime, Parts, Shapes
 from memoro.regimes.dense import run_copy
 from memoro.regimes.regime import RATES, TaskPlan
 
@@ -24,4 +24,4 @@ def _copy(backbone: Backbone, plan: TaskPlan, dtype: torch.dtype) -> Parts:
     return Parts(made.anatomy, made.weights, stored=made.anatomy.tensors)
 
 
-FULL = Method("full", (), _shapes, run_copy, _copy, rates={**RATES, "adamw": (0.00001, 0.00003, 0.0001)})
+FULL = BaselineRegime("full", (), _shapes, run_copy, _copy, rates={**RATES, "adamw": (0.00001, 0.00003, 0.0001)})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memoro.backbones import Anatomy, Backbone, TrainableCopy
 from memoro.errors import BackboneError
 from memoro.extras import need
-from memoro.regimes.baseline import Method, Parts, Shapes
+from memoro.regimes.baseline import BaselineRegime, Parts, Shapes
 from memoro.regimes.dense import run_copy
 from memoro.regimes.regime import TaskPlan
 
@@ -78,8 +78,8 @@ def _find_targets(backbone: Backbone, made: TrainableCopy, places: Places) -> di
     return {place: owners[id(weight)] for place, weight in places.items()}
 
 
-def _method(name: str, places: Callable[[Anatomy], Places]) -> Method:
-    return Method(
+def _regime(name: str, places: Callable[[Anatomy], Places]) -> BaselineRegime:
+    return BaselineRegime(
         name,
         ("rank",),
         lambda backbone, sizes: _shapes(places(backbone.anatomy), sizes["rank"]),
@@ -88,5 +88,5 @@ def _method(name: str, places: Callable[[Anatomy], Places]) -> Method:
     )
 
 
-LORA = _method("lora", _attention_places)
-LORA_ALL = _method("lora-all", _all_places)
+LORA = _regime("lora", _attention_places)
+LORA_ALL = _regime("lora-all", _all_places)

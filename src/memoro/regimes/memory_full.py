@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from memoro.backbones import Backbone
 from memoro.errors import BackboneError
-from memoro.regimes.baseline import Method, Shapes
+from memoro.regimes.baseline import BaselineRegime, Shapes
 from memoro.regimes.dense import run_dense
 
 
@@ -31,6 +31,6 @@ def _shape_class(backbone: Backbone, sizes: Mapping[str, int]) -> Shapes:
     return {"class_token": (backbone.dim,)}
 
 
-MEMORY_FULL = Method("memory-full", ("cells",), shape_memory, run_dense)
-CLASS_FULL = Method("class-full", (), _shape_class, run_dense)
-VPT = Method("vpt", ("cells",), _shape_prompts, run_dense)
+MEMORY_FULL = BaselineRegime("memory-full", ("cells",), shape_memory, run_dense)
+CLASS_FULL = BaselineRegime("class-full", (), _shape_class, run_dense)
+VPT = BaselineRegime("vpt", ("cells",), _shape_prompts, run_dense)

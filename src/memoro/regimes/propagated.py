@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memoro.backbones import Anatomy, Backbone
-from memoro.regimes.baseline import Method, Shapes
+from memoro.regimes.baseline import BaselineRegime, Shapes
 from memoro.regimes.dense import Weights, dense_attention, embed_tokens, read_token
 from memoro.regimes.memory_full import shape_memory
 
@@ -38,5 +38,5 @@ def _run(anatomy: Anatomy, weights: Weights, pixels: Tensor) -> Tensor:
     return read_token(anatomy, tokens[:, :own])
 
 
-PROPAGATED = Method("propagated", ("cells",), _shape_once, _run)
-PROPAGATED_ADDITIVE = Method("propagated-additive", ("cells",), shape_memory, _run)
+PROPAGATED = BaselineRegime("propagated", ("cells",), _shape_once, _run)
+PROPAGATED_ADDITIVE = BaselineRegime("propagated-additive", ("cells",), shape_memory, _run)

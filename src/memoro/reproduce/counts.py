@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from memoro.backbones import Backbone, load_backbone
 from memoro.bench.models import random_vit
 from memoro.engine.composition import compose
-from memoro.regimes import METHODS, REGIMES, TaskPlan
+from memoro.regimes import BASELINES, REGIMES, TaskPlan
 from memoro.regimes.dense import run_dense
 from memoro.reproduce.methods import Method
 
@@ -80,7 +80,7 @@ def count_method(backbone: Backbone, name: str, regime: str, sizes: dict[str, in
     head = sum(parameter.numel() for parameter in model.head.parameters())
     total = sum(parameter.numel() for parameter in REGIMES[regime].trains(model).values())
     model.requires_grad_(False)
-    if regime in METHODS:
+    if regime in BASELINES:
         own = count_flops(model, pixels)
         base = 0 if regime == "full" else count_flops(partial(run_dense, backbone.anatomy, {}), pixels)
     else:

@@ -18,7 +18,7 @@ from memoro.data.dataset import MAX_UNREADABLE
 from memoro.engine.composition import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.files import keep_copy, left_behind
-from memoro.regimes import METHODS, Baseline, Regime, TaskPlan, find_regime
+from memoro.regimes import BASELINES, Baseline, Regime, TaskPlan, find_regime
 from memoro.regimes.baselinefile import save_baseline
 from memoro.tasks.task import Task, content_hashes, link_parents
 from memoro.tasks.taskfile import load_tasks, save_task
@@ -233,7 +233,7 @@ def _with_sizes(grid: Grid, regime: Regime, start: Task | None, backbone: Backbo
         return replace(grid, cells=free, from_layers=free)
     if not regime.composes:
         for name, asked in (("cells", grid.cells), ("rank", grid.ranks)):
-            if asked != free and name not in METHODS[regime.name].sizes:
+            if asked != free and name not in BASELINES[regime.name].sizes:
                 raise TrainingError(f"regime {regime.name!r} has no {name}: leave out --{name}.")
     return grid
 
