@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -68,11 +69,22 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """Runs the command line; a MemoroError becomes one line and exit code 1."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "critical")  # no retry messages: memoro's own error says what to do
+    command = typer.main.get_command(app)
+    unwrap_help(command)
     try:
-        app()
+        command()
     except MemoroError as error:
         plain_console(stderr=True, soft_wrap=True).print(Text("error:", "bold red"), name_options(str(error)))
         sys.exit(1)
+
+
+def unwrap_help(command: Any) -> None:
+    """Joins the lines of each paragraph of the help, so that they are as wide as the terminal."""
+    if command.help:
+        paragraphs = inspect.cleandoc(command.help).split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
+    for one in getattr(command, "commands", {}).values():
+        unwrap_help(one)
 
 
 def name_options(text: str) -> str:
