@@ -41,6 +41,8 @@ def draw_confusion(path: Path, title: str, matrix: Tensor, labels: list[str]) ->
     return save_figure(figure, path)
 
 
+MAX_TICKS = 8
+"""Whole numbers on an x axis up to which each has a tick of its own."""
 Point = tuple[float, float, float]
 """(x, y, half the height of an error bar)"""
 
@@ -59,16 +61,22 @@ def draw_panels(
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     drawn: dict[str, Any] = {}
     for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
+        places = {point[0] for points in lines.values() for point in points}
         for name, points in lines.items():
             x, y, error = zip(*sorted(points), strict=True)
             color = f"C{names.index(name) % 10}"
             drawn[name] = axes.errorbar(x, y, error, marker="o", markersize=4, capsize=2, linewidth=1.3, color=color)
-        axes.set_title("\n".join(map(drawable, wrap(title, 36))), parse_math=False, fontsize=10)
+        shown = [drawable(line) for part in title.split("\n") for line in wrap(part, 46)]
+        axes.set_title("\n".join(shown), parse_math=False, fontsize=9)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         if log:
             axes.set_xscale("log")
-        elif all(float(point[0]).is_integer() for points in lines.values() for point in points):
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if all(float(place).is_integer() for place in places):
+            if len(places) <= MAX_TICKS:
+                axes.set_xticks(sorted(places), [f"{place:,.0f}" for place in sorted(places)])
+                axes.set_xticks([], minor=True)
+            elif not log:
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.25)
     for axes in grid.flat[len(panels) :]:
         axes.axis("off")

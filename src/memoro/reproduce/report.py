@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
     @property
     def title(self) -> str:
-        return f"{self.name}, {self.backbone} {self.pixels}, {self.training}"
+        return f"{self.name}\n{self.where}, {self.training}"
 
 
 def describe_training(budget: Mapping[str, Any], scale: Scale) -> str:

@@ -265,7 +265,7 @@ def _stability(records: Records, scale: Scale) -> Report:
         seeds = len(scores[middle])
         rows.append([row.where, row.name, row.training, method, seeds, f"{middle:g}", *cells])
         points = [(rate / middle, mean(some), spread(some)) for rate, some in scores.items()]
-        panels.setdefault(f"{row.name}, {row.backbone} {row.pixels}", {})[f"{method}, {row.training}"] = points
+        panels.setdefault(f"{row.name}\n{row.where}", {})[f"{method}, {row.training}"] = points
         report.rows += [
             {"backbone": row.backbone, "image_size": row.pixels, "set": row.name, "training": row.training,
              "method": method, "lr": rate, "accuracy": round(mean(some), 4), "spread": round(spread(some), 4),
