@@ -74,7 +74,7 @@ METHODS = {
         Method("lora", "lora", (1e-3, 2e-3), {"rank": 8}, recipe=ADAMW),
         Method("lora-all", "lora-all", (5e-4, 1e-3), {"rank": 8}, recipe=ADAMW),
         Method("full", "full", (3e-5, 1e-4), recipe=ADAMW),
-        Method("full, own rate for the head", "full", (3e-5, 1e-4), recipe={**ADAMW, "head_lr": HEAD_LR}),
+        Method("full, own rate for the head", "full", (1e-4,), recipe={**ADAMW, "head_lr": HEAD_LR}),
     )
 }
 
