@@ -58,7 +58,8 @@ def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbon
     expected = memoro.compose(backbone, [task]).predict(names)
     alone = baseline.predict(names)
     renamed = json.loads(shell("predict", names[0], "-b", "vit", "-t", "other=wide.safetensors", "--json").out)
-    assert renamed[names[0]]["other"] == alone[0]["wide"]
+    [single] = baseline.predict(names[:1])  # another batch size may round differently
+    assert renamed[names[0]]["other"] == single["wide"]
     for name, one, other in zip(names, expected, alone, strict=True):
         assert found[name]["pets"] == one["pets"]
         assert found[name]["wide"] == other["wide"]
