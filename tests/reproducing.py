@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from memoro.reproduce.measure import Budget
-from memoro.reproduce.methods import CLASS_FULL, FORKED, FULL, LORA, Method, memory, memory_full, side
+from memoro.reproduce.methods import CLASS_FULL, FORKED, FORKED_SIZES, FULL, LORA, Method, memory, memory_full, side
 from memoro.reproduce.plan import CPU, Job
 from memoro.reproduce.records import Record
 from memoro.reproduce.run import Order
@@ -19,7 +19,8 @@ from memoro.reproduce.setup import make_order
 
 COLOURS = ((200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40))
 METHODS = {
-    one.name: one for one in (FULL, CLASS_FULL, LORA, *FORKED, memory(10), side(), *map(memory_full, (1, 5, 10, 20)))
+    one.name: one
+    for one in (FULL, CLASS_FULL, LORA, *FORKED, *FORKED_SIZES, memory(10), side(), *map(memory_full, (1, 5, 10, 20)))
 }
 
 

@@ -16,7 +16,7 @@ from memoro.backbones import Backbone
 from memoro.errors import DataError
 from memoro.reproduce.counts import count_method, count_methods
 from memoro.reproduce.measure import Budget
-from memoro.reproduce.methods import FORKED, FULL, HEAD
+from memoro.reproduce.methods import FULL, HEAD
 from memoro.reproduce.plan import CPU, MOST_RUNS, PAPER, TABLES, Job, Request, plan_table, runs_of
 from memoro.reproduce.run import dry_run, format_time
 from memoro.reproduce.runner import Runner
@@ -96,14 +96,27 @@ def test_steps_of_the_user_reach_every_unmasked_cell() -> None:
     assert all(job.budget.steps == 1 for job in plan_table("table2", shortest) if FULL in job.methods)
 
 
-def test_forks_are_planned_for_several_cells_and_counted() -> None:
-    jobs = plan_table("fork", Request(CPU, CPU.sets, ("memoro-tiny",)))
-    assert [job.kind for job in jobs].count("counts") == 1
-    names = [method.name for method in FORKED]
-    for count in (1, 5, 20):
-        assert {f"memory {count}", *(f"memory {count}, fork {fork}" for fork in ("0.33", "0.50", "0.67", "0.83"))} < {
-            *names
-        }
+def test_forks_are_planned_for_several_cells_and_ranks_and_counted() -> None:
+    jobs = plan_table("fork", Request(CPU, CPU.sets, ("dinov2", "memoro-tiny")))
+    assert [job.kind for job in jobs].count("counts") == 2
+    planned: dict[tuple[str, str], set[str]] = {}
+    for job in jobs:
+        if job.kind == "accuracy":
+            planned.setdefault((job.backbone, job.sets[0]), set()).update(method.name for method in job.methods)
+    forks = ("0.33", "0.50", "0.67", "0.83")
+
+    def memories(count: int) -> set[str]:
+        return {f"memory {count}", *(f"memory {count}, fork {fork}" for fork in forks)}
+
+    usual = memories(5) | {f"side 8, fork {fork}" for fork in ("0.00", *forks)}
+    others = memories(1) | memories(20) | {f"side 2, fork {fork}" for fork in ("0.00", *forks)}
+    for (backbone, name), methods in planned.items():
+        assert methods >= usual
+        # Other sizes: on the smallest backbone, on sets of different kinds.
+        assert (methods >= others) == (backbone == "memoro-tiny" and name in CPU.unmasked_sets)
+        assert methods.isdisjoint(others) or methods >= others
+    assert {name for backbone, name in planned if backbone == "memoro-tiny"} == {*CPU.sets}
+    assert {name for backbone, name in planned if backbone == "dinov2"} == {*CPU.unmasked_sets}
 
 
 def test_paper_scale_is_the_same_plan_with_other_numbers() -> None:

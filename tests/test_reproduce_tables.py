@@ -13,7 +13,7 @@ from reproducing import METHODS, record_of
 
 from memoro.reproduce.compare import Comparison, compare_pair
 from memoro.reproduce.measure import Budget
-from memoro.reproduce.methods import ADAPTER, FORKED, STABLE, memory, memory_full, side
+from memoro.reproduce.methods import ADAPTER, FORKED, FORKED_SIZES, STABLE, memory, memory_full, side
 from memoro.reproduce.plan import CPU, TABLES, Job
 from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import select, write_table
@@ -126,8 +126,9 @@ def test_extensions_of_different_settings_are_told_apart(tmp_path: Path) -> None
 
 
 def test_forks_are_shown_with_their_cost(tmp_path: Path) -> None:
-    counts = {"rows": [{"name": method.name, "parameters": 7, "head": 3, "flops": 2_500_000} for method in FORKED]}
-    key = Job("counts", "vit", (), FORKED, Budget()).key("abc", 20)
+    methods = (*FORKED, *FORKED_SIZES)
+    counts = {"rows": [{"name": method.name, "parameters": 7, "head": 3, "flops": 2_500_000} for method in methods]}
+    key = Job("counts", "vit", (), methods, Budget()).key("abc", 20)
     records = Records(tmp_path, [
         Record.now("fork", key, counts, 1.0, 1),
         *(record_of(name, [[1, 0]] * 3) for name in ("head", "memory 5", "memory 20, fork 0.50")),

@@ -8,7 +8,7 @@ from typing import Any
 
 from memoro.reproduce.claims import INTRO
 from memoro.reproduce.compare import compare_pair
-from memoro.reproduce.methods import FORKED, HEAD, memory, side
+from memoro.reproduce.methods import FORKED, FORKED_SIZES, HEAD, memory, side
 from memoro.reproduce.plan import CHILDREN, Scale
 from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import (
@@ -31,7 +31,8 @@ from memoro.reproduce.report import (
 
 
 def report_forks(records: Records, scale: Scale) -> Report:
-    found = without_short(accuracies(records, FORKED, scale), scale)
+    methods = (*FORKED, *FORKED_SIZES)
+    found = without_short(accuracies(records, methods, scale), scale)
     used = [record for cells in found.values() for record in cells.values()]
     report = Report("Forks", [INTRO["fork"]], accuracy_rows(found), used=used)
     if not found:
@@ -43,7 +44,7 @@ def report_forks(records: Records, scale: Scale) -> Report:
         for record in counted
         for row in record.result["rows"]
     }
-    forks = {method.name: 1.0 if method is HEAD else method.fork or 0.0 for method in FORKED}
+    forks = {method.name: 1.0 if method is HEAD else method.fork or 0.0 for method in methods}
     for line in report.rows:
         line["fork"] = round(forks[line["method"]], 2)
         line["mflop"] = costs.get((line["backbone"], line["image_size"], line["method"]), "")
@@ -52,7 +53,7 @@ def report_forks(records: Records, scale: Scale) -> Report:
         "Parameters without the head. MFLOP: what a task adds to one pass of the backbone for one image.",
     ]  # fmt: skip
     lines: dict[str, list[str]] = {}
-    for method in FORKED:
+    for method in methods:
         if method not in (HEAD, memory(0)):
             lines.setdefault(method.name.partition(",")[0], []).append(method.name)
     by_fork: dict[str, Any] = {}

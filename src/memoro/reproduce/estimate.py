@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,9 @@ def base_passes(job: Job, sizes: dict[str, Size]) -> float:
     if job.kind == "accuracy":
         return _accuracy_passes(job.methods, job.budget, sizes[job.sets[0]])
     if job.kind == "concat":
-        training = sum(_accuracy_passes([one], job.budget, sizes[name], 1) for one in job.methods for name in job.sets)
+        # The first seed chooses the rates.
+        budget = job.budget if job.number == 0 else replace(job.budget, judging_seeds=0)
+        training = sum(_accuracy_passes([one], budget, sizes[name], 1) for one in job.methods for name in job.sets)
         return training + sum(sizes[name].test for name in job.sets) * 2.5 * len(job.sets)
     # Three sizes of a child, with up to three cases of each method, and its parents.
     cases = [method for method in job.methods for _ in range(3)]
@@ -55,7 +57,8 @@ def base_passes(job: Job, sizes: dict[str, Size]) -> float:
 def training_steps(job: Job, sizes: dict[str, Size]) -> int:
     """Optimiser steps of its longest chain of runs: what shares passes counts once."""
     images = [_limited(sizes[name].train, job.budget) for name in job.sets]
-    calls = sum(1 if method.composes else len(method.rates) + job.budget.seeds for method in job.methods)
+    seeds = 1 if job.kind == "concat" else job.budget.seeds
+    calls = sum(1 if method.composes else len(method.rates) + seeds for method in job.methods)
     calls = 2 if job.methods and job.methods[0].composes else calls
     return sum(calls * job.budget.step_count(count) for count in images)
 

@@ -95,10 +95,14 @@ MASKED = (HEAD, memory(0), memory(1), memory(5), memory(10), memory(20), side())
 
 FORKS = (1 / 3, 1 / 2, 2 / 3, 5 / 6)
 FORKED = (
-    HEAD, memory(0), memory(5), *(forked(5, fork) for fork in FORKS),
-    *(side(rank, fork) for rank in (2, 8) for fork in (0.0, *FORKS)),
-    *(method for cells in (1, 20) for method in (memory(cells), *(forked(cells, fork) for fork in FORKS))),
+    HEAD, memory(0), memory(5), *(forked(5, fork) for fork in FORKS), *(side(8, fork) for fork in (0.0, *FORKS)),
 )  # fmt: skip
+"""The usual sizes over the layer of the fork."""
+FORKED_SIZES = (
+    *(side(2, fork) for fork in (0.0, *FORKS)),
+    *(method for cells in (1, 20) for method in (memory(cells), *(forked(cells, fork) for fork in FORKS))),
+)
+"""Other ranks and cells."""
 
 DECADES = (0.001, 0.01, 0.1, 1.0, 10.0)
 """Of SGD; the steps of AdamW do not grow with the gradient, so its useful rates lie a hundred times lower."""

@@ -17,6 +17,7 @@ from memoro.reproduce.methods import (
     ADDITIVE,
     CLASS_FULL,
     FORKED,
+    FORKED_SIZES,
     FULL,
     HEAD,
     LORA,
@@ -227,8 +228,10 @@ def _extension(request: Request) -> Iterator[Job]:
 
 def _fork(request: Request) -> Iterator[Job]:
     for backbone in request.backbones:
-        yield Job("counts", backbone, (), FORKED, Budget())
-    yield from replace(request, backbones=(request.main_backbone,)).masked(FORKED)
+        yield Job("counts", backbone, (), (*FORKED, *FORKED_SIZES), Budget())
+    main = replace(request, backbones=(request.main_backbone,))
+    yield from main.masked(FORKED)
+    yield from main.masked(FORKED_SIZES, request.few_sets)
     others = tuple(name for name in request.backbones if name != request.main_backbone)
     yield from replace(request, backbones=others).masked(FORKED, request.few_sets)
 
