@@ -52,6 +52,39 @@ def test_csv_with_several_labels(tmp_path: Path) -> None:
     assert splits.train.targets.tolist() == [[1, 1, 0], [1, 0, 1], [0, 0, 0], [0, 0, 1]]
 
 
+def test_columns_of_0_and_1_are_labels(tmp_path: Path) -> None:
+    path = csv(tmp_path, "path,who,sky,sea,split\n0.png,ann,1,1,\n1.png,bob,0,1,\n2.png,ann,0,0,test\n3.png,bob,1,0,\n")
+    splits = load_data(path, val_fraction=0)
+    assert (splits.kind, splits.labels) == ("multilabel", ("sea", "sky"))
+    assert splits.train is not None
+    assert splits.train.targets.tolist() == [[1, 1], [1, 0], [0, 1]]
+    assert splits.test is not None
+    assert splits.test.targets.tolist() == [[0, 0]]
+    assert splits.notes[0] == "columns 'sky', 'sea' hold 0 and 1: used as the labels of a multi-label task."
+    assert load_data(path, val_fraction=0, label_column="who").labels == ("ann", "bob")
+    assert load_data(path, val_fraction=0, label_column="sky").labels == ("0", "1")
+    with pytest.raises(DataError, match="no column for the label"):
+        load_data(path, kind="softmax")  # a row has two, another has none
+
+
+def test_columns_with_one_1_in_each_row_are_classes(tmp_path: Path) -> None:
+    path = csv(tmp_path, "path,cat,dog\n0.png,1,0\n1.png,0,1\n2.png,False,True\n")
+    splits = load_data(path, val_fraction=0)
+    assert (splits.kind, splits.labels) == ("softmax", ("cat", "dog"))
+    assert splits.train is not None
+    assert splits.train.targets.tolist() == [0, 1, 1]
+    assert "use --kind labels" in splits.notes[0]
+    several = load_data(path, val_fraction=0, kind="multilabel")
+    assert several.train is not None
+    assert several.train.targets.tolist() == [[1, 0], [0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("rows", ["0.png,1,0\n1.png,2,1\n", "0.png,1,0\n1.png,,1\n", ""])
+def test_columns_of_other_values_are_no_labels(tmp_path: Path, rows: str) -> None:
+    with pytest.raises(DataError, match="no column for the label"):
+        load_data(csv(tmp_path, "path,cat,dog\n" + rows))
+
+
 def test_csv_with_numbers(tmp_path: Path) -> None:
     path = csv(tmp_path, "path,number,width\n0.png,1.5,3\n1.png,-2,4\n2.png,1e3,5\n")
     splits = load_data(path, val_fraction=0)

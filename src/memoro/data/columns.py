@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from memoro.data.annotations import KIND_OF_COLUMN, as_numbers
+from memoro.data.annotations import KIND_OF_COLUMN, as_numbers, first_few
 from memoro.data.dataset import DataOptions
 from memoro.errors import DataError
 from memoro.heads import HeadKind
 
+INDICATORS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+"""Cells of a column that says whether an image has the label that the column is named after."""
 IMAGE_COLUMNS = ("image", "img", "path", "file", "file_name", "filename", "image_path", "filepath")
 
 
@@ -90,6 +92,36 @@ def find_image_column(
     if asked is None and len(pictures) == 1:
         asked = pictures[0]
     return _find_column(list(features), asked, usual, "image_column", name)
+
+
+def join_indicators(
+    table: Mapping[str, Sequence[Any]], options: DataOptions, name: str, image_columns: Sequence[str] = IMAGE_COLUMNS
+) -> tuple[Mapping[str, Sequence[Any]], list[str]]:
+    """The table with one column of labels instead of columns of 0 and 1, where no other column can hold the labels; and
+    a note. If every row has exactly one 1, the labels are classes, unless `kind` says otherwise."""
+    named = any(column.lower() in KIND_OF_COLUMN for column in table)
+    if named or options.label_column is not None or options.kind == "regression" or options.task in table:
+        return table, []
+    image = find_image_column(table, options.image_column, name, image_columns)
+    kept = {column: cells for column, cells in table.items() if column == image or column.lower() == "split"}
+    flags = {
+        column: [INDICATORS.get(str(cell).strip().lower()) for cell in cells]
+        for column, cells in table.items()
+        if column not in kept
+    }
+    flags = {column: own for column, own in flags.items() if None not in own}
+    rows = [[column for column in flags if flags[column][row]] for row in range(len(table[image]))]
+    if len(flags) < 2 or not rows:
+        return table, []
+    one_each = all(len(row) == 1 for row in rows)
+    kind = options.kind or ("softmax" if one_each else "multilabel")
+    what = f"columns {first_few(list(map(repr, flags)))} hold 0 and 1"
+    if kind == "multilabel":
+        return {**kept, "labels": rows}, [f"{what}: used as the labels of a multi-label task."]
+    if not one_each:
+        return table, []
+    more = "" if options.kind else "; if an image may have several of them, use --kind labels"
+    return {**kept, "label": [label for [label] in rows]}, [f"{what}, one 1 per row: used as classes{more}."]
 
 
 def note_column(columns: Columns, features: Iterable[str], options: DataOptions) -> list[str]:

@@ -21,7 +21,7 @@ from memoro.data.annotations import (
     parse,
     split_name,
 )
-from memoro.data.columns import IMAGE_COLUMNS, choose_columns, note_column, recognise_numbers
+from memoro.data.columns import IMAGE_COLUMNS, choose_columns, join_indicators, note_column, recognise_numbers
 from memoro.data.dataset import NO_FILE, SPLITS, DataOptions, Skipped, SplitName, unreadable_size
 from memoro.data.folders import FileImages
 from memoro.data.hub import read_inaturalist
@@ -99,20 +99,22 @@ def read_metadata(folder: Path, files: Sequence[Path], options: DataOptions) -> 
 
 
 def _read_listed(
-    table: dict[str, list[Any]], name: str, folder: Path, where: Where, options: DataOptions
+    table: Mapping[str, Sequence[Any]], name: str, folder: Path, where: Where, options: DataOptions
 ) -> RawDataset:
     """What the columns of a table say about the files that it lists."""
+    image_columns = ("path", *IMAGE_COLUMNS)
+    table, joined = join_indicators(table, options, name, image_columns)
     # Names that tell the kind come before the types of cells: those of a CSV are all text.
     features = {
         column: None if column.lower() in KIND_OF_COLUMN else next((cell for cell in cells if cell is not None), None)
         for column, cells in table.items()
     }
-    columns = choose_columns(features, options, name, ("path", *IMAGE_COLUMNS))
+    columns = choose_columns(features, options, name, image_columns)
     cells = columns.cells(table)
     if not cells:
         raise DataError(f"{name}: there are no rows below the header.")
     columns, notes = recognise_numbers(columns, cells, options)
-    notes = [*note_column(columns, table, options), *notes]
+    notes = [*joined, *note_column(columns, table, options), *notes]
     labelled = labelled_rows(cells, columns.kind)
     if len(labelled) < len(cells):
         notes.append(note_unlabelled(len(cells) - len(labelled), Path(name).name))
