@@ -53,6 +53,7 @@ def draw_panels(
     """Panels side by side, each with lines of points and error bars; one legend for all."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
+    from matplotlib.transforms import offset_copy
 
     columns = min(4, len(panels))
     rows = -(-len(panels) // columns)
@@ -62,10 +63,13 @@ def draw_panels(
     drawn: dict[str, Any] = {}
     for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
         places = {point[0] for points in lines.values() for point in points}
-        for name, points in lines.items():
+        for number, (name, points) in enumerate(lines.items()):
             x, y, error = zip(*sorted(points), strict=True)
-            color = f"C{names.index(name) % 10}"
-            drawn[name] = axes.errorbar(x, y, error, marker="o", markersize=4, capsize=2, linewidth=1.3, color=color)
+            # Moved a little to the side, so that no error bar hides another.
+            aside = offset_copy(axes.transData, figure, x=2 * (number - (len(lines) - 1) / 2), units="points")
+            look: dict[str, Any] = {"color": f"C{names.index(name) % 10}", "transform": aside}
+            drawn[name] = axes.errorbar(x, y, error, marker="o", markersize=4, capsize=2, linewidth=1.3, **look)
+            axes.update_datalim([(at, value + side * bar) for at, value, bar in points for side in (-1, 1)])
         shown = [drawable(line) for part in title.split("\n") for line in wrap(part, 46)]
         axes.set_title("\n".join(shown), parse_math=False, fontsize=9)
         axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -77,6 +81,7 @@ def draw_panels(
                 axes.set_xticks([], minor=True)
             elif not log:
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.autoscale_view()
         axes.grid(alpha=0.25)
     for axes in grid.flat[len(panels) :]:
         axes.axis("off")
