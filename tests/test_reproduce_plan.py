@@ -175,7 +175,10 @@ def test_methods_can_be_chosen(shapes: Path, checkpoint: Path) -> None:
         return [tuple(method.name for method in job.methods) for _, job in jobs]
 
     assert planned("table2", "full", "memory 5") == [("memory 5",)] * 2 + [("full",)] * 2
-    assert planned("naive-concat", "memory 5") == [], "both are needed to compare them"
+    with pytest.raises(DataError, match="compares memory-full 5, memory 5: name all of them, or none"):
+        planned("naive-concat", "memory 5")
+    with pytest.raises(DataError, match="table5: no method 'full'; this table has no choice of methods"):
+        planned("table5", "full")
     assert planned("naive-concat", "memory 5", "memory-full 5") == planned("naive-concat")
     with pytest.raises(DataError, match="table4: no method 'full'; choose from memory-full 5, adapter 5"):
         planned("table4", "full")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ import pytest
 import torch
 from reproducing import checkpoint, order_of, record_of, shapes
 
-from memoro.errors import TrainingError
+from memoro.cli.reproducing import _without_folder
+from memoro.errors import DataError, TrainingError
 from memoro.reproduce.measure import Budget, Selection, is_flat, keep_classes, train_seeds
 from memoro.reproduce.methods import memory, memory_full, side
 from memoro.reproduce.plan import PAPER, Job, Request, plan_table
 from memoro.reproduce.records import Records
-from memoro.reproduce.run import list_missing, run_tables
-from memoro.reproduce.runner import Runner, _known_rates
+from memoro.reproduce.run import list_missing, run_tables, write_reports
+from memoro.reproduce.runner import Runner, _known_rates, find_sets
+from memoro.training.loop import Trainer
 
 __all__ = ["checkpoint", "shapes"]  # fixtures
 
@@ -26,7 +29,7 @@ def test_recorded_cells_are_not_run_again(shapes: Path, checkpoint: Path) -> Non
     order, runner = order_of("models", shapes, checkpoint)
     told: list[str] = []
     records = run_tables(order, runner, told.append)
-    assert told[0].startswith("1 job, 0 of them done. The others: about ")
+    assert told[0].startswith("1 job to run, about ")
     methods = ["head", "class", "memory 5", "side 8"]
     assert sorted(record.method for record in records.entries) == sorted(methods)
     for record in records.entries:
@@ -38,7 +41,7 @@ def test_recorded_cells_are_not_run_again(shapes: Path, checkpoint: Path) -> Non
     order, runner = order_of("models", shapes, checkpoint)
     again: list[str] = []
     run_tables(order, runner, again.append)
-    assert again[0] == "1 job, 1 of them done. The others: about 0 s."
+    assert again[0] == "0 jobs to run (1 of 1 are done), about 0 s."
     assert file.read_bytes() == before
 
     lines = before.decode().splitlines(keepends=True)
@@ -76,8 +79,8 @@ def test_naive_concatenation_and_masks(shapes: Path, checkpoint: Path) -> None:
     assert set(record.result["rates"]) == {"one", "two"}
     for name, found in record.result["sets"].items():
         assert found["order"][0] == name
-        assert len(found["naive"]) == len(found["masked"]) == 2
-        assert found["masked"][0] == found["masked"][1]
+        assert len(found["naive"]["test"]) == len(found["masked"]["correct"]) == 2
+        assert found["masked"]["correct"][0] == found["masked"]["correct"][1]
         assert found["largest_change"] < 1e-4  # float32, two batch layouts
     text = (shapes / "out" / "naive-concat.md").read_text()
     assert "| vit, 20 px | one | 2 steps, batch size 16, seeds 1 | naive |" in text
@@ -153,6 +156,27 @@ def test_checkpoints_of_different_methods_have_different_folders(shapes: Path, c
         assert torch.equal(first.logits, again.logits)
 
 
+def test_a_job_that_was_cut_off_continues(shapes: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, runner = order_of("table2", shapes, checkpoint)
+    order = replace(order, methods=frozenset({"class-full"}))
+    steps: list[int] = []
+    step = Trainer.step
+
+    def count(trainer: Trainer, taken: Any) -> None:
+        steps.append(len(trainer.runs))
+        if len(steps) == 3:  # two steps compared the rates; this is the first one of the seeds
+            raise KeyboardInterrupt
+        step(trainer, taken)
+
+    monkeypatch.setattr(Trainer, "step", count)
+    with pytest.raises(KeyboardInterrupt):
+        run_tables(order, runner, lambda text: None)
+    assert any((order.out / "runs").iterdir())
+    run_tables(order, runner, lambda text: None)
+    assert len(steps) == 3 + 2  # the rates were not compared again
+    assert not (order.out / "runs").exists()
+
+
 def test_a_method_may_average_its_rates(shapes: Path, checkpoint: Path) -> None:
     _, runner = order_of("table2", shapes, checkpoint)
     bench, budget = runner.bench("vit"), Budget(steps=2, batch_size=16, seeds=2)
@@ -219,3 +243,39 @@ def test_a_curve_is_flat_if_its_last_third_gains_nothing() -> None:
     assert not is_flat(rising)
     assert is_flat([*rising[:3], *((step, 0.3) for step in range(40, 100, 10))])
     assert not is_flat([(10, 0.9)])  # nothing to compare with
+    # Ten epochs of nine steps: 70 % of them are exactly seven epochs.
+    assert is_flat([(9 * epoch, 0.5 if epoch < 7 else 0.6) for epoch in range(1, 11)])
+
+
+def test_a_missing_test_split_is_told_before_anything_is_trained(shapes: Path, checkpoint: Path) -> None:
+    shutil.rmtree(shapes / "two" / "test")
+    told: list[str] = []
+    with pytest.raises(DataError, match=r"^two has no test split: add a test/ folder beside train/"):
+        run_tables(*order_of("models", shapes, checkpoint, "one", "two"), told.append)
+    assert not told
+
+
+def test_extension_needs_images(shapes: Path, checkpoint: Path) -> None:
+    order, runner = order_of("extension", shapes, checkpoint, "one", seeds=1)
+    told: list[str] = []
+    with pytest.raises(TrainingError, match="2 of 2 jobs failed"):
+        run_tables(order, runner, told.append)
+    assert "    failed: one: the child has 16 training images; extension needs 40 or more." in told
+
+
+def test_a_folder_of_datasets_stands_for_all_of_them(shapes: Path) -> None:
+    (shapes / "empty").mkdir()
+    assert find_sets([str(shapes)]) == {name: str(shapes / name) for name in ("one", "two")}
+    assert find_sets([str(shapes / "one")]) == {"one": str(shapes / "one")}
+
+
+def test_reports_need_records(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no records"):
+        write_reports(["table2"], "cpu", tmp_path / "typo", print)
+    assert not (tmp_path / "typo").exists()
+
+
+def test_commands_are_recorded_without_folders() -> None:
+    assert [_without_folder(word) for word in ("--out=/home/a/b", "/home/a/c.zip", "--out=b", "d/c.zip")] == [
+        "--out=b", "c.zip", "--out=b", "d/c.zip",
+    ]  # fmt: skip

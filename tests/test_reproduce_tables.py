@@ -12,7 +12,7 @@ import pytest
 from reproducing import METHODS, record_of
 
 from memoro.reproduce.compare import Comparison, compare_pair
-from memoro.reproduce.measure import Budget
+from memoro.reproduce.measure import Budget, summarise_answers
 from memoro.reproduce.methods import ADAPTER, FORKED, FORKED_SIZES, STABLE, memory, memory_full, side
 from memoro.reproduce.plan import CPU, TABLES, Job
 from memoro.reproduce.records import Record, Records
@@ -33,7 +33,9 @@ def test_table2_is_written_from_records(tmp_path: Path) -> None:
     assert f"| vit, 20 px | rsscn7 | {shown}" in text
     assert "| vit, 20 px | rsscn7 | 10 epochs | class > head | -0.750 ± 0.142 | 3 | fails |" in text
     assert re.search(r"10 epochs \| memory 5† > class \| \+0.500 ± 1.\d+ \| 3 \| inconclusive \|", text)
-    assert "as above. inconclusive: 1, fails: 1." in text
+    assert re.search(r"10 epochs \| memory 5† > head \| -0.250 ± 1.\d+ \| 3 \| inconclusive \|", text)
+    assert "\ninconclusive: 2, fails: 1.\n" in text
+    assert "Not in the paper:" not in text
     assert "3 measurements in 2 minutes" in text
     assert "at most 2000 training images" in text
     rows = (tmp_path / "table2.csv").read_text().splitlines()
@@ -47,24 +49,30 @@ def test_a_table_without_records_says_so(table: str, tmp_path: Path) -> None:
     assert "Nothing is recorded yet." in write_table(table, Records(tmp_path), "cpu", tmp_path).read_text()
 
 
-def test_earlier_weights_are_shown_by_fingerprint_until_the_newest_have_all_their_methods(tmp_path: Path) -> None:
-    def old(method: str, set_name: str) -> Record:
-        record = record_of(method, [[1, 1]], set_name=set_name)
-        return replace(record, key={**record.key, "fingerprint": "old"})
+@pytest.mark.parametrize("change", [{"fingerprint": "old"}, {"images": {"dtd10": "others"}}])
+def test_earlier_weights_and_other_images_are_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
+    def old(method: str) -> Record:
+        record = record_of(method, [[1, 1]], set_name="dtd10")
+        return replace(record, key={**record.key, **change})
 
-    earlier = [old("head", "rsscn7"), old("head", "dtd10"), old("side 8", "dtd10")]
-    records = Records(tmp_path, [*earlier, record_of("head", [[1, 0]]), record_of("head", [[1, 0]], set_name="dtd10")])
+    new = [record_of("head", [[1, 0]], set_name="dtd10"), record_of("head", [[1, 0]])]
+    records = Records(tmp_path, [old("head"), old("side 8"), *new])
+    assert select(records, "accuracy", [METHODS["head"], METHODS["side 8"]], CPU) == new
 
-    def shown(methods: list[str]) -> list[tuple[str, str, str]]:
-        found = select(records, "accuracy", [METHODS[name] for name in methods], CPU)
-        return [(one.key["backbone"], one.key["sets"][0], one.method) for one in found]
 
-    new = [("vit", "rsscn7", "head"), ("vit", "dtd10", "head")]
-    assert shown(["head"]) == new
-    assert shown(["head", "side 8"]) == [("vit (old)", "dtd10", "head"), ("vit (old)", "dtd10", "side 8"), *new]
-    text = write_table("models", records, "cpu", tmp_path).read_text()
-    assert "| vit (old), 20 px | dtd10 |" in text
-    assert "- A fingerprint after the name of a backbone" in text
+def test_a_table_of_single_methods_has_no_figure(tmp_path: Path) -> None:
+    records = Records(tmp_path, [record_of("full", [[1, 0]] * 3, budget=CPU.unmasked), record_of("head", [[1, 0]] * 3)])
+    assert "![" not in write_table("table2", records, "cpu", tmp_path).read_text()
+
+
+def test_side_is_compared_in_a_table_of_its_own(tmp_path: Path) -> None:
+    records = Records(tmp_path, [record_of(name, [[1, 0]] * 3) for name in ("head", "memory 5", "side 8")])
+    text = write_table("table2", records, "cpu", tmp_path).read_text()
+    paper, beside = text.split("Not in the paper:")
+    assert "inconclusive: 1." in paper
+    assert "side 8 >" not in paper
+    assert "| side 8 > head | +0.000 ± 0.000 | 3 | inconclusive |" in beside
+    assert "| side 8 > memory 5 |" in beside
 
 
 def test_only_runs_of_the_same_setting_are_compared(tmp_path: Path) -> None:
@@ -83,7 +91,8 @@ def test_only_runs_of_the_same_setting_are_compared(tmp_path: Path) -> None:
     ])  # fmt: skip
     text = write_table("table2", records, "cpu", tmp_path).read_text()
     claims = re.findall(r"\| ([^|]+) \| ([^|]+ [>≥] [^|]+) \|", text)
-    assert claims == [("10 epochs", "class > head"), ("150 steps", "full ≥ memory-full 5")]  # no other pair is alike
+    alike = ("full ≥ memory-full 5", "memory-full 5 > head", "memory 5 > class", "class > head", "memory 5 > head")
+    assert claims == [("10 epochs", "class > head"), *(("150 steps", claim) for claim in alike)]
     assert "full ≥ memory-full 5 | +0.000 ± 0.000 | 3 | not refuted |" in text
     assert "not refuted: 1" in text
     assert "| 10 epochs (10 steps) | – | 0.250 ± 0.000 | – | – | 1.000 ± 0.000 | – |" in text  # no old memory 5
@@ -95,26 +104,32 @@ def test_only_runs_of_the_same_setting_are_compared(tmp_path: Path) -> None:
 def test_concatenations_of_different_sets_are_not_averaged(tmp_path: Path) -> None:
     methods = (memory_full(5), memory(5))
 
-    def record(sets: tuple[str, ...], accuracy: float, number: int) -> Record:
+    def record(sets: tuple[str, ...], right: int, number: int) -> Record:
+        alone, others = ([1] * count + [0] * (10 - count) for count in (right, right - 4))
+        naive = summarise_answers([np.array(alone, dtype=bool), *[np.array(others, dtype=bool)] * (len(sets) - 1)])
+        masked = summarise_answers([np.array(alone, dtype=bool)] * len(sets))
         found = {
-            name: {"order": [name, *(one for one in sets if one != name)], "naive": [accuracy] * len(sets),
-                   "masked": [accuracy] * len(sets), "largest_change": 0.0}
+            name: {"order": [name, *(one for one in sets if one != name)], "naive": naive, "masked": masked,
+                   "largest_change": 0.0, "test_images": 10}
             for name in sets
         }  # fmt: skip
         cell = Job("concat", "vit", sets, methods, CPU.unmasked, number)
         return Record.now("naive-concat", cell.key("abc", 20), {"sets": found}, 1.0, 1)
 
     records = Records(
-        tmp_path, [record(("a", "b"), 0.9, 0), record(("a", "b"), 0.7, 1), record(("a", "b", "c"), 0.5, 0)]
+        tmp_path,
+        [*(record(("a", "b"), right, seed) for seed, right in enumerate((9, 7, 8))), record(("a", "b", "c"), 5, 0)],
     )
     lines = write_table("naive-concat", records, "cpu", tmp_path).read_text().splitlines()
-    assert "| vit, 20 px | a | 150 steps | naive | 0.800 ± 0.141 | 0.800 ± 0.141 |  | 2 |" in lines
-    assert "| vit, 20 px | a | 150 steps | naive | 0.500 | 0.500 | 0.500 | 1 |" in lines
+    start = "| vit, 20 px | a | 150 steps |"
+    assert f"{start} naive | 0.800 ± 0.100 | 0.400 ± 0.100 (b) |  | -0.400 ± 0.293 | 3 |" in lines
+    assert f"{start} masked | 0.800 ± 0.100 | 0.800 ± 0.100 (b) |  | +0.000 ± 0.000 | 3 |" in lines
+    assert f"{start} naive | 0.500 | 0.100 (b) | 0.100 (c) | -0.400 | 1 |" in lines
 
 
 def test_extensions_of_different_settings_are_told_apart(tmp_path: Path) -> None:
     def record(other: str, epochs: int, accuracy: float) -> Record:
-        case = {"test": [accuracy] * 3, "correct": ["ff"] * 3}
+        case = {"test": [accuracy] * 3, "correct": ["ff"] * 3, "curve": [(5, 0.1), (10, accuracy)]}
         result = {"sizes": {"40": {"memory 5, alone": case, "memory 5, another set": case}}, "test_images": 8}
         cell = Job("extension", "vit", ("a", other), (memory(5), side()), replace(CPU.masked, epochs=epochs), 0)
         return Record.now("extension", cell.key("abc", 20), result, 1.0, 1)
@@ -122,7 +137,7 @@ def test_extensions_of_different_settings_are_told_apart(tmp_path: Path) -> None
     records = Records(tmp_path, [record("b", 10, 0.5), record("c", 10, 0.6), record("b", 2, 0.7)])
     text = write_table("extension", records, "cpu", tmp_path).read_text()
     for training, other, accuracy in (("10 epochs", "b", 0.5), ("10 epochs", "c", 0.6), ("2 epochs", "b", 0.7)):
-        assert f"| a | {training} | classes | 40 | memory 5 | another set ({other}) | {accuracy:.3f} ± 0.000 |" in text
+        assert f"| a | {training} | classes | 40 | memory 5 | another set ({other}) | {accuracy:.3f} ± 0.000† |" in text
 
 
 def test_forks_are_shown_with_their_cost(tmp_path: Path) -> None:

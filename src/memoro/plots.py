@@ -50,7 +50,8 @@ Point = tuple[float, float, float]
 def draw_panels(
     path: Path, panels: Mapping[str, Mapping[str, Sequence[Point]]], xlabel: str, ylabel: str, *, log: bool = False
 ) -> Path:
-    """Panels side by side, each with lines of points and error bars; one legend for all."""
+    """Panels side by side, each with lines of points and error bars; one legend for all. A level line, which has the
+    same value everywhere, is dashed and has no points: it was not measured over x."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
     from matplotlib.transforms import offset_copy
@@ -67,10 +68,13 @@ def draw_panels(
             x, y, error = zip(*sorted(points), strict=True)
             # Moved a little to the side, so that no error bar hides another.
             aside = offset_copy(axes.transData, figure, x=2 * (number - (len(lines) - 1) / 2), units="points")
-            look: dict[str, Any] = {"color": f"C{names.index(name) % 10}", "transform": aside}
-            drawn[name] = axes.errorbar(x, y, error, marker="o", markersize=4, capsize=2, linewidth=1.3, **look)
+            look: dict[str, Any] = {"color": f"C{names.index(name) % 10}", "linewidth": 1.3}
+            if len(points) > 1 and len({point[1:] for point in points}) == 1:
+                [drawn[name]] = axes.plot(x, y, linestyle="--", **look)
+            else:
+                drawn[name] = axes.errorbar(x, y, error, marker="o", markersize=4, capsize=2, transform=aside, **look)
             axes.update_datalim([(at, value + side * bar) for at, value, bar in points for side in (-1, 1)])
-        shown = [drawable(line) for part in title.split("\n") for line in wrap(part, 46)]
+        shown = [drawable(line) for part in title.split("\n") for line in wrap(part, 42)]
         axes.set_title("\n".join(shown), parse_math=False, fontsize=9)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         if log:

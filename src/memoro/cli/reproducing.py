@@ -86,8 +86,9 @@ def reproduce(
 
     memoro reproduce table2 --data rsscn7.zip --data pacs_sketch.zip
 
-    Prints a time estimate first. Every job (some minutes) is recorded when it is done: run the same command again
-    to continue. Learning rates are chosen on held-out training images; the test split is used once.
+    Prints a time estimate first. Every job (some minutes) is recorded when it is done, and has checkpoints until then:
+    run the same command again to continue. Learning rates are chosen on held-out training images; the test split is
+    used once.
 
     memoro reproduce table2 --data rsscn7.zip --method full --method "memory-full 5"
 
@@ -124,10 +125,11 @@ def reproduce(
         try:
             run_tables(order, runner, log)
         except KeyboardInterrupt:
-            log("stopped. Finished jobs are recorded: run the same command again to continue.")
+            log("stopped. Finished jobs are recorded, and this one has a checkpoint: the same command continues.")
             raise typer.Exit(130) from None
 
 
 def _without_folder(word: str) -> str:
-    """An absolute path would tell others where this user's files are."""
-    return Path(word).name if Path(word).is_absolute() else word
+    """An absolute path, also in `--out=PATH`, would tell others where this user's files are."""
+    option, equals, path = word.rpartition("=")
+    return f"{option}{equals}{Path(path).name}" if Path(path).is_absolute() else word

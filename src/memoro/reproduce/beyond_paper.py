@@ -8,17 +8,18 @@ from typing import Any
 
 from memoro.reproduce.claims import INTRO
 from memoro.reproduce.compare import compare_pair
+from memoro.reproduce.measure import is_flat
 from memoro.reproduce.methods import FORKED, FORKED_SIZES, HEAD, memory, side
 from memoro.reproduce.plan import CHILDREN, Scale
 from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import (
+    NOT_FLAT,
     NOT_RUN,
     Found,
     Report,
     Row,
     accuracies,
     accuracy_rows,
-    figure_of,
     format_accuracy,
     format_values,
     legend_of,
@@ -67,12 +68,8 @@ def report_forks(records: Records, scale: Scale) -> Report:
                 if any(name in cells for name in names[1:])  # the ends alone would be a straight line
             }
             panels.update(panels_of({row: cells}, drawn))
-    if by_fork:
-        report.figures["accuracy over the fork"] = figure_of(
-            by_fork, "fork, as a fraction of the depth", "test accuracy"
-        )
-    if by_cost:
-        report.figures["accuracy over the cost"] = figure_of(by_cost, "MFLOP per image", "test accuracy")
+    report.add_figure("accuracy over the fork", by_fork, "fork, as a fraction of the depth", "test accuracy")
+    report.add_figure("accuracy over the cost", by_cost, "MFLOP per image", "test accuracy")
     return report
 
 
@@ -124,7 +121,8 @@ def report_extension(records: Records, scale: Scale) -> Report:
                     (case, {**result, "test_images": test_images}), ("alone", {**alone, "test_images": test_images})
                 )
                 gain = "" if link is None or parent == "alone" else str(link)
-                shown = [child, size, method, parent, format_values(test), gain]
+                mark = "" if is_flat(result["curve"]) else NOT_FLAT
+                shown = [child, size, method, parent, f"{format_values(test)}{mark}", gain]
                 rows.append([row.where, row.name, row.training, *shown])
                 lines.setdefault(case, []).append((float(size), mean(test), spread(test)))
                 report.rows.append({
@@ -140,9 +138,11 @@ def report_extension(records: Records, scale: Scale) -> Report:
         columns = ["backbone", "set", "training", "child", "images", "method", "parent", "test accuracy", "gain"]
         report.lines = [
             *intro, "", *markdown_table(columns, rows), "",
-            "`gain`: over the same method alone, same seeds and images, ± half of the 95 % interval.",
+            "`gain`: over the same method alone, same seeds and images, ± half of the 95 % interval, which does not "
+            f"include other runs of the parent. `{NOT_FLAT}`: not reached, the accuracy on held-out images was still "
+            "rising in the last third of the training.",
         ]  # fmt: skip
-        report.figures["accuracy over training images"] = figure_of(
-            panels, "training images of the child", "test accuracy", log=True
+        report.add_figure(
+            "accuracy over training images", panels, "training images of the child", "test accuracy", log=True
         )
     return report

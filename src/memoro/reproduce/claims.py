@@ -70,8 +70,8 @@ INTRO = {
     ),
     "fork": (
         "Accuracy over the layer at which a task leaves the backbone (its fork), as a fraction of the depth: 0 "
-        "is the paper, 1 a linear head. A task's cost, file and cached features shrink by that fraction. Not in "
-        "the paper."
+        "is the paper, 1 a linear head. A task's cost, file and cached features shrink to 1 − fork of those of a "
+        "task from layer 0. Not in the paper."
     ),
     "extension": (
         "A task that extends another (it attends to the other's class token and memory) against the same task "
@@ -83,8 +83,8 @@ INTRO = {
     "models": ("Backbones compared. The paper has ViT-B/32, B/16 and L/32; here are those that were given."),
     "lr-stability": (
         "Accuracy on held-out training images over four decades of learning rate, relative to the middle of "
-        "each method's range (0.1 with SGD; 0.001 for `side 8`, which is trained with AdamW). The paper: full "
-        "fine-tuning is sensitive to the learning rate, memory stays stable at large ones. 0: diverged. "
+        "each method's range (0.1 with SGD, 0.01 for `full`; 0.001 for `side 8`, which is trained with AdamW). The "
+        "paper: full fine-tuning is sensitive to the learning rate, memory stays stable at large ones. 0: diverged. "
         "`full` and `memory-full 5` need passes of their own and have one seed, so no spread."
     ),
 }

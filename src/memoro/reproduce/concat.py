@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from memoro.data import Loader, Splits
 from memoro.engine.composition import compose
 from memoro.evaluation.logits import collect_logits
 from memoro.regimes.naive import NaiveConcatenation
-from memoro.reproduce.measure import Bench, Budget, describe_splits, select_rates, train_seeds
+from memoro.reproduce.measure import (
+    Bench,
+    Budget,
+    compare_answers,
+    describe_splits,
+    select_rates,
+    summarise_answers,
+    train_seeds,
+)
 from memoro.reproduce.methods import Method
 
 Rates = dict[str, dict[str, float]]
@@ -49,12 +56,13 @@ def measure_concat(
             compose(bench.backbone, [masked[name] for name in order[:count]]) for count in range(1, len(order) + 1)
         ]
         answer = _answer_all([*naive, *composed], splits.name)
-        accuracies, logits = _test_accuracies(bench, splits, answer, budget.batch_size)
+        logits, targets = _test_logits(bench, splits, answer, budget.batch_size)
+        right = [compare_answers(one, targets) for one in logits]
         alone = logits[len(naive)]
         answers["sets"][splits.name] = {
             "order": order,
-            "naive": accuracies[: len(naive)],
-            "masked": accuracies[len(naive) :],
+            "naive": summarise_answers(right[: len(naive)]),
+            "masked": summarise_answers(right[len(naive) :]),
             "largest_change": max(float((one - alone).abs().max()) for one in logits[len(naive) :]),
             **describe_splits(splits),
         }
@@ -65,10 +73,9 @@ def _answer_all(models: Sequence[Callable[[Tensor], Any]], name: str) -> Callabl
     return lambda pixels: [model(pixels)[name] for model in models]
 
 
-def _test_accuracies(
+def _test_logits(
     bench: Bench, splits: Splits, answer: Callable[[Tensor], list[Tensor]], batch_size: int
-) -> tuple[list[float], list[Tensor]]:
+) -> tuple[Sequence[Tensor], Tensor]:
     assert splits.test is not None
     loader = Loader(splits.test, bench.preprocessing, batch_size=batch_size, workers=bench.options.workers)
-    logits, targets = collect_logits(answer, bench.backbone, loader)
-    return [round(float((one.argmax(-1) == targets).to(torch.float64).mean()), 4) for one in logits], logits
+    return collect_logits(answer, bench.backbone, loader)

@@ -39,6 +39,10 @@ def measure_extension(
     the training images. `notes` say which sizes were skipped, if any.
     """
     own, sources = _tasks_of(splits, other, child)
+    assert own.train is not None
+    images = len(own.train)
+    if images < SIZES[0]:
+        raise DataError(f"{splits.name}: the child has {images} training images; extension needs {SIZES[0]} or more.")
     parents = {
         (name, method.name): _train_parent(bench, replace(source, name=name), method, budget.on_set(source.name))
         for name, source in sources.items()
@@ -48,8 +52,8 @@ def measure_extension(
     found: dict[str, Any] = {}
     notes = []
     for size in SIZES:
-        assert own.train is not None
-        if size > len(own.train):
+        if size > images:
+            notes.append(f"{size} training images were skipped: the child has {images}.")
             continue
         few = limit_training(own, size)
         if not held_out_parts(few, budget):

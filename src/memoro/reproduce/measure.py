@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.data import Augment, ImageSet, Splits
@@ -24,6 +25,9 @@ from memoro.tasks.task import Task
 from memoro.training import FitResult, Recipe, RunSpec, TrainOptions, train_runs
 from memoro.training.checkpoint import run_identity
 from memoro.training.sweep import NEAR, average_results
+
+Correct = np.ndarray[Any, np.dtype[np.bool_]]
+"""Whether each image was classified correctly."""
 
 FOLDS = 4
 JUDGES = 250
@@ -114,7 +118,7 @@ def is_flat(curve: Sequence[tuple[int, float]]) -> bool:
     if len(curve) < 2:
         return False
     last, final = curve[-1]
-    earlier = [accuracy for step, accuracy in curve[:-1] if step <= last * 0.7] or [curve[0][1]]
+    earlier = [accuracy for step, accuracy in curve[:-1] if 10 * step <= 7 * last] or [curve[0][1]]
     return final - earlier[-1] <= FLAT
 
 
@@ -244,20 +248,31 @@ def measure_methods(
 
 
 def summarise(results: Sequence[FitResult]) -> dict[str, Any]:
-    """The test accuracy of each run, and which images each got right, as hexadecimal bits: 0 for one that diverged."""
-    rights = [correct_of(result) for result in results]
+    """The test accuracy of each run, which images each got right, and how many runs diverged."""
     return {
-        "test": [round(float(right.mean()), 4) if len(right) else 0.0 for right in rights],
-        "correct": [np.packbits(right).tobytes().hex() for right in rights],
+        **summarise_answers([correct_of(result) for result in results]),
         "diverged": sum(not result.metrics for result in results),
     }
 
 
-def correct_of(result: FitResult) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which images of the measured split were classified correctly."""
+def summarise_answers(rights: Sequence[Correct]) -> dict[str, Any]:
+    """The accuracy of each model, and which images each got right, as hexadecimal bits: 0 for one that diverged."""
+    return {
+        "test": [round(float(right.mean()), 4) if len(right) else 0.0 for right in rights],
+        "correct": [np.packbits(right).tobytes().hex() for right in rights],
+    }
+
+
+def correct_of(result: FitResult) -> Correct:
+    """Which images of the measured split were classified correctly; empty for a run that diverged."""
     if result.logits is None or result.targets is None:
         return np.zeros(0, dtype=bool)
-    return np.asarray((result.logits.argmax(-1).cpu() == result.targets.cpu()).numpy(), dtype=bool)
+    return compare_answers(result.logits, result.targets)
+
+
+def compare_answers(logits: Tensor, targets: Tensor) -> Correct:
+    """Which images were classified correctly."""
+    return np.asarray((logits.argmax(-1).cpu() == targets.cpu()).numpy(), dtype=bool)
 
 
 def describe_splits(splits: Splits) -> dict[str, int]:

@@ -111,7 +111,10 @@ STABLE = (
     replace(memory(5), rates=DECADES, recipe={}),
     replace(side(), rates=tuple(rate / 100 for rate in DECADES)),
 )
-STABLE_FULL = (replace(FULL, rates=DECADES, recipe={}), replace(memory_full(5), rates=DECADES, recipe={}))
+STABLE_FULL = (
+    replace(FULL, rates=tuple(rate / 10 for rate in DECADES), recipe={}),  # 0.001 was the best of DECADES
+    replace(memory_full(5), rates=DECADES, recipe={}),
+)
 
 PAPER_RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 """The paper does not give its grid."""

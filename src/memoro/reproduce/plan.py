@@ -219,11 +219,13 @@ def _masking(request: Request) -> Iterator[Job]:
 
 def _extension(request: Request) -> Iterator[Job]:
     methods = tuple(map(request.scale.adjust, (memory(5), side())))
+    # Steps, because ten epochs of 40 images are twenty of them; small sets need all folds to choose a rate.
+    budget = replace(request.scale.unmasked, folds=request.scale.masked.folds)
     for name in request.few_sets:
         other = next((one for one in request.few_sets if one != name), None)
         sets = (name,) if other is None else (name, other)
         for child in range(len(CHILDREN)):
-            yield Job("extension", request.main_backbone, sets, methods, request.scale.masked, child)
+            yield Job("extension", request.main_backbone, sets, methods, budget, child)
 
 
 def _fork(request: Request) -> Iterator[Job]:

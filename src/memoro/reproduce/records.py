@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -96,47 +96,30 @@ class Records:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"{records[0].table}.jsonl"
-        with file.open("a+", encoding="utf-8") as out:
+        lines = "".join(json.dumps(vars(record), separators=(",", ":")) + "\n" for record in records)
+        with file.open("ab+", buffering=0) as out:
             out.seek(0)
-            whole = out.read().rpartition("\n")
-            if whole[2]:  # a line that a crash cut off
-                out.truncate(len((whole[0] + whole[1]).encode()))
-            for record in records:
-                out.write(json.dumps(vars(record), separators=(",", ":")) + "\n")
-            out.flush()
+            whole = out.read()
+            if not whole.endswith(b"\n"):  # a line that a crash cut off
+                out.truncate(whole.rfind(b"\n") + 1)
+            out.write(lines.encode())  # one call, so that lines of processes that share the folder do not mix
             os.fsync(out.fileno())
 
     def current(self, kind: str, methods: Sequence[Any] | None = None) -> list[Record]:
         """The newest record of every measurement of a kind; only those whose `methods` are all among these.
 
-        Records of earlier weights of a backbone are left out where the newest were measured with all methods that they
-        were, on the same sets; else they have the fingerprint in the backbone's name.
+        Records of earlier weights of a backbone, and of other images under the name of a set, are left out.
         """
-        newest: dict[str, Record] = {}
         weights: dict[str, str] = {}
+        images: dict[str, str] = {}
         for record in self.entries:
             weights[record.key["backbone"]] = record.key["fingerprint"]
-            if record.key["kind"] == kind and (methods is None or all(one in methods for one in record.key["methods"])):
-                newest[_text(record.key)] = record
-        measured: dict[tuple[str, str], set[str]] = {}
-        for record in newest.values():
-            measured.setdefault(_place(record), set()).add(_text(record.key["methods"]))
-        found = []
-        for record in newest.values():
-            place, latest = _place(record), weights[record.key["backbone"]]
-            if record.key["fingerprint"] != latest:
-                # What a task costs is shown beside its accuracy, with the same weights.
-                if kind != "counts" and measured[place] <= measured.get((place[0], latest), set()):
-                    continue
-                record = replace(record, key={**record.key, "backbone": f"{record.key['backbone']} ({place[1]})"})
-            found.append(record)
-        return found
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
-
-
-def _place(record: Record) -> tuple[str, str]:
-    """What a record is about, whatever the method: all else in its key, and the weights."""
-    return _text({**record.key, "methods": None, "fingerprint": None}), record.key["fingerprint"]
+            images |= record.key["images"]
+        newest: dict[str, Record] = {}
+        for record in self.entries:
+            key = record.key
+            wanted = key["kind"] == kind and (methods is None or all(one in methods for one in key["methods"]))
+            same = key["fingerprint"] == weights[key["backbone"]] and key["images"].items() <= images.items()
+            if wanted and same:
+                newest[json.dumps(key, sort_keys=True)] = record
+        return list(newest.values())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from memoro.console import format_count
 from memoro.files import write_whole
 from memoro.plots import Point, draw_panels
-from memoro.reproduce.measure import Budget
+from memoro.reproduce.measure import is_flat
 from memoro.reproduce.methods import Method
 from memoro.reproduce.plan import SCALES, Scale
 from memoro.reproduce.records import Record, Records
@@ -94,6 +94,13 @@ class Report:
     """By caption: what draws the figure into a file."""
     used: list[Record] = field(default_factory=list)
 
+    def add_figure(
+        self, caption: str, panels: Mapping[str, Any], xlabel: str, ylabel: str, *, log: bool = False
+    ) -> None:
+        """A figure of panels, if there are any."""
+        if panels:
+            self.figures[caption] = lambda path: draw_panels(path, panels, xlabel, ylabel, log=log)
+
 
 def write_table(table: str, records: Records, scale: str, out: Path) -> Path:
     """Writes the table's Markdown, CSV and figures from all that is recorded; returns the path of the first."""
@@ -137,10 +144,6 @@ def how_it_was_made(table: str, used: Sequence[Record], scale: str) -> list[str]
         f"- Scale `{scale}`; {days}; {measured} in {seconds / 60:.0f} minutes of wall time, while other programs may "
         "have been running."
     )
-    if any(record.key["backbone"].endswith(f"({record.key['fingerprint']})") for record in used):
-        lines.append(
-            "- A fingerprint after the name of a backbone: weights that it had before the newest measurements here."
-        )
     lines += [f"- {text}" for text in sorted({describe_budget(record) for record in used} - {""})]
     lines.append(
         f"- Every measurement with its settings is in the `.jsonl` files beside this one (`{table}.csv`: a row each)."
@@ -190,8 +193,6 @@ def format_accuracy(record: Record | None) -> str:
 
 
 def was_flat(record: Record) -> bool:
-    from memoro.reproduce.measure import is_flat
-
     return is_flat([(step, accuracy) for step, accuracy in record.result["curve"]])
 
 
@@ -212,8 +213,9 @@ def accuracy_lines(found: Found, methods: Sequence[str]) -> list[str]:
 
 def legend_of(found: Found) -> str:
     seeds = sorted({len(record.result["test"]) for cells in found.values() for record in cells.values()})
+    runs = " or ".join([*map(str, seeds[:-1]), format_count(seeds[-1], "seed")])
     return (
-        f"Test accuracy, mean ± standard deviation of {' or '.join(map(str, seeds))} seeds. Learning rates were "
+        f"Test accuracy, mean ± standard deviation of {runs}. Learning rates were "
         "chosen on held-out training images (the rate is in the CSV file); then each seed was trained on all training "
         f"images and measured once. `{NOT_FLAT}`: not reached, the accuracy on held-out images was still rising by "
         f"more than 0.01 in the last third of the training. `{NOT_RUN}`: not run."
@@ -261,15 +263,12 @@ def panels_of(found: Found, lines: Mapping[str, Sequence[tuple[str, float]]]) ->
     return panels
 
 
-def figure_of(panels: Mapping[str, Any], xlabel: str, ylabel: str, *, log: bool = False) -> Callable[[Path], Path]:
-    return lambda path: draw_panels(path, panels, xlabel, ylabel, log=log)
-
-
-def is_as_long(cells: Mapping[str, Record], budget: Budget) -> bool:
-    """Whether a row's length is given as the budget's is, in steps or in epochs: users may change the number."""
-    return (next(iter(cells.values())).key["budget"]["steps"] is None) == (budget.steps is None)
-
-
 def without_short(found: Found, scale: Scale) -> Found:
-    """Without the shorter runs of methods with the mask, which are for comparisons with those without it."""
-    return {row: cells for row, cells in found.items() if is_as_long(cells, scale.masked)}
+    """Without the shorter runs of methods with the mask, which are for comparisons with those without it: their length
+    is given in steps instead of epochs, or the reverse."""
+    in_epochs = scale.masked.steps is None
+    return {
+        row: cells
+        for row, cells in found.items()
+        if (next(iter(cells.values())).key["budget"]["steps"] is None) == in_epochs
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,12 +46,15 @@ class Order:
             return jobs
         known = dict.fromkeys(method.name for _, job in jobs for method in job.methods)
         if unknown := sorted(self.methods - known.keys()):
-            raise DataError(f"{', '.join(self.tables)}: no method {unknown[0]!r}; choose from {', '.join(known)}.")
+            there = f"choose from {', '.join(known)}" if known else "this table has no choice of methods"
+            raise DataError(f"{', '.join(self.tables)}: no method {unknown[0]!r}; {there}.")
         chosen = []
         for table, job in jobs:
             own = tuple(method for method in job.methods if method.name in self.methods)
             if own == job.methods or (own and job.kind == "accuracy"):
                 chosen.append((table, replace(job, methods=own)))
+        if not chosen:
+            raise DataError(f"{', '.join(self.tables)} compares {', '.join(known)}: name all of them, or none.")
         return chosen
 
 
@@ -91,8 +94,10 @@ def run_tables(order: Order, runner: Runner, log: Log) -> Records:
     records = Records.read(order.out)
     sizes = {name: runner.size(name) for name in order.request.sets}
     waiting, total = list_missing(order, runner, records), len(order.jobs())
+    _check_test_splits([job for _, job in waiting], sizes)
     seconds = sum(runner.seconds(job, sizes) for _, job in waiting)
-    log(f"{format_count(total, 'job')}, {total - len(waiting)} of them done. The others: about {format_time(seconds)}.")
+    done = f" ({total - len(waiting)} of {total} are done)" if len(waiting) < total else ""
+    log(f"{format_count(len(waiting), 'job')} to run{done}, about {format_time(seconds)}.")
     failed = 0
     for number, (table, job) in enumerate(waiting, start=1):
         log(f"[{number} of {len(waiting)}] {table}: {job.title} (about {format_time(runner.seconds(job, sizes))})")
@@ -113,9 +118,10 @@ def run_tables(order: Order, runner: Runner, log: Log) -> Records:
             log(f"    {text}")
         records.add(made, write=runner.main)
         if runner.main:
+            runner.remove_checkpoints(job)
             write_table(table, records, order.request.scale.name, order.out)
         log(f"    done in {format_time(seconds)}")
-    if runner.main:
+    if runner.main and records.entries:
         write_reports(order.tables, order.request.scale.name, order.out, log)
     if failed:
         raise TrainingError(
@@ -124,9 +130,19 @@ def run_tables(order: Order, runner: Runner, log: Log) -> Records:
     return records
 
 
+def _check_test_splits(jobs: Sequence[Job], sizes: Mapping[str, Size]) -> None:
+    """Raises before anything is trained if a set that is needed has no test images."""
+    for job in jobs:
+        missing = [name for name in job.sets if not sizes[name].test]
+        if missing and job.budget.seeds:
+            raise DataError(f"{missing[0]} has no test split: add a test/ folder beside train/.")
+
+
 def write_reports(tables: Sequence[str], scale: str, out: Path, log: Log) -> None:
     """Writes the tables from what is recorded."""
     records = Records.read(out)
+    if not records.entries:
+        raise DataError(f"{out} has no records: run `memoro reproduce` first, or name its folder with --out.")
     for table in tables:
         log(f"{table}: {write_table(table, records, scale, out)}")
 

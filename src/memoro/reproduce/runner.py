@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +35,26 @@ MOST_PIXELS = 112
 
 
 def find_sets(data: Sequence[str]) -> dict[str, str]:
-    """Sources by the name of the set; a folder of sets stands for those of `CPU.sets` that are in it."""
+    """Sources by the name of the set; a folder of sets stands for those that are in it."""
     found: dict[str, str] = {}
     for source in data:
         path = Path(source).expanduser()
-        inside = [place for name in CPU.sets for place in (path / f"{name}.zip", path / name) if place.exists()]
-        for one in inside if path.is_dir() and inside else [path if path.exists() else None]:
-            name = source if one is None else one.stem if one.is_file() else one.resolve().name
+        places = _sets_inside(path) or [path]
+        for place in places:
+            name = source if not place.exists() else place.stem if place.is_file() else place.resolve().name
             if name in found:
                 raise DataError(f"two sets are called {name!r}: rename one of the files.")
-            found[name] = source if one is None else str(one)
+            found[name] = str(place) if place.exists() else source
     return found
+
+
+def _sets_inside(folder: Path) -> list[Path]:
+    """The sets of `CPU.sets` in a folder; if there are none, its folders with train/ and test/."""
+    if not folder.is_dir() or (folder / "train").is_dir():
+        return []
+    known = [place for name in CPU.sets for place in (folder / f"{name}.zip", folder / name) if place.exists()]
+    others = [place for place in sorted(folder.iterdir()) if (place / "train").is_dir() and (place / "test").is_dir()]
+    return known or others
 
 
 def name_backbone(source: str) -> str:
@@ -59,6 +70,7 @@ class Runner:
     """Sources by name."""
     backbones: dict[str, str]
     options: TrainOptions
+    """With a `folder`, a job that was cut off continues from its checkpoints in it."""
     image_size: int | None = None
     most_pixels: int | None = MOST_PIXELS
     device: str | None = None
@@ -143,6 +155,7 @@ class Runner:
         if job.kind == "counts":
             return {"": self._count(job) if job.backbone else count_costs()}
         bench = self.bench(job.backbone)
+        bench = replace(bench, options=replace(bench.options, folder=self.checkpoints(job)))
         sets = [self.splits(name, job.budget) for name in job.sets]
         if job.kind == "accuracy":
             return measure_methods(bench, sets[0], job.methods, job.budget)
@@ -152,6 +165,20 @@ class Runner:
         other = sets[1] if len(sets) > 1 else None
         child = CHILDREN[job.number]
         return {"": measure_extension(bench, sets[0], other, job.methods, job.budget, child)}
+
+    def checkpoints(self, job: Job) -> Path | None:
+        """The folder of a job's checkpoints."""
+        if self.options.folder is None:
+            return None
+        return self.options.folder / hashlib.sha256(json.dumps(self.key(job)).encode()).hexdigest()[:16]
+
+    def remove_checkpoints(self, job: Job) -> None:
+        """Once a job is recorded."""
+        folder = self.checkpoints(job)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # other jobs have checkpoints
+                folder.parent.rmdir()
 
     def _count(self, job: Job) -> dict[str, Any]:
         bench = self.bench(job.backbone)
@@ -176,6 +203,7 @@ def _known_rates(key: Key, records: Records) -> dict[str, Any]:
         if own["kind"] == "concat" and {**own, "number": 0} == {**key, "number": 0}:
             return dict(record.result["rates"])
         same = all(own[name] == key[name] for name in ("backbone", "fingerprint", "image_size"))
+        same = same and own["images"].items() <= key["images"].items()
         # `Budget.on_set` gives a set its augmentation, here and there.
         same = same and {**own["budget"], "augment": None} == {**key["budget"], "augment": None}
         if own["kind"] == "accuracy" and same and own["methods"][0] in key["methods"]:

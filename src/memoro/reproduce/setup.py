@@ -42,11 +42,8 @@ def make_order(
     request = Request(scale, (*known, *(name for name in sets if name not in known)), tuple(sources))
     folder = out or Path("results") / scale.name
     # Kept features serve every job of a set. At the paper's scale every epoch has new views, so nothing is kept.
-    # There a job takes hours, so that it has checkpoints.
     small = scale.name == "cpu"
-    options = TrainOptions(
-        cache=Cache() if small else False, folder=None if small else folder / "runs", workers=workers, quiet=True
-    )
+    options = TrainOptions(cache=Cache() if small else False, folder=folder / "runs", workers=workers, quiet=True)
     runner = Runner(sets, sources, options, image_size, MOST_PIXELS if small else None, device)
     tables = tuple(TABLES) if table == "all" else (table,)
     return Order(tables, request, folder, command, frozenset(methods)), runner

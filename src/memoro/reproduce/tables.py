@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any, get_args
 
@@ -37,9 +37,7 @@ from memoro.reproduce.report import (
     Row,
     accuracies,
     accuracy_report,
-    figure_of,
     format_values,
-    is_as_long,
     markdown_table,
     panels_of,
     select,
@@ -49,16 +47,20 @@ from memoro.reproduce.report import (
 )
 
 CELLS = (1, 5, 10, 20)
-UNMASKED_CHAINS = (("full", "memory-full 5", "class-full", "head"),)
-MASKED_CHAINS = (("memory 5", "class", "head"), ("side 8", "head"))
+ORDERING = (
+    ("full", "memory-full 5", "class-full", "head"), ("memory-full 5", "head"),
+    ("memory 5", "class", "head"), ("memory 5", "head"),
+)  # fmt: skip
+"""The paper's, without the mask and with it."""
+BESIDE_PAPER = (("side 8", "head"), ("side 8", "memory 5"))
 
 
 def _table2(records: Records, scale: Scale) -> Report:
-    methods = [FULL, HEAD, CLASS_FULL, *map(memory_full, CELLS), *MASKED[1:], LORA]
+    methods = [FULL, HEAD, CLASS_FULL, *map(memory_full, scale.cells), *MASKED[1:], LORA]
     found = accuracies(records, methods, scale)
     names = [method.name for method in methods]
     report = accuracy_report("Table 2: accuracy by regime", INTRO["table2"], found, names)
-    report.lines += _ordering(found, scale)
+    report.lines += _ordering(found)
     paper = [[name, *map(str, figures)] for name, *figures in PAPER_TABLE2]
     columns = [
         "paper, validation accuracy in %",
@@ -75,38 +77,46 @@ def _table2(records: Records, scale: Scale) -> Report:
     }
     if found:
         panels = panels_of({row: cells for row, cells in found.items() if len(cells) > 1}, lines)
-        report.figures["test accuracy over memory cells"] = figure_of(panels, "memory cells", "test accuracy")
+        report.add_figure("test accuracy over memory cells", panels, "memory cells", "test accuracy")
     return report
 
 
-def _ordering(found: Found, scale: Scale) -> list[str]:
-    """The paper's ordering, link by link: without the mask, and with it, each where all of it was trained as long."""
+def _ordering(found: Found) -> list[str]:
+    """The paper's ordering, link by link, without the mask and with it; then what is not in the paper."""
+    rows = _compare_links(found, ORDERING)
+    if not rows:
+        return []
+    beside = _compare_links(found, BESIDE_PAPER)
+    columns = ["backbone", "set", "training", "claim", "difference", "seeds", "verdict"]
+    return [
+        "", "## The ordering full ≥ memory > class > head", "",
+        "Differences in test accuracy of runs with the same seed and the same training length, on the same images, ± "
+        "half of the 95 % interval (of seeds and test images together; Student's t with Satterthwaite's degrees of "
+        "freedom). The interval does not include the choice of the learning rate. A run that diverged has all images "
+        "wrong. A link holds if the difference is above that, fails if it is below minus that, and is inconclusive in "
+        "between; `≥` is then not refuted. Fewer than three seeds get no verdict. One interval in twenty excludes zero "
+        f"by chance. `{NOT_FLAT}`: not reached, as above.", "",
+        f"{_count_verdicts(rows)}.", "", *markdown_table(columns, rows),
+        *(["", "Not in the paper:", "", *markdown_table(columns, beside)] if beside else ()),
+    ]  # fmt: skip
+
+
+def _compare_links(found: Found, chains: Sequence[Sequence[str]]) -> list[list[Any]]:
     rows = []
     for row, cells in found.items():
         results = {method: record.result for method, record in cells.items()}
         marked = {method: method + ("" if was_flat(record) else NOT_FLAT) for method, record in cells.items()}
-        chains = (
-            *(UNMASKED_CHAINS if is_as_long(cells, scale.unmasked) else ()),
-            *(MASKED_CHAINS if is_as_long(cells, scale.masked) else ()),
-        )
         for link in (link for chain in chains for link in compare_chain(chain, results)):
             equal = link.first == "full"
             claim = f"{marked[link.first]} {'≥' if equal else '>'} {marked[link.second]}"
             verdict = link.judge(equal=equal)
             rows.append([row.where, row.name, row.training, claim, str(link), link.seeds, verdict])
-    if not rows:
-        return []
+    return rows
+
+
+def _count_verdicts(rows: Sequence[Sequence[Any]]) -> str:
     counts = Counter(row[-1] for row in rows)
-    summary = ", ".join(f"{word}: {counts[word]}" for word in get_args(Verdict) if counts[word])
-    return [
-        "", "## The ordering full ≥ memory > class > head", "",
-        "Differences in test accuracy of runs with the same seed and the same training length, on the same images, ± "
-        "half of the 95 % interval (of seeds and test images together; Student's t with Satterthwaite's degrees of "
-        "freedom). A run that diverged has all images wrong. A link holds if the difference is above that, fails if it "
-        "is below minus that, and is inconclusive in between; `≥` is then not refuted. Fewer than three seeds get no "
-        f"verdict. `{NOT_FLAT}`: not reached, as above. {summary}.", "",
-        *markdown_table(["backbone", "set", "training", "claim", "difference", "seeds", ""], rows),
-    ]  # fmt: skip
+    return ", ".join(f"{word}: {counts[word]}" for word in get_args(Verdict) if counts[word])
 
 
 def _table4(records: Records, scale: Scale) -> Report:
@@ -157,9 +167,13 @@ def _naive(records: Records, scale: Scale) -> Report:
     for (row, order), results in gathered.items():
         lines: dict[str, list[tuple[float, float, float]]] = {}
         for kind in ("naive", "masked"):
-            steps = list(zip(*(result[kind] for result in results), strict=True))
-            shown = [*map(format_values, steps), *[""] * (most - len(steps))]
-            rows.append([row.where, row.name, row.training, kind, *shown, len(results)])
+            steps = list(zip(*(result[kind]["test"] for result in results), strict=True))
+            shown = [
+                f"{format_values(step)}{f' ({added})' if at else ''}"
+                for at, (step, added) in enumerate(zip(steps, order, strict=True))
+            ]
+            shown += [""] * (most - len(steps))
+            rows.append([row.where, row.name, row.training, kind, *shown, _change(results, kind), len(results)])
             lines[f"{kind} concatenation"] = [(at, mean(step), spread(step)) for at, step in enumerate(steps, start=1)]
             report.rows += [
                 {"backbone": row.backbone, "image_size": row.pixels, "set": row.name, "training": row.training,
@@ -170,20 +184,30 @@ def _naive(records: Records, scale: Scale) -> Report:
         panels[f"{row.title}, {len(order)} models"] = lines
     if rows:
         added = (f"+{number}" for number in range(1, most))
-        columns = ["backbone", "set", "training", "", "alone", *added, "seeds"]
+        columns = ["backbone", "set", "training", "concatenation", "alone", *added, "change", "seeds"]
         change = max(result["largest_change"] for results in gathered.values() for result in results)
-        orders = "; ".join(dict.fromkeys(", ".join(order) for _, order in gathered))
         report.lines = [
             *intro, "", *markdown_table(columns, rows), "",
-            f"Test accuracy, mean ± standard deviation over seeds. In the order {orders}. With masks, the "
-            f"largest change of any logit is {change:.1g} (float32 rounding).",
+            "Test accuracy, mean ± standard deviation over seeds; in brackets the set of the model that was added. "
+            "`change`: with all models against alone, same seeds and images, ± half of the 95 % interval. With masks, "
+            f"the largest change of any logit is {change:.1g} (float32 rounding).",
         ]  # fmt: skip
-        report.figures["accuracy over the number of models"] = figure_of(panels, "models in one pass", "test accuracy")
+        report.add_figure("accuracy over the number of models", panels, "models in one pass", "test accuracy")
     return report
 
 
+def _change(results: Sequence[Mapping[str, Any]], kind: str) -> str:
+    """What all other models change in the accuracy of one."""
+    last, alone = (
+        {"test_images": results[0]["test_images"], "correct": [result[kind]["correct"][at] for result in results]}
+        for at in (-1, 0)
+    )
+    return str(compare_pair(("all", last), ("alone", alone)) or NOT_RUN)
+
+
 def _masking(records: Records, scale: Scale) -> Report:
-    unmasked, masked = [CLASS_FULL, *map(memory_full, CELLS)], [*map(memory, (0, *CELLS))]
+    counts = (0, *scale.cells)
+    unmasked, masked = [CLASS_FULL, *map(memory_full, scale.cells)], [*map(memory, counts)]
     pairs = [(one.name, two.name) for one, two in zip(unmasked, masked, strict=True)]
     # Methods with the mask have longer trainings in other tables, without anything to compare them with.
     found = {
@@ -205,17 +229,16 @@ def _masking(records: Records, scale: Scale) -> Report:
             "",
             "What full attention gains, ± half of the 95 % interval:",
             "",
-            *markdown_table(["backbone", "set", "training", "", "difference", "seeds"], rows),
+            *markdown_table(["backbone", "set", "training", "methods", "difference", "seeds"], rows),
         ]
     if found:
         lines = {
-            "full attention": [(one, cells) for (one, _), cells in zip(pairs, (0, *CELLS), strict=True)],
-            "mask": [(two, cells) for (_, two), cells in zip(pairs, (0, *CELLS), strict=True)],
-            "head": [("head", 0), ("head", CELLS[-1])],  # a level line
+            "full attention": [(one, count) for (one, _), count in zip(pairs, counts, strict=True)],
+            "mask": [(two, count) for (_, two), count in zip(pairs, counts, strict=True)],
+            "head": [("head", 0), ("head", counts[-1])],  # a level line
         }
-        report.figures["accuracy over memory cells"] = figure_of(
-            panels_of(found, lines), "memory cells (0: none)", "test accuracy"
-        )
+        panels = panels_of(found, lines)
+        report.add_figure("accuracy over memory cells", panels, "memory cells (0: none)", "test accuracy")
     return report
 
 
@@ -275,8 +298,8 @@ def _stability(records: Records, scale: Scale) -> Report:
     if rows:
         rates = ["middle rate", "÷ 100", "÷ 10", "× 1", "× 10", "× 100"]
         report.lines = [*intro, "", *markdown_table(["backbone", "set", "training", "method", "seeds", *rates], rows)]
-        report.figures["accuracy over learning rates"] = figure_of(
-            panels, "learning rate ÷ the middle one", "held-out accuracy", log=True
+        report.add_figure(
+            "accuracy over learning rates", panels, "learning rate ÷ the middle one", "held-out accuracy", log=True
         )
     return report
 
