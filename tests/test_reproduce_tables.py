@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from reproducing import METHODS, record_of
 
-from memoro.reproduce.compare import Comparison, compare_pair
+from memoro.reproduce.compare import Comparison, average_comparisons, compare_pair
 from memoro.reproduce.measure import Budget, summarise_answers
 from memoro.reproduce.methods import ADAPTER, FORKED, FORKED_SIZES, STABLE, memory, memory_full, side
 from memoro.reproduce.plan import CPU, TABLES, Job
@@ -34,7 +34,7 @@ def test_table2_is_written_from_records(tmp_path: Path) -> None:
     assert "| vit, 20 px | rsscn7 | 10 epochs | class > head | -0.750 ± 0.142 | 3 | fails |" in text
     assert re.search(r"10 epochs \| memory 5† > class \| \+0.500 ± 1.\d+ \| 3 \| inconclusive \|", text)
     assert re.search(r"10 epochs \| memory 5† > head \| -0.250 ± 1.\d+ \| 3 \| inconclusive \|", text)
-    assert "\ninconclusive: 2, fails: 1.\n" in text
+    assert "\nEach set by itself (inconclusive: 2, fails: 1):\n" in text
     assert "Not in the paper:" not in text
     assert "3 measurements in 2 minutes" in text
     assert "at most 2000 training images" in text
@@ -69,7 +69,7 @@ def test_side_is_compared_in_a_table_of_its_own(tmp_path: Path) -> None:
     records = Records(tmp_path, [record_of(name, [[1, 0]] * 3) for name in ("head", "memory 5", "side 8")])
     text = write_table("table2", records, "cpu", tmp_path).read_text()
     paper, beside = text.split("Not in the paper:")
-    assert "inconclusive: 1." in paper
+    assert "(inconclusive: 1)" in paper
     assert "side 8 >" not in paper
     assert "| side 8 > head | +0.000 ± 0.000 | 3 | inconclusive |" in beside
     assert "| side 8 > memory 5 |" in beside
@@ -198,6 +198,25 @@ def test_comparisons_are_paired() -> None:
     same = compare_pair(("base", results["base"]), ("base", results["base"]))
     assert same is not None
     assert (same.difference, same.error, same.judge()) == (0.0, 0.0, "inconclusive")
+
+
+def test_means_over_sets_are_judged_together(tmp_path: Path) -> None:
+    """Three sets that are each inconclusive may decide a claim together."""
+    better, worse = [1] * 42 + [0] * 18, [1] * 40 + [0] * 20
+    sets = ("rsscn7", "dtd10", "pacs_sketch")
+    records = Records(tmp_path, [
+        record_of(method, [answers] * 3, set_name=name)
+        for name in sets for method, answers in (("memory 5", better), ("class", worse))
+    ])  # fmt: skip
+    text = write_table("table2", records, "cpu", tmp_path).read_text()
+    assert text.count("| 10 epochs | memory 5 > class | +0.033 ± 0.048 | 3 | inconclusive |") == 3
+    assert "| vit, 20 px | 10 epochs | 3 of 3 | memory 5 > class | +0.033 ± 0.027 | 3 | holds |" in text
+    one = Comparison("a", "b", 0.1, 0.03, 3, 2.0)
+    two = Comparison("a", "b", 0.0, 0.04, 5, 4.0)
+    both = average_comparisons([one, two])
+    assert (both.difference, both.seeds) == (0.05, 3)
+    assert both.error == pytest.approx(0.025)
+    assert both.freedom == pytest.approx(0.0025**2 / (0.0009**2 / 2 + 0.0016**2 / 4))
 
 
 def test_a_diverged_run_is_all_wrong() -> None:

@@ -72,10 +72,24 @@ def compare_pair(first: tuple[str, Mapping[str, Any]], second: tuple[str, Mappin
         for some in (differences.mean(axis=0), runs)
         if len(some) > 1
     ]
+    error, freedom = _add_variances(parts)
+    return Comparison(name, other, float(runs.mean()), error, len(runs), freedom)
+
+
+def average_comparisons(links: Sequence[Comparison]) -> Comparison:
+    """The mean difference over several sets: over these sets, not over others that might have been chosen."""
+    parts = [((link.error / len(links)) ** 2, link.freedom) for link in links]
+    error, freedom = _add_variances(parts)
+    difference = sum(link.difference for link in links) / len(links)
+    return Comparison(links[0].first, links[0].second, difference, error, min(link.seeds for link in links), freedom)
+
+
+def _add_variances(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The standard error of a sum from independent variances and their degrees of freedom, and its own (Welch and
+    Satterthwaite)."""
     variance = sum(part for part, _ in parts)
-    # Welch and Satterthwaite.
     freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts) if variance else math.inf
-    return Comparison(name, other, float(runs.mean()), math.sqrt(variance), len(runs), max(freedom, 1.0))
+    return math.sqrt(variance), max(freedom, 1.0)
 
 
 def read_correct(text: str, images: int) -> np.ndarray[Any, np.dtype[np.bool_]]:

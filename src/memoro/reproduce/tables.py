@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from memoro.reproduce.beyond_paper import report_extension, report_forks
 from memoro.reproduce.claims import INTRO, PAPER_TABLE2, PAPER_TABLE5
-from memoro.reproduce.compare import Verdict, compare_chain, compare_pair
+from memoro.reproduce.compare import Comparison, Verdict, average_comparisons, compare_chain, compare_pair
 from memoro.reproduce.methods import (
     ADAPTER,
     ADAPTER_MEMORY,
@@ -83,11 +83,12 @@ def _table2(records: Records, scale: Scale) -> Report:
 
 def _ordering(found: Found) -> list[str]:
     """The paper's ordering, link by link, without the mask and with it; then what is not in the paper."""
-    rows = _compare_links(found, ORDERING)
+    rows, means = _compare_links(found, ORDERING)
     if not rows:
         return []
-    beside = _compare_links(found, BESIDE_PAPER)
+    beside, beside_means = _compare_links(found, BESIDE_PAPER)
     columns = ["backbone", "set", "training", "claim", "difference", "seeds", "verdict"]
+    over_sets = ["backbone", "training", "ahead on sets", *columns[3:]]
     return [
         "", "## The ordering full ≥ memory > class > head", "",
         "Differences in test accuracy of runs with the same seed and the same training length, on the same images, ± "
@@ -96,22 +97,34 @@ def _ordering(found: Found) -> list[str]:
         "wrong. A link holds if the difference is above that, fails if it is below minus that, and is inconclusive in "
         "between; `≥` is then not refuted. Fewer than three seeds get no verdict. One interval in twenty excludes zero "
         f"by chance. `{NOT_FLAT}`: not reached, as above.", "",
-        f"{_count_verdicts(rows)}.", "", *markdown_table(columns, rows),
-        *(["", "Not in the paper:", "", *markdown_table(columns, beside)] if beside else ()),
+        *(["Means over the sets that a row has:", "", *markdown_table(over_sets, means), ""] if means else ()),
+        f"Each set by itself ({_count_verdicts(rows)}):", "", *markdown_table(columns, rows),
+        *(["", "Not in the paper:", ""] if beside else ()),
+        *([*markdown_table(over_sets, beside_means), ""] if beside_means else ()),
+        *(markdown_table(columns, beside) if beside else ()),
     ]  # fmt: skip
 
 
-def _compare_links(found: Found, chains: Sequence[Sequence[str]]) -> list[list[Any]]:
-    rows = []
+def _compare_links(found: Found, chains: Sequence[Sequence[str]]) -> tuple[list[list[Any]], list[list[Any]]]:
+    """A row for each link on each set, and one for its mean over the sets of a backbone and a training length."""
+    rows, means = [], []
+    links: dict[tuple[Row, str, str], list[Comparison]] = {}
     for row, cells in found.items():
         results = {method: record.result for method, record in cells.items()}
         marked = {method: method + ("" if was_flat(record) else NOT_FLAT) for method, record in cells.items()}
         for link in (link for chain in chains for link in compare_chain(chain, results)):
-            equal = link.first == "full"
-            claim = f"{marked[link.first]} {'≥' if equal else '>'} {marked[link.second]}"
-            verdict = link.judge(equal=equal)
-            rows.append([row.where, row.name, row.training, claim, str(link), link.seeds, verdict])
-    return rows
+            rows.append([row.where, row.name, row.training, *_judge(link, marked[link.first], marked[link.second])])
+            links.setdefault((row._replace(name=""), link.first, link.second), []).append(link)
+    for (row, first, second), some in links.items():
+        if len(some) > 1:
+            ahead = f"{sum(link.difference > 0 for link in some)} of {len(some)}"
+            means.append([row.where, row.training, ahead, *_judge(average_comparisons(some), first, second)])
+    return rows, means
+
+
+def _judge(link: Comparison, first: str, second: str) -> list[Any]:
+    equal = link.first == "full"
+    return [f"{first} {'≥' if equal else '>'} {second}", str(link), link.seeds, link.judge(equal=equal)]
 
 
 def _count_verdicts(rows: Sequence[Sequence[Any]]) -> str:
