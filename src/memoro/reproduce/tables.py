@@ -83,30 +83,26 @@ def _table2(records: Records, scale: Scale) -> Report:
 
 def _ordering(found: Found) -> list[str]:
     """The paper's ordering, link by link, without the mask and with it; then what is not in the paper."""
-    rows, means = _compare_links(found, ORDERING)
-    if not rows:
-        return []
-    beside, beside_means = _compare_links(found, BESIDE_PAPER)
-    columns = ["backbone", "set", "training", "claim", "difference", "seeds", "verdict"]
-    over_sets = ["backbone", "training", "ahead on sets", *columns[3:]]
+    paper, beside = _judge_links(found, ORDERING), _judge_links(found, BESIDE_PAPER)
     return [
-        "", "## The ordering full ≥ memory > class > head", "",
-        "Differences in test accuracy of runs with the same seed and the same training length, on the same images, ± "
-        "half of the 95 % interval (of seeds and test images together; Student's t with Satterthwaite's degrees of "
-        "freedom). The interval does not include the choice of the learning rate. A run that diverged has all images "
-        "wrong. A link holds if the difference is above that, fails if it is below minus that, and is inconclusive in "
-        "between; `≥` is then not refuted. Fewer than three seeds get no verdict. One interval in twenty excludes zero "
-        f"by chance. `{NOT_FLAT}`: not reached, as above.", "",
-        *(["Means over the sets that a row has:", "", *markdown_table(over_sets, means), ""] if means else ()),
-        f"Each set by itself ({_count_verdicts(rows)}):", "", *markdown_table(columns, rows),
-        *(["", "Not in the paper:", ""] if beside else ()),
-        *([*markdown_table(over_sets, beside_means), ""] if beside_means else ()),
-        *(markdown_table(columns, beside) if beside else ()),
+        *(["", "## The ordering full ≥ memory > class > head", "", JUDGED, "", *paper] if paper else ()),
+        *(["", "## Not in the paper", "", *beside] if beside else ()),
     ]  # fmt: skip
 
 
-def _compare_links(found: Found, chains: Sequence[Sequence[str]]) -> tuple[list[list[Any]], list[list[Any]]]:
-    """A row for each link on each set, and one for its mean over the sets of a backbone and a training length."""
+JUDGED = (
+    "Differences in test accuracy of runs with the same seed and the same training length, on the same images, ± half of "
+    "the 95 % interval (of seeds and test images together; Student's t with Satterthwaite's degrees of freedom). The "
+    "interval does not include the choice of the learning rate. A run that diverged has all images wrong. A claim holds "
+    "if the difference is above that, fails if it is below minus that, and is inconclusive in between; `≥` is then not "
+    "refuted. Fewer than three seeds get no verdict. One interval in twenty excludes zero by chance. "
+    f"`{NOT_FLAT}`: not reached, as above."
+)
+"""How claims are judged."""
+
+
+def _judge_links(found: Found, chains: Sequence[Sequence[str]]) -> list[str]:
+    """Each link on each set, after its means over the sets of a backbone and a training length."""
     rows, means = [], []
     links: dict[tuple[Row, str, str], list[Comparison]] = {}
     for row, cells in found.items():
@@ -119,17 +115,21 @@ def _compare_links(found: Found, chains: Sequence[Sequence[str]]) -> tuple[list[
         if len(some) > 1:
             ahead = f"{sum(link.difference > 0 for link in some)} of {len(some)}"
             means.append([row.where, row.training, ahead, *_judge(average_comparisons(some), first, second)])
-    return rows, means
+    if not rows:
+        return []
+    counts = Counter(row[-1] for row in rows)
+    summary = ", ".join(f"{word}: {counts[word]}" for word in get_args(Verdict) if counts[word])
+    shown = ["claim", "difference", "seeds", "verdict"]
+    return [
+        *(["Means over sets:", ""] if means else ()),
+        *([*markdown_table(["backbone", "training", "ahead on sets", *shown], means), ""] if means else ()),
+        f"Each set by itself ({summary}):", "", *markdown_table(["backbone", "set", "training", *shown], rows),
+    ]  # fmt: skip
 
 
 def _judge(link: Comparison, first: str, second: str) -> list[Any]:
     equal = link.first == "full"
     return [f"{first} {'≥' if equal else '>'} {second}", str(link), link.seeds, link.judge(equal=equal)]
-
-
-def _count_verdicts(rows: Sequence[Sequence[Any]]) -> str:
-    counts = Counter(row[-1] for row in rows)
-    return ", ".join(f"{word}: {counts[word]}" for word in get_args(Verdict) if counts[word])
 
 
 def _table4(records: Records, scale: Scale) -> Report:
@@ -230,20 +230,8 @@ def _masking(records: Records, scale: Scale) -> Report:
     }
     names = [method.name for method in (HEAD, *unmasked, *masked)]
     report = accuracy_report("Masking", INTRO["masking"], found, names)
-    rows = []
-    for row, cells in found.items():
-        for one, two in pairs:
-            if one in cells and two in cells:
-                link = compare_pair((one, cells[one].result), (two, cells[two].result))
-                if link is not None:
-                    rows.append([row.where, row.name, row.training, f"{one} − {two}", str(link), link.seeds])
-    if rows:
-        report.lines += [
-            "",
-            "What full attention gains, ± half of the 95 % interval:",
-            "",
-            *markdown_table(["backbone", "set", "training", "methods", "difference", "seeds"], rows),
-        ]
+    if judged := _judge_links(found, pairs):
+        report.lines += ["", "## Is full attention better than the mask?", "", JUDGED, "", *judged]
     if found:
         lines = {
             "full attention": [(one, count) for (one, _), count in zip(pairs, counts, strict=True)],
