@@ -52,6 +52,14 @@ ORDERING = (
     ("memory 5", "class", "head"), ("memory 5", "head"),
 )  # fmt: skip
 """The paper's, without the mask and with it."""
+MORE_CELLS = (
+    ("memory-full 20", "memory-full 5"), ("memory-full 5", "memory-full 1"),
+    ("memory 20", "memory 5"), ("memory 5", "memory 1"),
+)  # fmt: skip
+ADAPTERS = (
+    ("memory-full 5", "adapter 5"), ("adapter 5 + memory-full 5", "memory-full 5"),
+    ("memory-full 5", "propagated 5"), ("memory-full 5", "propagated-additive 5"),
+)  # fmt: skip
 BESIDE_PAPER = (("side 8", "head"), ("side 8", "memory 5"))
 
 
@@ -82,20 +90,21 @@ def _table2(records: Records, scale: Scale) -> Report:
 
 
 def _ordering(found: Found) -> list[str]:
-    """The paper's ordering, link by link, without the mask and with it; then what is not in the paper."""
-    paper, beside = _judge_links(found, ORDERING), _judge_links(found, BESIDE_PAPER)
+    """The paper's ordering, link by link, without the mask and with it; more cells; then what is not in the paper."""
+    paper, cells, beside = (_judge_links(found, chains) for chains in (ORDERING, MORE_CELLS, BESIDE_PAPER))
     return [
         *(["", "## The ordering full ≥ memory > class > head", "", JUDGED, "", *paper] if paper else ()),
+        *(["", "## Do more cells help?", "", *cells] if cells else ()),
         *(["", "## Not in the paper", "", *beside] if beside else ()),
-    ]  # fmt: skip
+    ]
 
 
 JUDGED = (
-    "Differences in test accuracy of runs with the same seed and the same training length, on the same images, ± half of "
-    "the 95 % interval (of seeds and test images together; Student's t with Satterthwaite's degrees of freedom). The "
-    "interval does not include the choice of the learning rate. A run that diverged has all images wrong. A claim holds "
-    "if the difference is above that, fails if it is below minus that, and is inconclusive in between; `≥` is then not "
-    "refuted. Fewer than three seeds get no verdict. One interval in twenty excludes zero by chance. "
+    "Differences in test accuracy of runs with the same seed and the same training length, on the same images, ± half "
+    "of the 95 % interval (of seeds and test images together; Student's t with Satterthwaite's degrees of freedom). "
+    "The interval does not include the choice of the learning rate. A run that diverged has all images wrong. A claim "
+    "holds if the difference is above that, fails if it is below minus that, and is inconclusive in between; `≥` is "
+    "then not refuted. Fewer than three seeds get no verdict. One interval in twenty excludes zero by chance. "
     f"`{NOT_FLAT}`: not reached, as above."
 )
 """How claims are judged."""
@@ -145,6 +154,8 @@ def _table4(records: Records, scale: Scale) -> Report:
     rows = [[name, *(counts[name].get(one, NOT_RUN) for one in backbones)] for name in names if name in counts]
     if rows:
         report.lines += ["", "Parameters without the head:", "", *markdown_table(["method", *backbones], rows)]
+    if judged := _judge_links(found, ADAPTERS):
+        report.lines += ["", "## Comparisons", "", JUDGED, "", *judged]
     return report
 
 
