@@ -86,9 +86,8 @@ def reproduce(
 
     memoro reproduce table2 --data rsscn7.zip --data pacs_sketch.zip
 
-    Prints a time estimate first. Every job (some minutes) is recorded when it is done, and has checkpoints until then:
-    run the same command again to continue. Learning rates are chosen on held-out training images; the test split is
-    used once.
+    Prints a time estimate first. Each job (some minutes) is recorded when it is done and has checkpoints: run the same
+    command again to continue. Learning rates are chosen on held-out training images; the test split is used once.
 
     memoro reproduce table2 --data rsscn7.zip --method full --method "memory-full 5"
 
