@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -48,10 +48,16 @@ Point = tuple[float, float, float]
 
 
 def draw_panels(
-    path: Path, panels: Mapping[str, Mapping[str, Sequence[Point]]], xlabel: str, ylabel: str, *, log: bool = False
+    path: Path,
+    panels: Mapping[str, Mapping[str, Sequence[Point]]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    log: bool = False,
+    level: Collection[str] = (),
 ) -> Path:
-    """Panels side by side, each with lines of points and error bars; one legend for all. A level line, which has the
-    same value everywhere, is dashed and has no points: it was not measured over x."""
+    """Panels side by side, each with lines of points and error bars; one legend for all. Lines of `level`, which do not
+    depend on x, are dashed and have no points."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
     from matplotlib.transforms import offset_copy
@@ -69,7 +75,7 @@ def draw_panels(
             # Moved a little to the side, so that no error bar hides another.
             aside = offset_copy(axes.transData, figure, x=2 * (number - (len(lines) - 1) / 2), units="points")
             look: dict[str, Any] = {"color": f"C{names.index(name) % 10}", "linewidth": 1.3}
-            if len(points) > 1 and len({point[1:] for point in points}) == 1:
+            if name in level:
                 [drawn[name]] = axes.plot(x, y, linestyle="--", **look)
             else:
                 drawn[name] = axes.errorbar(x, y, error, marker="o", markersize=4, capsize=2, transform=aside, **look)

@@ -94,12 +94,10 @@ class Report:
     """By caption: what draws the figure into a file."""
     used: list[Record] = field(default_factory=list)
 
-    def add_figure(
-        self, caption: str, panels: Mapping[str, Any], xlabel: str, ylabel: str, *, log: bool = False
-    ) -> None:
-        """A figure of panels, if there are any."""
+    def add_figure(self, caption: str, panels: Mapping[str, Any], xlabel: str, ylabel: str, **how: Any) -> None:
+        """A figure of panels, if there are any. Keyword arguments are those of `draw_panels`."""
         if panels:
-            self.figures[caption] = lambda path: draw_panels(path, panels, xlabel, ylabel, log=log)
+            self.figures[caption] = lambda path: draw_panels(path, panels, xlabel, ylabel, **how)
 
 
 def write_table(table: str, records: Records, scale: str, out: Path) -> Path:

@@ -78,14 +78,15 @@ def _table2(records: Records, scale: Scale) -> Report:
         *(f"memory {cells}" for cells in CELLS),
     ]
     report.lines += ["", "## The paper's figures (ViT-B/32, ImageNet-21k)", "", *markdown_table(columns, paper)]
+    level = ("head", "full", "side 8", "lora 8")
     lines = {
         "memory (masked)": [("class", 0), *((f"memory {cells}", cells) for cells in CELLS)],
         "memory-full": [("class-full", 0), *((f"memory-full {cells}", cells) for cells in CELLS)],
-        **{name: [(name, 0), (name, CELLS[-1])] for name in ("head", "full", "side 8", "lora 8")},  # level lines
+        **{name: [(name, 0), (name, CELLS[-1])] for name in level},
     }
     if found:
         panels = panels_of({row: cells for row, cells in found.items() if len(cells) > 1}, lines)
-        report.add_figure("test accuracy over memory cells", panels, "memory cells", "test accuracy")
+        report.add_figure("test accuracy over memory cells", panels, "memory cells", "test accuracy", level=level)
     return report
 
 
@@ -247,10 +248,12 @@ def _masking(records: Records, scale: Scale) -> Report:
         lines = {
             "full attention": [(one, count) for (one, _), count in zip(pairs, counts, strict=True)],
             "mask": [(two, count) for (_, two), count in zip(pairs, counts, strict=True)],
-            "head": [("head", 0), ("head", counts[-1])],  # a level line
+            "head": [("head", 0), ("head", counts[-1])],
         }
         panels = panels_of(found, lines)
-        report.add_figure("accuracy over memory cells", panels, "memory cells (0: none)", "test accuracy")
+        report.add_figure(
+            "accuracy over memory cells", panels, "memory cells (0: none)", "test accuracy", level=["head"]
+        )
     return report
 
 
