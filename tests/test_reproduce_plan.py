@@ -18,7 +18,8 @@ from memoro.reproduce.counts import count_method, count_methods
 from memoro.reproduce.measure import Budget
 from memoro.reproduce.methods import FULL, HEAD
 from memoro.reproduce.plan import CPU, MOST_RUNS, PAPER, TABLES, Job, Request, plan_table, runs_of
-from memoro.reproduce.run import dry_run, format_time
+from memoro.reproduce.records import Record, Records
+from memoro.reproduce.run import dry_run, format_time, list_missing
 from memoro.reproduce.runner import Runner
 from memoro.reproduce.setup import make_order
 from memoro.training import TrainOptions
@@ -112,11 +113,40 @@ def test_forks_are_planned_for_several_cells_and_ranks_and_counted() -> None:
     others = memories(1) | memories(20) | {f"side 2, fork {fork}" for fork in ("0.00", *forks)}
     for (backbone, name), methods in planned.items():
         assert methods >= usual
-        # Other sizes: on the smallest backbone, on sets of different kinds.
-        assert (methods >= others) == (backbone == "memoro-tiny" and name in CPU.unmasked_sets)
+        # Other sizes: on the smallest backbone, on two small sets.
+        assert (methods >= others) == (backbone == "memoro-tiny" and name in CPU.unmasked_sets[-2:])
         assert methods.isdisjoint(others) or methods >= others
     assert {name for backbone, name in planned if backbone == "memoro-tiny"} == {*CPU.sets}
-    assert {name for backbone, name in planned if backbone == "dinov2"} == {*CPU.unmasked_sets}
+    assert {name for backbone, name in planned if backbone == "dinov2"} == {*CPU.unmasked_sets[-3:]}
+
+
+def test_extension_pairs_sets() -> None:
+    def pairs(*sets: str) -> list[tuple[str, ...]]:
+        jobs = plan_table("extension", Request(replace(CPU, unmasked_sets=sets), sets, ("memoro-tiny",)))
+        assert [job.number for job in jobs] == [0, 1] * len(sets)
+        return [job.sets for job in jobs[::2]]
+
+    assert pairs("a", "b", "c", "d") == [("a", "b"), ("b", "a"), ("c", "d"), ("d", "c")]
+    assert pairs("a", "b", "c") == [("a", "b"), ("b", "a"), ("c", "a")]
+    assert pairs("a") == [("a",)]
+
+
+def test_what_is_left_of_several_jobs_shares_passes(shapes: Path, checkpoint: Path) -> None:
+    order, runner = order_of("table2", shapes, checkpoint, "one")
+
+    def left(*recorded: str) -> list[tuple[str, ...]]:
+        parts = {part.methods[0].name: part for _, job in order.jobs() for part in job.parts()}
+        records = [Record.now("table2", runner.key(parts[name]), {}, 1.0, 1) for name in recorded]
+        jobs = list_missing(order, runner, Records(order.out, records))
+        return [tuple(method.name for method in job.methods) for _, job in jobs]
+
+    unmasked = [(name,) for name in ("full", "class-full", *(f"memory-full {n}" for n in (1, 5, 20)), "lora 8")]
+    first, second, *others = left()
+    assert first == ("head", "class", "memory 1", "memory 5")
+    assert second == ("memory 10", "memory 20", "side 8")
+    assert others[:-1] == unmasked
+    cells = ("memory 1", "memory 10", "memory 20")
+    assert left("class", "memory 5", "side 8", "lora 8", "full")[0] == ("head", *cells)
 
 
 def test_paper_scale_is_the_same_plan_with_other_numbers() -> None:
@@ -136,6 +166,8 @@ def test_paper_scale_is_the_same_plan_with_other_numbers() -> None:
         "memory 20",
         "side 8",
     }
+    three, *_ = plan_table("naive-concat", Request(CPU, CPU.sets, ("memoro-tiny",)))
+    assert three.sets == CPU.unmasked_sets[-3:]
     first, *_ = plan_table("naive-concat", Request(PAPER, PAPER.sets, PAPER.backbones))
     assert first.sets == ("inaturalist2017", "places365", "cifar100", "sun397")
 

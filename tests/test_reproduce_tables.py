@@ -41,7 +41,9 @@ def test_table2_is_written_from_records(tmp_path: Path) -> None:
     rows = (tmp_path / "table2.csv").read_text().splitlines()
     assert len(rows) == 4
     assert rows[0].startswith("backbone,weights,image_size,set,method,")
-    assert (tmp_path / "table2.png").stat().st_size > 5_000
+    assert "differences on each set, with 95 % intervals](table2-2.png)" in text
+    for figure in ("table2.png", "table2-2.png"):
+        assert (tmp_path / figure).stat().st_size > 5_000
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -63,6 +65,21 @@ def test_earlier_weights_and_other_images_are_left_out(tmp_path: Path, change: d
 def test_a_table_of_single_methods_has_no_figure(tmp_path: Path) -> None:
     records = Records(tmp_path, [record_of("full", [[1, 0]] * 3, budget=CPU.unmasked), record_of("head", [[1, 0]] * 3)])
     assert "![" not in write_table("table2", records, "cpu", tmp_path).read_text()
+
+
+def test_backbones_are_drawn_over_methods(tmp_path: Path) -> None:
+    records = Records(tmp_path, [record_of(name, [[1, 0]] * 3) for name in ("head", "memory 5", "side 8")])
+    assert "(models.png)" in write_table("models", records, "cpu", tmp_path).read_text()
+    assert (tmp_path / "models.png").stat().st_size > 5_000
+
+
+def test_table4_is_about_more_than_memory(tmp_path: Path) -> None:
+    both = [record_of(name, [[1, 0]] * 3, budget=CPU.unmasked) for name in ("memory-full 5", ADAPTER)]
+    alone = record_of("memory-full 5", [[1, 0]] * 3, set_name="dtd10", budget=CPU.unmasked)
+    text = write_table("table4", Records(tmp_path, [*both, alone]), "cpu", tmp_path).read_text()
+    assert "(table4.png)" in text
+    assert "| rsscn7 |" in text
+    assert "| dtd10 |" not in text
 
 
 def test_side_is_compared_in_a_table_of_its_own(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ class Request:
         for backbone in self.backbones:
             for name in self.sets if sets is None else sets:
                 budget = replace(self.scale.budget(True, name), **changes)
-                for group in _groups([self.scale.adjust(method) for method in methods], budget):
+                for group in group_methods([self.scale.adjust(method) for method in methods], budget):
                     yield Job("accuracy", backbone, (name,), group, budget)
 
     def unmasked(self, methods: Sequence[Method], sets: Sequence[str] | None = None, **changes: Any) -> Iterator[Job]:
@@ -160,11 +160,13 @@ class Request:
                 yield Job("accuracy", self.main_backbone, (name,), (self.scale.adjust(method),), budget)
 
 
-def _groups(methods: Sequence[Method], budget: Budget) -> Iterator[tuple[Method, ...]]:
-    """The methods in order, cut where a group would have too many runs."""
+def group_methods(methods: Sequence[Method], budget: Budget) -> Iterator[tuple[Method, ...]]:
+    """The methods in order, in groups that share passes, cut where a group would have too many runs."""
     group: list[Method] = []
     for method in methods:
-        if group and sum(runs_of(one, budget) for one in [*group, method]) > MOST_RUNS:
+        both = [*group, method]
+        shared = all(one.composes for one in both) and sum(runs_of(one, budget) for one in both) <= MOST_RUNS
+        if group and not shared:
             yield tuple(group)
             group = []
         group.append(method)
@@ -204,7 +206,9 @@ def _table5(request: Request) -> Iterator[Job]:
 def _naive(request: Request) -> Iterator[Job]:
     # The paper measures i-Naturalist, then adds Places, CIFAR and SUN.
     order = ("inaturalist2017", "places365", "cifar100", "sun397")
-    sets = request.few_sets if request.scale.name == "cpu" else tuple(name for name in order if name in request.sets)
+    sets = tuple(name for name in order if name in request.sets)
+    if request.scale.name == "cpu":
+        sets = request.few_sets[-3:]  # two models that are added show whether it goes on falling
     if len(sets) < 2:
         raise DataError("naive-concat needs two sets or more: repeat --data.")
     methods = (request.scale.adjust(memory_full(5)), request.scale.adjust(memory(5)))
@@ -221,9 +225,10 @@ def _extension(request: Request) -> Iterator[Job]:
     methods = tuple(map(request.scale.adjust, (memory(5), side())))
     # Steps, because ten epochs of 40 images are twenty of them; small sets need all folds to choose a rate.
     budget = replace(request.scale.unmasked, folds=request.scale.masked.folds)
-    for name in request.few_sets:
-        other = next((one for one in request.few_sets if one != name), None)
-        sets = (name,) if other is None else (name, other)
+    for at, name in enumerate(request.few_sets):
+        pair = request.few_sets[at - at % 2 :][:2]  # sets are each other's parents, two by two
+        others = [one for one in (*pair, *request.few_sets) if one != name]
+        sets = (name, *others[:1])
         for child in range(len(CHILDREN)):
             yield Job("extension", request.main_backbone, sets, methods, budget, child)
 
@@ -232,10 +237,10 @@ def _fork(request: Request) -> Iterator[Job]:
     for backbone in request.backbones:
         yield Job("counts", backbone, (), (*FORKED, *FORKED_SIZES), Budget())
     main = replace(request, backbones=(request.main_backbone,))
-    yield from main.masked(FORKED)
-    yield from main.masked(FORKED_SIZES, request.few_sets)
     others = tuple(name for name in request.backbones if name != request.main_backbone)
-    yield from replace(request, backbones=others).masked(FORKED, request.few_sets)
+    yield from replace(request, backbones=others).masked(FORKED, request.few_sets[-3:])
+    yield from main.masked(FORKED_SIZES, request.few_sets[-2:])
+    yield from main.masked(FORKED)
 
 
 def _models(request: Request) -> Iterator[Job]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from memoro.console import format_count
 from memoro.files import write_whole
-from memoro.plots import Point, draw_panels
+from memoro.plots import Point, draw_differences, draw_panels
 from memoro.reproduce.measure import is_flat
 from memoro.reproduce.methods import Method
 from memoro.reproduce.plan import SCALES, Scale
@@ -98,6 +98,10 @@ class Report:
         """A figure of panels, if there are any. Keyword arguments are those of `draw_panels`."""
         if panels:
             self.figures[caption] = lambda path: draw_panels(path, panels, xlabel, ylabel, **how)
+
+    def add_differences(self, caption: str, panels: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
+        """A figure of differences and half of their intervals, by panel and row."""
+        self.figures[caption] = lambda path: draw_differences(path, panels, "difference in test accuracy")
 
 
 def write_table(table: str, records: Records, scale: str, out: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from memoro.data.hub import KNOWN
 from memoro.errors import DataError, MemoroError, TrainingError
 from memoro.reproduce.counts import count_flops
 from memoro.reproduce.estimate import Size, base_passes, training_bytes, training_steps
-from memoro.reproduce.plan import Job, Key, Request, plan_table
+from memoro.reproduce.plan import Job, Key, Request, group_methods, plan_table
 from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import write_table
 from memoro.reproduce.runner import Runner
@@ -59,7 +60,8 @@ class Order:
 
 
 def list_missing(order: Order, runner: Runner, records: Records) -> list[tuple[str, Job]]:
-    """The jobs without the methods that are recorded, or that an earlier job of the order measures."""
+    """The jobs without the methods that are recorded, or that an earlier job of the order measures. What is left of
+    several jobs that can share passes is put together again."""
     found: list[tuple[str, Job]] = []
     planned: list[Key] = []
     for table, job in order.jobs():
@@ -68,7 +70,13 @@ def list_missing(order: Order, runner: Runner, records: Records) -> list[tuple[s
         planned += [key for _, key in left]
         if left:
             found.append((table, replace(job, methods=tuple(method for part, _ in left for method in part.methods))))
-    return found
+    grouped: list[tuple[str, Job]] = []
+    for (table, blank), jobs in groupby(found, key=lambda one: (one[0], replace(one[1], methods=()))):
+        left_over = [job.methods for _, job in jobs]
+        if blank.kind == "accuracy":
+            left_over = list(group_methods(list(chain(*left_over)), blank.budget))
+        grouped += [(table, replace(blank, methods=methods)) for methods in left_over]
+    return grouped
 
 
 def without_unplanned(order: Order, log: Log) -> Order:

@@ -7,9 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any, get_args
 
+from memoro.plots import Point
 from memoro.reproduce.beyond_paper import report_extension, report_forks
 from memoro.reproduce.claims import INTRO, PAPER_TABLE2, PAPER_TABLE5
-from memoro.reproduce.compare import Comparison, Verdict, average_comparisons, compare_chain, compare_pair
+from memoro.reproduce.compare import (
+    LEAST_PAIRS,
+    Comparison,
+    Verdict,
+    average_comparisons,
+    compare_chain,
+    compare_pair,
+)
 from memoro.reproduce.methods import (
     ADAPTER,
     ADAPTER_MEMORY,
@@ -40,6 +48,7 @@ from memoro.reproduce.report import (
     format_values,
     markdown_table,
     panels_of,
+    point_of,
     select,
     spread,
     was_flat,
@@ -68,7 +77,17 @@ def _table2(records: Records, scale: Scale) -> Report:
     found = accuracies(records, methods, scale)
     names = [method.name for method in methods]
     report = accuracy_report("Table 2: accuracy by regime", INTRO["table2"], found, names)
-    report.lines += _ordering(found)
+    level = ("head", "full", "side 8", "lora 8")
+    lines = {
+        "memory (masked)": [("class", 0), *((f"memory {cells}", cells) for cells in CELLS)],
+        "memory-full": [("class-full", 0), *((f"memory-full {cells}", cells) for cells in CELLS)],
+        **{name: [(name, 0), (name, CELLS[-1])] for name in level},
+    }
+    panels = panels_of({row: cells for row, cells in found.items() if len(cells) > 1}, lines)
+    report.add_figure("test accuracy over memory cells", panels, "memory cells", "test accuracy", level=level)
+    _add_comparisons(report, "The ordering full ≥ memory > class > head", found, ORDERING)
+    _add_comparisons(report, "Do more cells help?", found, MORE_CELLS)
+    _add_comparisons(report, "Not in the paper", found, BESIDE_PAPER)
     paper = [[name, *map(str, figures)] for name, *figures in PAPER_TABLE2]
     columns = [
         "paper, validation accuracy in %",
@@ -78,26 +97,7 @@ def _table2(records: Records, scale: Scale) -> Report:
         *(f"memory {cells}" for cells in CELLS),
     ]
     report.lines += ["", "## The paper's figures (ViT-B/32, ImageNet-21k)", "", *markdown_table(columns, paper)]
-    level = ("head", "full", "side 8", "lora 8")
-    lines = {
-        "memory (masked)": [("class", 0), *((f"memory {cells}", cells) for cells in CELLS)],
-        "memory-full": [("class-full", 0), *((f"memory-full {cells}", cells) for cells in CELLS)],
-        **{name: [(name, 0), (name, CELLS[-1])] for name in level},
-    }
-    if found:
-        panels = panels_of({row: cells for row, cells in found.items() if len(cells) > 1}, lines)
-        report.add_figure("test accuracy over memory cells", panels, "memory cells", "test accuracy", level=level)
     return report
-
-
-def _ordering(found: Found) -> list[str]:
-    """The paper's ordering, link by link, without the mask and with it; more cells; then what is not in the paper."""
-    paper, cells, beside = (_judge_links(found, chains) for chains in (ORDERING, MORE_CELLS, BESIDE_PAPER))
-    return [
-        *(["", "## The ordering full ≥ memory > class > head", "", JUDGED, "", *paper] if paper else ()),
-        *(["", "## Do more cells help?", "", *cells] if cells else ()),
-        *(["", "## Not in the paper", "", *beside] if beside else ()),
-    ]
 
 
 JUDGED = (
@@ -111,41 +111,57 @@ JUDGED = (
 """How claims are judged."""
 
 
-def _judge_links(found: Found, chains: Sequence[Sequence[str]]) -> list[str]:
-    """Each link on each set, after its means over the sets of a backbone and a training length."""
+def _add_comparisons(report: Report, heading: str, found: Found, chains: Sequence[Sequence[str]]) -> None:
+    """Adds each link on each set, after its means over the sets of a backbone and a training length, and a figure."""
     rows, means = [], []
-    links: dict[tuple[Row, str, str], list[Comparison]] = {}
+    links: dict[tuple[Row, str, str], dict[str, Comparison]] = {}
     for row, cells in found.items():
         results = {method: record.result for method, record in cells.items()}
         marked = {method: method + ("" if was_flat(record) else NOT_FLAT) for method, record in cells.items()}
         for link in (link for chain in chains for link in compare_chain(chain, results)):
             rows.append([row.where, row.name, row.training, *_judge(link, marked[link.first], marked[link.second])])
-            links.setdefault((row._replace(name=""), link.first, link.second), []).append(link)
-    for (row, first, second), some in links.items():
-        if len(some) > 1:
-            ahead = f"{sum(link.difference > 0 for link in some)} of {len(some)}"
-            means.append([row.where, row.training, ahead, *_judge(average_comparisons(some), first, second)])
+            links.setdefault((row._replace(name=""), link.first, link.second), {})[row.name] = link
     if not rows:
-        return []
+        return
+    panels = {}
+    for (row, first, second), sets in links.items():
+        some = [*sets.values()]
+        drawn = dict(sets)
+        if len(some) > 1:
+            drawn["mean"] = average_comparisons(some)
+            ahead = f"{sum(link.difference > 0 for link in some)} of {len(some)}"
+            means.append([row.where, row.training, ahead, *_judge(drawn["mean"], first, second)])
+        if min(link.seeds for link in some) >= LEAST_PAIRS:
+            title = f"{_claim(some[0], first, second)}\n{row.where}, {row.training}"
+            panels[title] = {name: (link.difference, link.margin) for name, link in drawn.items()}
     counts = Counter(row[-1] for row in rows)
     summary = ", ".join(f"{word}: {counts[word]}" for word in get_args(Verdict) if counts[word])
     shown = ["claim", "difference", "seeds", "verdict"]
-    return [
+    explained = JUDGED not in report.lines
+    report.lines += [
+        "", f"## {heading}", "", *([JUDGED, ""] if explained else ()),
         *(["Means over sets:", ""] if means else ()),
         *([*markdown_table(["backbone", "training", "ahead on sets", *shown], means), ""] if means else ()),
         f"Each set by itself ({summary}):", "", *markdown_table(["backbone", "set", "training", *shown], rows),
     ]  # fmt: skip
+    if panels:
+        report.add_differences(f"{heading}: differences on each set, with 95 % intervals", panels)
 
 
 def _judge(link: Comparison, first: str, second: str) -> list[Any]:
-    equal = link.first == "full"
-    return [f"{first} {'≥' if equal else '>'} {second}", str(link), link.seeds, link.judge(equal=equal)]
+    return [_claim(link, first, second), str(link), link.seeds, link.judge(equal=link.first == "full")]
+
+
+def _claim(link: Comparison, first: str, second: str) -> str:
+    """`full ≥ memory 5`, with the methods as they are shown."""
+    return f"{first} {'≥' if link.first == 'full' else '>'} {second}"
 
 
 def _table4(records: Records, scale: Scale) -> Report:
     methods = [memory_full(5), ADAPTER, ADAPTER_WIDE, ADAPTER_MEMORY, PROPAGATED, ADDITIVE]
     names = [method.name for method in methods]
-    found = accuracies(records, methods, scale)
+    # Memory alone is measured on more sets, for table 2.
+    found = {row: cells for row, cells in accuracies(records, methods, scale).items() if {*cells} != {names[0]}}
     report = accuracy_report("Table 4: memory and adapters", INTRO["table4"], found, names)
     counts: dict[str, dict[str, str]] = {}
     for row, cells in found.items():
@@ -155,8 +171,12 @@ def _table4(records: Records, scale: Scale) -> Report:
     rows = [[name, *(counts[name].get(one, NOT_RUN) for one in backbones)] for name in names if name in counts]
     if rows:
         report.lines += ["", "Parameters without the head:", "", *markdown_table(["method", *backbones], rows)]
-    if judged := _judge_links(found, ADAPTERS):
-        report.lines += ["", "## Comparisons", "", JUDGED, "", *judged]
+    panels: dict[str, Any] = {}
+    for row, cells in found.items():
+        places = {name: [(name, float(record.result["parameters"]))] for name, record in cells.items()}
+        panels.update(panels_of({row: cells}, places))
+    report.add_figure("accuracy over parameters", panels, "parameters without the head", "test accuracy", log=True)
+    _add_comparisons(report, "Comparisons", found, ADAPTERS)
     return report
 
 
@@ -242,18 +262,14 @@ def _masking(records: Records, scale: Scale) -> Report:
     }
     names = [method.name for method in (HEAD, *unmasked, *masked)]
     report = accuracy_report("Masking", INTRO["masking"], found, names)
-    if judged := _judge_links(found, pairs):
-        report.lines += ["", "## Is full attention better than the mask?", "", JUDGED, "", *judged]
-    if found:
-        lines = {
-            "full attention": [(one, count) for (one, _), count in zip(pairs, counts, strict=True)],
-            "mask": [(two, count) for (_, two), count in zip(pairs, counts, strict=True)],
-            "head": [("head", 0), ("head", counts[-1])],
-        }
-        panels = panels_of(found, lines)
-        report.add_figure(
-            "accuracy over memory cells", panels, "memory cells (0: none)", "test accuracy", level=["head"]
-        )
+    lines = {
+        "full attention": [(one, count) for (one, _), count in zip(pairs, counts, strict=True)],
+        "mask": [(two, count) for (_, two), count in zip(pairs, counts, strict=True)],
+        "head": [("head", 0), ("head", counts[-1])],
+    }
+    panels = panels_of(found, lines)
+    report.add_figure("accuracy over memory cells", panels, "memory cells (0: none)", "test accuracy", level=["head"])
+    _add_comparisons(report, "Is full attention better than the mask?", found, pairs)
     return report
 
 
@@ -262,6 +278,11 @@ def _models(records: Records, scale: Scale) -> Report:
     names = [method.name for method in methods]
     found = without_short(accuracies(records, methods, scale), scale)
     report = accuracy_report("Backbones", INTRO["models"], found, names)
+    panels: dict[str, dict[str, list[Point]]] = {}
+    for row, cells in found.items():
+        points = [point_of(at, cells[name]) for at, name in enumerate(names) if name in cells]
+        panels.setdefault(f"{row.name}\n{row.training}", {})[row.where] = points
+    report.add_figure("test accuracy of each method", panels, "", "test accuracy", ticks=names)
     rows: list[list[Any]] = []
     for training in dict.fromkeys(row.training for row in found):
         alike = [row for row in found if row.training == training]
