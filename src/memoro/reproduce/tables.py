@@ -289,14 +289,14 @@ def _models(records: Records, scale: Scale) -> Report:
         backbones = dict.fromkeys(row._replace(name="") for row in alike)
         shared = set.intersection(*({row.name for row in alike if row.where == one.where} for one in backbones))
         for backbone in backbones if shared and len(backbones) > 1 else ():
-            cells = [found[backbone._replace(name=name)] for name in sorted(shared)]
+            sets = [found[backbone._replace(name=name)] for name in sorted(shared)]
             means = [
-                f"{mean(mean(row[method].result['test']) for row in cells):.3f}"
-                if all(method in row for row in cells)
+                f"{mean(mean(own[method].result['test']) for own in sets):.3f}"
+                if all(method in own for own in sets)
                 else NOT_RUN
                 for method in names
             ]
-            rows.append([backbone.where, training, len(cells), *means])
+            rows.append([backbone.where, training, len(sets), *means])
     if rows:
         report.lines += [
             "",
