@@ -157,6 +157,27 @@ def test_extensions_of_different_settings_are_told_apart(tmp_path: Path) -> None
         assert f"| a | {training} | classes | 40 | memory 5 | another set ({other}) | {accuracy:.3f} ± 0.000† |" in text
 
 
+def test_gains_of_a_parent_have_a_mean_over_sets(tmp_path: Path) -> None:
+    def record(name: str, alone: str, extended: str) -> Record:
+        cases = {
+            f"memory 5, {parent}": {"test": [0.5] * 3, "correct": [bits] * 3, "curve": [(5, 0.5), (10, 0.5)]}
+            for parent, bits in (("alone", alone), ("sibling classes", extended))
+        }
+        cell = Job("extension", "vit", (name,), (memory(5), side()), CPU.unmasked)
+        return Record.now("extension", cell.key("abc", 20), {"sizes": {"40": cases}, "test_images": 8}, 1.0, 1)
+
+    start = "| vit, 20 px | 150 steps | classes | sibling classes | memory 5 | 40 |"
+    better, worse = record("a", "00", "ff"), record("b", "ff", "00")
+    text = write_table("extension", Records(tmp_path, [better, worse]), "cpu", tmp_path).read_text()
+    assert f"{start} 2 | +0.000 ± 0.000 | inconclusive |" in text
+    assert "| sibling classes | 0.500 ± 0.000 | +1.000 ± 0.000 |" in text
+    assert "(extension-2.png)" in text
+    both = [better, record("b", "0f", "ff")]
+    text = write_table("extension", Records(tmp_path, both), "cpu", tmp_path).read_text()
+    assert re.search(rf"{re.escape(start)} 2 \| \+0.750 ± 0.\d+ \| holds \|", text)
+    assert "Means over sets" not in write_table("extension", Records(tmp_path, [better]), "cpu", tmp_path).read_text()
+
+
 def test_forks_are_shown_with_their_cost(tmp_path: Path) -> None:
     methods = (*FORKED, *FORKED_SIZES)
     counts = {"rows": [{"name": method.name, "parameters": 7, "head": 3, "flops": 2_500_000} for method in methods]}

@@ -101,7 +101,7 @@ def draw_panels(
 
 def draw_differences(path: Path, panels: Mapping[str, Mapping[str, tuple[float, float]]], xlabel: str) -> Path:
     """Panels side by side, each with a row for every name: a difference, and half of its interval. Colours tell whether
-    the interval includes zero. The row `mean` is drawn larger."""
+    the interval includes zero. Rows of a mean are drawn larger."""
     from matplotlib.ticker import MaxNLocator
 
     most = max(map(len, panels.values()))
@@ -111,7 +111,7 @@ def draw_differences(path: Path, panels: Mapping[str, Mapping[str, tuple[float, 
         axes.axvline(0, color="0.3", linewidth=0.8)
         for at, (name, (difference, margin)) in enumerate(rows.items()):
             sign = "above zero" if difference > margin else "below zero" if difference < -margin else "includes zero"
-            look = {"marker": "D", "linewidth": 2.2} if name == "mean" else {"marker": "o", "linewidth": 1.3}
+            look = {"marker": "D", "linewidth": 2.2} if name.startswith("mean") else {"marker": "o", "linewidth": 1.3}
             color = INTERVAL_COLORS[sign]
             bar = axes.errorbar(difference, at, xerr=margin, color=color, markersize=4, capsize=2, **look)
             drawn.setdefault(sign, bar)

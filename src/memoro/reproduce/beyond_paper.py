@@ -7,7 +7,8 @@ from statistics import mean
 from typing import Any
 
 from memoro.reproduce.claims import INTRO
-from memoro.reproduce.compare import compare_pair
+from memoro.reproduce.compare import LEAST_PAIRS, Comparison, average_comparisons, compare_pair
+from memoro.reproduce.extension import ALONE
 from memoro.reproduce.measure import is_flat
 from memoro.reproduce.methods import FORKED, FORKED_SIZES, HEAD, memory, side
 from memoro.reproduce.plan import CHILDREN, Scale
@@ -108,21 +109,26 @@ def report_extension(records: Records, scale: Scale) -> Report:
     report = Report("Extension: does a parent help?", intro, used=[*found.values()])
     rows: list[list[Any]] = []
     panels: dict[str, Any] = {}
+    gains: dict[tuple[Row, str, str, str], dict[int, dict[str, Comparison]]] = {}
     for (row, child, other), record in found.items():
         test_images = record.result["test_images"]
         lines: dict[str, list[tuple[float, float, float]]] = {}
         for size, cases in record.result["sizes"].items():
             for case, result in cases.items():
                 test = result["test"]
-                method, _, parent = case.partition(", ")
-                alone = cases[f"{method}, alone"]
-                parent = f"{parent} ({other})" if parent == "another set" else parent
-                link = compare_pair(
-                    (case, {**result, "test_images": test_images}), ("alone", {**alone, "test_images": test_images})
-                )
-                gain = "" if link is None or parent == "alone" else str(link)
+                method, _, kind = case.partition(", ")
+                alone = cases[f"{method}, {ALONE}"]
+                parent = f"{kind} ({other})" if kind == "another set" else kind
+                link = None
+                if kind != ALONE:
+                    link = compare_pair(
+                        (case, {**result, "test_images": test_images}), (ALONE, {**alone, "test_images": test_images})
+                    )
+                if link is not None:
+                    sizes = gains.setdefault((row._replace(name=""), child, kind, method), {})
+                    sizes.setdefault(int(size), {})[row.name] = link
                 mark = "" if is_flat(result["curve"]) else NOT_FLAT
-                shown = [child, size, method, parent, f"{format_values(test)}{mark}", gain]
+                shown = [child, size, method, parent, f"{format_values(test)}{mark}", "" if link is None else str(link)]
                 rows.append([row.where, row.name, row.training, *shown])
                 lines.setdefault(case, []).append((float(size), mean(test), spread(test)))
                 report.rows.append({
@@ -134,15 +140,44 @@ def report_extension(records: Records, scale: Scale) -> Report:
                 })  # fmt: skip
         title = f"{child} of {row.title}"
         panels[f"{title}, {other}" if title in panels else title] = lines
-    if rows:
-        columns = ["backbone", "set", "training", "child", "images", "method", "parent", "test accuracy", "gain"]
-        report.lines = [
-            *intro, "", *markdown_table(columns, rows), "",
-            "`gain`: over the same method alone, same seeds and images, ± half of the 95 % interval, which does not "
-            f"include other runs of the parent. `{NOT_FLAT}`: not reached, the accuracy on held-out images was still "
-            "rising in the last third of the training.",
-        ]  # fmt: skip
-        report.add_figure(
-            "accuracy over training images", panels, "training images of the child", "test accuracy", log=True
-        )
+    if not rows:
+        return report
+    means, differences = _average_gains(gains)
+    columns = ["backbone", "set", "training", "child", "images", "method", "parent", "test accuracy", "gain"]
+    averaged = ["backbone", "training", "child", "parent", "method", "images", "sets", "gain", "verdict"]
+    report.lines = [
+        *intro, "", *(["Means over sets:", "", *markdown_table(averaged, means), ""] if means else ()),
+        "Each set by itself:", "", *markdown_table(columns, rows), "",
+        "`gain`: over the same method alone, same seeds and images, ± half of the 95 % interval, which does not "
+        "include other runs of the parent. A parent helps (holds) or hurts (fails) if the interval does not include "
+        f"zero. `{NOT_FLAT}`: not reached, the accuracy on held-out images was still rising in the last third of the "
+        "training.",
+    ]  # fmt: skip
+    report.add_figure(
+        "accuracy over training images", panels, "training images of the child", "test accuracy", log=True
+    )
+    if differences:
+        report.add_differences("gains of a parent, with 95 % intervals", differences)
     return report
+
+
+def _average_gains(
+    gains: Mapping[tuple[Row, str, str, str], Mapping[int, Mapping[str, Comparison]]],
+) -> tuple[list[list[Any]], dict[str, dict[str, tuple[float, float]]]]:
+    """Rows of means over sets, and panels of all gains that have an interval."""
+    means: list[list[Any]] = []
+    panels: dict[str, dict[str, tuple[float, float]]] = {}
+    for (row, child, kind, method), sizes in gains.items():
+        drawn: dict[str, Comparison] = {}
+        for size, sets in sorted(sizes.items()):
+            drawn |= {f"{name}, {size}": link for name, link in sets.items()}
+            if len(sets) > 1:
+                average = average_comparisons([*sets.values()])
+                drawn[f"mean, {size}"] = average
+                means.append([
+                    row.where, row.training, child, kind, method, size, len(sets), str(average), average.judge(),
+                ])  # fmt: skip
+        title = f"{method}: {child}, parent: {kind}\n{row.where}, {row.training}"
+        if shown := {name: (link.difference, link.margin) for name, link in drawn.items() if link.seeds >= LEAST_PAIRS}:
+            panels[title] = shown
+    return means, panels
