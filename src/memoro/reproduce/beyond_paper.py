@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
+from memoro.plots import Point
 from memoro.reproduce.claims import INTRO
 from memoro.reproduce.compare import LEAST_PAIRS, Comparison, average_comparisons, compare_pair
 from memoro.reproduce.extension import ALONE
+from memoro.reproduce.judge import add_comparisons
 from memoro.reproduce.measure import is_flat
 from memoro.reproduce.methods import FORKED, FORKED_SIZES, HEAD, memory, side
 from memoro.reproduce.plan import CHILDREN, Scale
@@ -34,7 +36,9 @@ from memoro.reproduce.report import (
 
 def report_forks(records: Records, scale: Scale) -> Report:
     methods = (*FORKED, *FORKED_SIZES)
-    found = without_short(accuracies(records, methods, scale), scale)
+    between = {method.name for method in methods if method.fork}
+    measured = without_short(accuracies(records, methods, scale), scale)
+    found = {row: cells for row, cells in measured.items() if between & cells.keys()}
     used = [record for cells in found.values() for record in cells.values()]
     report = Report("Forks", [INTRO["fork"]], accuracy_rows(found), used=used)
     if not found:
@@ -69,9 +73,28 @@ def report_forks(records: Records, scale: Scale) -> Report:
                 if any(name in cells for name in names[1:])  # the ends alone would be a straight line
             }
             panels.update(panels_of({row: cells}, drawn))
+    by_fork = {**_mean_panels(found, lines, forks), **by_fork}
     report.add_figure("accuracy over the fork", by_fork, "fork, as a fraction of the depth", "test accuracy")
     report.add_figure("accuracy over the cost", by_cost, "MFLOP per image", "test accuracy")
+    later = [(name, names[0]) for names in lines.values() for name in names[1:]]
+    add_comparisons(report, "Is a later fork better than layer 0?", found, later, each=False)
     return report
+
+
+def _mean_panels(found: Found, lines: Mapping[str, Sequence[str]], forks: Mapping[str, float]) -> dict[str, Any]:
+    """A panel for each backbone with several sets: lines of methods that all of its sets have."""
+    panels: dict[str, Any] = {}
+    for group in dict.fromkeys(row._replace(name="") for row in found):
+        sets = [cells for row, cells in found.items() if row._replace(name="") == group]
+        drawn: dict[str, list[Point]] = {}
+        for line, names in lines.items():
+            known = [name for name in (*names, "head") if all(name in cells for cells in sets)]
+            points = [(forks[one], mean(mean(cells[one].result["test"]) for cells in sets), 0.0) for one in known]
+            if set(names[1:]) & set(known):
+                drawn[line] = points
+        if len(sets) > 1 and drawn:
+            panels[f"mean of {len(sets)} sets{group.title}"] = drawn
+    return panels
 
 
 def _fork_table(found: Found, forks: Mapping[str, float], costs: Mapping[tuple[str, int, str], float]) -> list[str]:

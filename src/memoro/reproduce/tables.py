@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
-from typing import Any, get_args
+from typing import Any
 
 from memoro.plots import Point
 from memoro.reproduce.beyond_paper import report_extension, report_forks
 from memoro.reproduce.claims import INTRO, PAPER_TABLE2, PAPER_TABLE5
-from memoro.reproduce.compare import (
-    LEAST_PAIRS,
-    Comparison,
-    Verdict,
-    average_comparisons,
-    compare_chain,
-    compare_pair,
-)
+from memoro.reproduce.compare import compare_pair
+from memoro.reproduce.judge import add_comparisons
 from memoro.reproduce.methods import (
     ADAPTER,
     ADAPTER_MEMORY,
@@ -38,9 +31,7 @@ from memoro.reproduce.methods import (
 from memoro.reproduce.plan import Scale
 from memoro.reproduce.records import Records
 from memoro.reproduce.report import (
-    NOT_FLAT,
     NOT_RUN,
-    Found,
     Report,
     Row,
     accuracies,
@@ -51,7 +42,6 @@ from memoro.reproduce.report import (
     point_of,
     select,
     spread,
-    was_flat,
     without_short,
 )
 
@@ -85,9 +75,9 @@ def _table2(records: Records, scale: Scale) -> Report:
     }
     panels = panels_of({row: cells for row, cells in found.items() if len(cells) > 1}, lines)
     report.add_figure("test accuracy over memory cells", panels, "memory cells", "test accuracy", level=level)
-    _add_comparisons(report, "The ordering full ≥ memory > class > head", found, ORDERING)
-    _add_comparisons(report, "Do more cells help?", found, MORE_CELLS)
-    _add_comparisons(report, "Not in the paper", found, BESIDE_PAPER)
+    add_comparisons(report, "The ordering full ≥ memory > class > head", found, ORDERING)
+    add_comparisons(report, "Do more cells help?", found, MORE_CELLS)
+    add_comparisons(report, "Not in the paper", found, BESIDE_PAPER)
     paper = [[name, *map(str, figures)] for name, *figures in PAPER_TABLE2]
     columns = [
         "paper, validation accuracy in %",
@@ -98,63 +88,6 @@ def _table2(records: Records, scale: Scale) -> Report:
     ]
     report.lines += ["", "## The paper's figures (ViT-B/32, ImageNet-21k)", "", *markdown_table(columns, paper)]
     return report
-
-
-JUDGED = (
-    "Differences in test accuracy of runs with the same seed and the same training length, on the same images, ± half "
-    "of the 95 % interval (of seeds and test images together; Student's t with Satterthwaite's degrees of freedom). "
-    "The interval does not include the choice of the learning rate. A run that diverged has all images wrong. A claim "
-    "holds if the difference is above that, fails if it is below minus that, and is inconclusive in between; `≥` is "
-    "then not refuted. Fewer than three seeds get no verdict. One interval in twenty excludes zero by chance. "
-    f"`{NOT_FLAT}`: not reached, as above."
-)
-"""How claims are judged."""
-
-
-def _add_comparisons(report: Report, heading: str, found: Found, chains: Sequence[Sequence[str]]) -> None:
-    """Adds each link on each set, after its means over the sets of a backbone and a training length, and a figure."""
-    rows, means = [], []
-    links: dict[tuple[Row, str, str], dict[str, Comparison]] = {}
-    for row, cells in found.items():
-        results = {method: record.result for method, record in cells.items()}
-        marked = {method: method + ("" if was_flat(record) else NOT_FLAT) for method, record in cells.items()}
-        for link in (link for chain in chains for link in compare_chain(chain, results)):
-            rows.append([row.where, row.name, row.training, *_judge(link, marked[link.first], marked[link.second])])
-            links.setdefault((row._replace(name=""), link.first, link.second), {})[row.name] = link
-    if not rows:
-        return
-    panels = {}
-    for (row, first, second), sets in links.items():
-        some = [*sets.values()]
-        drawn = dict(sets)
-        if len(some) > 1:
-            drawn["mean"] = average_comparisons(some)
-            ahead = f"{sum(link.difference > 0 for link in some)} of {len(some)}"
-            means.append([row.where, row.training, ahead, *_judge(drawn["mean"], first, second)])
-        if min(link.seeds for link in some) >= LEAST_PAIRS:
-            title = f"{_claim(some[0], first, second)}\n{row.where}, {row.training}"
-            panels[title] = {name: (link.difference, link.margin) for name, link in drawn.items()}
-    counts = Counter(row[-1] for row in rows)
-    summary = ", ".join(f"{word}: {counts[word]}" for word in get_args(Verdict) if counts[word])
-    shown = ["claim", "difference", "seeds", "verdict"]
-    explained = JUDGED not in report.lines
-    report.lines += [
-        "", f"## {heading}", "", *([JUDGED, ""] if explained else ()),
-        *(["Means over sets:", ""] if means else ()),
-        *([*markdown_table(["backbone", "training", "ahead on sets", *shown], means), ""] if means else ()),
-        f"Each set by itself ({summary}):", "", *markdown_table(["backbone", "set", "training", *shown], rows),
-    ]  # fmt: skip
-    if panels:
-        report.add_differences(f"{heading}: differences on each set, with 95 % intervals", panels)
-
-
-def _judge(link: Comparison, first: str, second: str) -> list[Any]:
-    return [_claim(link, first, second), str(link), link.seeds, link.judge(equal=link.first == "full")]
-
-
-def _claim(link: Comparison, first: str, second: str) -> str:
-    """`full ≥ memory 5`, with the methods as they are shown."""
-    return f"{first} {'≥' if link.first == 'full' else '>'} {second}"
 
 
 def _table4(records: Records, scale: Scale) -> Report:
@@ -176,7 +109,7 @@ def _table4(records: Records, scale: Scale) -> Report:
         places = {name: [(name, float(record.result["parameters"]))] for name, record in cells.items()}
         panels.update(panels_of({row: cells}, places))
     report.add_figure("accuracy over parameters", panels, "parameters without the head", "test accuracy", log=True)
-    _add_comparisons(report, "Comparisons", found, ADAPTERS)
+    add_comparisons(report, "Comparisons", found, ADAPTERS)
     return report
 
 
@@ -269,7 +202,7 @@ def _masking(records: Records, scale: Scale) -> Report:
     }
     panels = panels_of(found, lines)
     report.add_figure("accuracy over memory cells", panels, "memory cells (0: none)", "test accuracy", level=["head"])
-    _add_comparisons(report, "Is full attention better than the mask?", found, pairs)
+    add_comparisons(report, "Is full attention better than the mask?", found, pairs)
     return report
 
 
