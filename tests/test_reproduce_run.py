@@ -18,7 +18,7 @@ from memoro.reproduce.measure import Budget, Selection, is_flat, keep_classes, t
 from memoro.reproduce.methods import memory, memory_full, side
 from memoro.reproduce.plan import PAPER, Job, Request, plan_table
 from memoro.reproduce.records import Records
-from memoro.reproduce.run import list_missing, run_tables, write_reports
+from memoro.reproduce.run import list_missing, missing_parts, run_tables, write_reports
 from memoro.reproduce.runner import Runner, _known_rates, find_sets
 from memoro.training.loop import Trainer
 
@@ -70,6 +70,30 @@ def test_another_table_uses_what_is_recorded(shapes: Path, checkpoint: Path) -> 
     twice = list_missing(replace(order, tables=("table2", "masking")), runner, Records.read(order.out))
     [job] = [job for table, job in twice if table == "masking"]
     assert [method.name for method in job.methods] == ["class", "memory 1", "memory 5", "memory 20"]  # with few steps
+
+
+def test_two_commands_share_a_folder(shapes: Path, checkpoint: Path) -> None:
+    order, runner = order_of("models", shapes, checkpoint, "one", "two", seeds=1)
+    first, second = (job for _, job in order.jobs())
+    told: list[str] = []
+    with runner.lock(first):
+        run_tables(*order_of("models", shapes, checkpoint, "one", "two", seeds=1), told.append)
+    assert "    skipped: another process is running it" in told
+    assert told[-1] == "Other processes are running 1 job of these."
+    found = Records.read(order.out)
+    assert not missing_parts(second, runner, found)
+    assert len(missing_parts(first, runner, found)) == len(first.methods)
+
+    def meanwhile(text: str) -> None:
+        told.append(text)
+        if text.startswith("[1 of 1]"):
+            run_tables(*order_of("models", shapes, checkpoint, "one", "two", seeds=1), lambda text: None)
+
+    run_tables(order, runner, meanwhile)
+    assert "    skipped: another process has recorded it" in told
+    entries = Records.read(order.out).entries
+    assert len(entries) == len(first.methods) + len(second.methods)  # nothing was measured twice
+    assert not (order.out / "runs").exists()
 
 
 def test_naive_concatenation_and_masks(shapes: Path, checkpoint: Path) -> None:

@@ -237,6 +237,29 @@ def test_accelerate_launches_them_too(root: Path) -> None:
         close(found["head"][0], wanted)
 
 
+@pytest.mark.slow
+def test_reproduce_runs_on_two_processes(root: Path, tmp_path: Path) -> None:
+    """Both processes take the same jobs, and one of them records."""
+    from test_train_recipe import save_squares
+
+    from memoro.reproduce.records import Records
+
+    for split in ("train", "test"):
+        save_squares(tmp_path / "squares" / split, {"blue": 9, "green": 8, "red": 8})
+    command = ("reproduce", "table2", "-d", tmp_path / "squares", "-b", root / "vit", "--epochs", 1, "--steps", 2)
+    command += ("--workers", 0, "--image-size", 20, "--seeds", 1, "--method", "head", "--method", "memory-full 1")
+    said = launch(TORCHRUN, "-m", "memoro", *command, "--out", tmp_path / "two", cwd=root)
+    assert said.count("jobs to run") == 1
+    single = CliRunner().invoke(app, [str(word) for word in (*command, "--out", tmp_path / "one")])
+    assert single.exit_code == 0, single.output
+    two, one = (Records.read(tmp_path / name).entries for name in ("two", "one"))
+    assert [record.key for record in two] == [record.key for record in one]
+    assert [record.method for record in two] == ["head", "memory-full 1", "head"]
+    for first, second in zip(two, one, strict=True):
+        assert first.result["test"] == pytest.approx(second.result["test"], abs=0.05)  # an image at a rounding's edge
+    assert not (tmp_path / "two" / "runs").exists()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     learn(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

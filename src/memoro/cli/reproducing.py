@@ -87,7 +87,8 @@ def reproduce(
     memoro reproduce table2 --data rsscn7.zip --data pacs_sketch.zip
 
     Prints a time estimate first. Each job (some minutes) is recorded when it is done and has checkpoints: run the same
-    command again to continue. Learning rates are chosen on held-out training images; the test split is used once.
+    command again to continue, or in a second terminal to share the work. Learning rates are chosen on held-out training
+    images; the test split is used once.
 
     memoro reproduce table2 --data rsscn7.zip --method full --method "memory-full 5"
 

@@ -20,6 +20,7 @@ from memoro.reproduce.plan import Job, Key, Request, group_methods, plan_table
 from memoro.reproduce.records import Record, Records
 from memoro.reproduce.report import write_table
 from memoro.reproduce.runner import Runner
+from memoro.training.runfolder import InUseError
 
 GPU_TFLOPS = 30
 """What one GPU is assumed to sustain in training, for the estimate of the paper's scale."""
@@ -59,17 +60,25 @@ class Order:
         return chosen
 
 
+def missing_parts(job: Job, runner: Runner, records: Records) -> list[Job]:
+    """The parts of a job that are not recorded."""
+    return [part for part in job.parts() if records.find(runner.key(part)) is None]
+
+
+def _join(parts: Sequence[Job]) -> Job:
+    return replace(parts[0], methods=tuple(chain(*(part.methods for part in parts))))
+
+
 def list_missing(order: Order, runner: Runner, records: Records) -> list[tuple[str, Job]]:
     """The jobs without the methods that are recorded, or that an earlier job of the order measures. What is left of
     several jobs that can share passes is put together again."""
     found: list[tuple[str, Job]] = []
     planned: list[Key] = []
     for table, job in order.jobs():
-        keys = [(part, runner.key(part)) for part in job.parts()]
-        left = [(part, key) for part, key in keys if records.find(key) is None and key not in planned]
-        planned += [key for _, key in left]
+        left = [part for part in missing_parts(job, runner, records) if runner.key(part) not in planned]
+        planned += map(runner.key, left)
         if left:
-            found.append((table, replace(job, methods=tuple(method for part, _ in left for method in part.methods))))
+            found.append((table, _join(left)))
     grouped: list[tuple[str, Job]] = []
     for (table, blank), jobs in groupby(found, key=lambda one: (one[0], replace(one[1], methods=()))):
         left_over = [job.methods for _, job in jobs]
@@ -96,7 +105,8 @@ def without_unplanned(order: Order, log: Log) -> Order:
 def run_tables(order: Order, runner: Runner, log: Log) -> Records:
     """Runs what is not recorded yet, and writes the reports of all tables.
 
-    A job that fails does not stop the others: at the end, an error says how many did.
+    A job that fails does not stop the others: at the end, an error says how many did. Several commands may share the
+    folder: each skips the jobs that another one runs or has recorded.
     """
     order = without_unplanned(order, log)
     records = Records.read(order.out)
@@ -106,36 +116,55 @@ def run_tables(order: Order, runner: Runner, log: Log) -> Records:
     seconds = sum(runner.seconds(job, sizes) for _, job in waiting)
     done = f" ({total - len(waiting)} of {total} are done)" if len(waiting) < total else ""
     log(f"{format_count(len(waiting), 'job')} to run{done}, about {format_time(seconds)}.")
-    failed = 0
+    failed = busy = 0
     for number, (table, job) in enumerate(waiting, start=1):
         log(f"[{number} of {len(waiting)}] {table}: {job.title} (about {format_time(runner.seconds(job, sizes))})")
-        started = time.monotonic()
         try:
-            results = runner.run(job, records)
+            with runner.lock(job):
+                if runner.processes.world == 1:  # another command may have recorded something since
+                    records = Records.read(order.out)
+                _run_job(order, table, job, runner, records, log)
+        except InUseError:
+            busy += 1
+            log("    skipped: another process is running it")
         except MemoroError as error:
             failed += 1
             log(f"    failed: {error}")
-            continue
-        seconds = time.monotonic() - started
-        parts = {part.methods[0].name if job.kind == "accuracy" else "": part for part in job.parts()}
-        made = [
-            Record.now(table, runner.key(parts[name]), result, seconds, len(results), order.command)
-            for name, result in results.items()
-        ]
-        for text in [text for result in results.values() for text in result.get("notes", ())]:
-            log(f"    {text}")
-        records.add(made, write=runner.main)
-        if runner.main:
-            runner.remove_checkpoints(job)
-            write_table(table, records, order.request.scale.name, order.out)
-        log(f"    done in {format_time(seconds)}")
     if runner.main and records.entries:
         write_reports(order.tables, order.request.scale.name, order.out, log)
+    if busy:
+        log(f"Other processes are running {format_count(busy, 'job')} of these.")
     if failed:
         raise TrainingError(
             f"{failed} of {format_count(len(waiting), 'job')} failed; the same command tries them again."
         )
     return records
+
+
+def _run_job(order: Order, table: str, job: Job, runner: Runner, records: Records, log: Log) -> None:
+    """Runs what is not recorded of a job, adds it to the records and writes the table."""
+    left = missing_parts(job, runner, records)
+    if not left:
+        runner.remove_checkpoints(job)
+        log("    skipped: another process has recorded it")
+        return
+    started = time.monotonic()
+    rest = _join(left)
+    results = runner.run(rest, records)
+    seconds = time.monotonic() - started
+    parts = {part.methods[0].name if job.kind == "accuracy" else "": part for part in left}
+    made = [
+        Record.now(table, runner.key(parts[name]), result, seconds, len(results), order.command)
+        for name, result in results.items()
+    ]
+    for text in [text for result in results.values() for text in result.get("notes", ())]:
+        log(f"    {text}")
+    records.add(made, write=runner.main)
+    if runner.main:
+        for one in (job, rest):
+            runner.remove_checkpoints(one)
+        write_table(table, records, order.request.scale.name, order.out)
+    log(f"    done in {format_time(seconds)}")
 
 
 def _check_test_splits(jobs: Sequence[Job], sizes: Mapping[str, Size]) -> None:

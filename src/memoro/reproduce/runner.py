@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from memoro.reproduce.measure import Bench, Budget, limit_training, measure_meth
 from memoro.reproduce.plan import CHILDREN, CPU, Job, Key
 from memoro.reproduce.records import Records
 from memoro.training import TrainOptions
-from memoro.training.distributed import find_processes
+from memoro.training.distributed import Processes, find_processes
+from memoro.training.runfolder import lock_folder
 
 MOST_PIXELS = 112
 """At CPU scale, backbones see images of at most this size: their own would take hours."""
@@ -81,9 +82,20 @@ class Runner:
     _speeds: dict[str, float] = field(default_factory=dict)
 
     @property
+    def processes(self) -> Processes:
+        """This process among those that train together."""
+        return find_processes(own_device(self.device))
+
+    @property
     def main(self) -> bool:
         """Whether this process writes files and prints."""
-        return find_processes(own_device(self.device)).main
+        return self.processes.main
+
+    def lock(self, job: Job) -> AbstractContextManager[None]:
+        """Keeps other commands with the same folder from running a job; `InUseError` if one does. Processes of one
+        command run it together, so there it does nothing."""
+        folder = self.checkpoints(job)
+        return nullcontext() if folder is None or self.processes.world > 1 else lock_folder(folder)
 
     def bench(self, name: str) -> Bench:
         if name not in self._benches:

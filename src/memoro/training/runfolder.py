@@ -159,6 +159,10 @@ def _check_own(path: Path) -> None:
         raise TrainingError(f"{path} has a {there.name} that is not from a training: choose another --folder.")
 
 
+class InUseError(TrainingError):
+    """Another process holds the lock of a run folder."""
+
+
 @contextmanager
 def lock_folder(path: Path) -> Iterator[None]:
     """Keeps other trainings out of a run folder. The lock belongs to this process and ends with it, however it ends."""
@@ -169,9 +173,7 @@ def lock_folder(path: Path) -> Iterator[None]:
         path.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise TrainingError(
-            f"another training is running in {path}: wait for it, or choose another run folder."
-        ) from None
+        raise InUseError(f"another training is running in {path}: wait for it, or choose another run folder.") from None
     except OSError as error:
         raise TrainingError(f"cannot write to {path} ({error.strerror}): choose another run folder.") from None
     try:
