@@ -120,6 +120,17 @@ def test_forks_are_planned_for_several_cells_and_ranks_and_counted() -> None:
     assert {name for backbone, name in planned if backbone == "dinov2"} == {*CPU.unmasked_sets[-3:]}
 
 
+@pytest.mark.parametrize("table", ["table4", "lr-stability"])
+def test_what_takes_most_passes_has_one_set(table: str) -> None:
+    def sets(*names: str) -> set[tuple[str, ...]]:
+        return {job.sets for job in plan_table(table, Request(CPU, names, ("memoro-tiny",)))}
+
+    assert sets(*CPU.sets) == {("rsscn7",)}
+    assert sets("pets", "birds") == {("pets",)}
+    paper = {job.sets[0] for job in plan_table(table, Request(PAPER, PAPER.sets, PAPER.backbones))}
+    assert paper == ({"inaturalist2017"} if table == "table4" else {*PAPER.sets})
+
+
 def test_extension_pairs_sets() -> None:
     def pairs(*sets: str) -> list[tuple[str, ...]]:
         jobs = plan_table("extension", Request(replace(CPU, unmasked_sets=sets), sets, ("memoro-tiny",)))
