@@ -68,7 +68,8 @@ def test_table2_covers_all_sets_and_regimes() -> None:
         assert {(name, f"memory {cells}") for cells in (1, 5, 10, 20)} < measured
         assert {(name, "head"), (name, "class"), (name, "side 8")} < measured
     for name in CPU.unmasked_sets:
-        assert {(name, one) for one in ("full", "class-full", "memory-full 1", "memory-full 20", "lora 8")} < measured
+        assert {(name, one) for one in ("full", "class-full", "memory-full 1", "memory-full 20")} < measured
+    assert {name for name, method in measured if method == "lora 8"} == {"cifar10", "rsscn7"}
     assert ("cifar100", "full") not in measured  # a set beyond the four
 
 
@@ -79,8 +80,12 @@ def test_what_is_compared_is_trained_equally_long() -> None:
     names = {method.name for job in masking for method in job.methods}
     assert {"head", "class", "class-full"} < names
     assert {name.replace("-full", "") for name in names} == {"head", "class", "memory 1", "memory 5", "memory 20"}
-    heads = [job for job in plan_table("table2", request) if HEAD in job.methods and job.budget == CPU.unmasked]
+    table2 = plan_table("table2", request)
+    heads = [job for job in table2 if HEAD in job.methods and job.budget == CPU.unmasked]
     assert [job.sets[0] for job in heads] == list(CPU.unmasked_sets)
+    larger = [job for job in table2 if job.backbone != "memoro-tiny" and job.budget.steps]
+    assert [(job.sets, job.budget.steps) for job in larger] == [(("rsscn7",), 100)] * 2
+    assert {"full", "memory 5", "class", "head"} < {method.name for job in larger for method in job.methods}
 
 
 def test_steps_of_the_user_reach_every_unmasked_cell() -> None:
@@ -116,8 +121,8 @@ def test_forks_are_planned_for_several_cells_and_ranks_and_counted() -> None:
         # Other sizes: on the smallest backbone, on two small sets.
         assert (methods >= others) == (backbone == "memoro-tiny" and name in CPU.unmasked_sets[-2:])
         assert methods.isdisjoint(others) or methods >= others
-    assert {name for backbone, name in planned if backbone == "memoro-tiny"} == {*CPU.sets}
-    assert {name for backbone, name in planned if backbone == "dinov2"} == {*CPU.unmasked_sets[-3:]}
+    for backbone in ("memoro-tiny", "dinov2"):
+        assert {name for own, name in planned if own == backbone} == {*CPU.unmasked_sets[-3:]}
 
 
 @pytest.mark.parametrize("table", ["table4", "lr-stability"])
@@ -133,12 +138,11 @@ def test_what_takes_most_passes_has_one_set(table: str) -> None:
 
 def test_extension_pairs_sets() -> None:
     def pairs(*sets: str) -> list[tuple[str, ...]]:
-        jobs = plan_table("extension", Request(replace(CPU, unmasked_sets=sets), sets, ("memoro-tiny",)))
-        assert [job.number for job in jobs] == [0, 1] * len(sets)
+        jobs = plan_table("extension", Request(CPU, sets, ("memoro-tiny",)))
+        assert [job.number for job in jobs] == [0, 1] * (len(jobs) // 2)
         return [job.sets for job in jobs[::2]]
 
-    assert pairs("a", "b", "c", "d") == [("a", "b"), ("b", "a"), ("c", "d"), ("d", "c")]
-    assert pairs("a", "b", "c") == [("a", "b"), ("b", "a"), ("c", "a")]
+    assert pairs("a", "b", "c") == [("b", "c"), ("c", "b")]
     assert pairs("a") == [("a",)]
 
 

@@ -186,14 +186,16 @@ def runs_of(method: Method, budget: Budget) -> int:
 
 def _table2(request: Request) -> Iterator[Job]:
     yield from request.masked(MASKED)
-    yield from request.unmasked([FULL, CLASS_FULL, *map(memory_full, request.scale.cells), LORA])
+    yield from request.unmasked([FULL, CLASS_FULL, *map(memory_full, request.scale.cells)])
+    yield from request.unmasked([LORA], request.few_sets if request.scale.name == "paper" else request.few_sets[::2])
     yield from request.at_unmasked_budget.masked([HEAD])  # the paper's ordering ends with it
-    if request.scale.name == "cpu":
-        for backbone in request.backbones:
-            if backbone != request.main_backbone:
-                budget = request.scale.unmasked
-                budget = replace(budget, steps=max(1, 2 * (budget.steps or 0) // 3))
-                yield Job("accuracy", backbone, request.one_set, (FULL,), budget)
+    if request.scale.name == "cpu":  # the larger backbones have time for one set and fewer steps
+        budget = replace(request.scale.unmasked, steps=max(1, 2 * (request.scale.unmasked.steps or 0) // 3))
+        larger = tuple(name for name in request.backbones if name != request.main_backbone)
+        for backbone in larger:
+            yield Job("accuracy", backbone, request.one_set, (FULL,), budget)
+        shorter = replace(request, scale=replace(request.scale, masked=budget), backbones=larger)
+        yield from shorter.masked([HEAD, memory(0), memory(5), side()], request.one_set)
 
 
 def _table4(request: Request) -> Iterator[Job]:
@@ -228,10 +230,9 @@ def _extension(request: Request) -> Iterator[Job]:
     methods = tuple(map(request.scale.adjust, (memory(5), side())))
     # Steps, because ten epochs of 40 images are twenty of them; small sets need all folds to choose a rate.
     budget = replace(request.scale.unmasked, folds=request.scale.masked.folds)
-    for at, name in enumerate(request.few_sets):
-        pair = request.few_sets[at - at % 2 :][:2]  # sets are each other's parents, two by two
-        others = [one for one in (*pair, *request.few_sets) if one != name]
-        sets = (name, *others[:1])
+    names = request.few_sets[-2:]  # each is the other one's parent
+    for name in names:
+        sets = (name, *(one for one in names if one != name))
         for child in range(len(CHILDREN)):
             yield Job("extension", request.main_backbone, sets, methods, budget, child)
 
@@ -239,11 +240,8 @@ def _extension(request: Request) -> Iterator[Job]:
 def _fork(request: Request) -> Iterator[Job]:
     for backbone in request.backbones:
         yield Job("counts", backbone, (), (*FORKED, *FORKED_SIZES), Budget())
-    main = replace(request, backbones=(request.main_backbone,))
-    others = tuple(name for name in request.backbones if name != request.main_backbone)
-    yield from replace(request, backbones=others).masked(FORKED, request.few_sets[-3:])
-    yield from main.masked(FORKED_SIZES, request.few_sets[-2:])
-    yield from main.masked(FORKED)
+    yield from request.masked(FORKED, request.few_sets[-3:])
+    yield from replace(request, backbones=(request.main_backbone,)).masked(FORKED_SIZES, request.few_sets[-2:])
 
 
 def _models(request: Request) -> Iterator[Job]:

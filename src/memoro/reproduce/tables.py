@@ -48,7 +48,7 @@ from memoro.reproduce.report import (
 CELLS = (1, 5, 10, 20)
 ORDERING = (
     ("full", "memory-full 5", "class-full", "head"), ("memory-full 5", "head"),
-    ("memory 5", "class", "head"), ("memory 5", "head"),
+    ("full", "memory 5", "class", "head"), ("memory 5", "head"),
 )  # fmt: skip
 """The paper's, without the mask and with it."""
 MORE_CELLS = (
