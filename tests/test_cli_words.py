@@ -269,14 +269,14 @@ def test_help_has_whole_phrases_and_an_end(name: str, shell: Shell, monkeypatch:
 
 
 def test_help_is_as_wide_as_the_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    for width in (72, 240):
+    for width in (72, 400):
         monkeypatch.setenv("COLUMNS", str(width))
         lines = [line.strip() for line in shell("reproduce", "--help").out.splitlines()]
         [start] = [at for at, line in enumerate(lines) if line.startswith("Prints a time estimate first.")]
         paragraph = lines[start : lines.index("", start)]
         assert " ".join(paragraph).endswith("the test split is used once.")
         assert all(len(line) > width - 20 for line in paragraph[:-1])
-        assert (len(paragraph) == 1) == (width == 240)
+        assert (len(paragraph) == 1) == (width == 400)
 
 
 def test_help_shows_groups_and_examples(shell: Shell) -> None:

@@ -159,8 +159,8 @@ def test_a_failing_job_does_not_stop_the_others(
         run_tables(order, runner, told.append)
     assert "    failed: it diverged" in told
     found = {(record.key["sets"][0], record.method) for record in Records.read(order.out).entries}
-    assert ("two", "lora 8") in found
-    assert ("one", "lora 8") not in found
+    assert ("two", "memory-full 20") in found
+    assert ("one", "memory-full 20") not in found
     assert (order.out / "table2.md").exists()
 
 

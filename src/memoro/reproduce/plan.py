@@ -187,7 +187,7 @@ def runs_of(method: Method, budget: Budget) -> int:
 def _table2(request: Request) -> Iterator[Job]:
     yield from request.masked(MASKED)
     yield from request.unmasked([FULL, CLASS_FULL, *map(memory_full, request.scale.cells)])
-    yield from request.unmasked([LORA], request.few_sets if request.scale.name == "paper" else request.few_sets[::2])
+    yield from request.unmasked([LORA], request.few_sets if request.scale.name == "paper" else request.one_set)
     yield from request.at_unmasked_budget.masked([HEAD])  # the paper's ordering ends with it
     if request.scale.name == "cpu":  # the larger backbones have time for one set and fewer steps
         budget = replace(request.scale.unmasked, steps=max(1, 2 * (request.scale.unmasked.steps or 0) // 3))
