@@ -23,6 +23,7 @@ from memoro.data.unlabelled import open_unlabelled
 from memoro.engine import answers
 from memoro.engine.answers import AnswerOptions, Routing
 from memoro.evaluation.bulk import MANIFEST, Predictor, answer_here, begin
+from memoro.evaluation.imagelist import IMAGES
 from memoro.regimes import BASELINES, TaskPlan
 from memoro.tasks.familiarity import fit_familiarity
 
@@ -35,7 +36,7 @@ def test_shards_have_the_rows_of_plain_predict(shell: Shell, mess: Path, tasks: 
     said = shell(*common, "--out", "many/", "--shard-size", 4)
     whole = parquet.read_table(tmp_path / "one.parquet").to_pylist()
     assert read_rows(tmp_path / "many") == whole, "the same batches, so the same numbers"
-    assert sorted(os.listdir("many")) == [MANIFEST, "part-000000.parquet", "part-000001.parquet"]
+    assert sorted(os.listdir("many")) == [IMAGES, MANIFEST, "part-000000.parquet", "part-000001.parquet"]
     assert parquet.read_table("many").num_rows == len(whole), "readers of folders leave out the manifest"
     assert "Wrote predictions for 7 images to many." in said.err
     assert "2 of 7 images could not be read" in said.err

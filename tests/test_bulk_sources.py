@@ -89,6 +89,25 @@ def test_sources_can_be_mixed(photos: Path, predictor: Predictor) -> None:
     assert "images.parquet, row 20" in images
 
 
+def test_a_job_of_several_sources_is_continued_where_one_has_changed(photos: Path, predictor: Predictor) -> None:
+    write_zip(photos)
+    places = ["photos/20.png", "set.zip", "photos"]
+    job = new_job(open_unlabelled(places), predictor)
+    answer_here(job, begin(job))
+    assert not begin(new_job(open_unlabelled(places), predictor), resume=True).changes
+    job.path(4).unlink()
+    (photos / "19.png").rename(photos / "new.png")
+    job = new_job(open_unlabelled(places), predictor)
+    todo = begin(job, resume=True)
+    assert todo.changes == [
+        "New since this job began: 1 image (photos/new.png).",
+        "Gone since this job began: 1 image (photos/19.png); rows stay for 1 of them.",
+    ]
+    answer_here(job, todo)
+    names = [row["image"] for row in read_rows(job.folder) if row["task"] != "age"]
+    assert sorted(names) == sorted([*(name for name, _ in read_all(job.source, 10)), "photos/19.png"])
+
+
 def test_links_to_other_folders_are_followed_once(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "far" / "deep").mkdir(parents=True)
     (tmp_path / "far" / "x.png").write_bytes(png(1))

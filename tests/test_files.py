@@ -15,9 +15,17 @@ from conftest import random_task
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
-from memoro.files import left_behind, open_whole, write_gradually
+from memoro.files import keep_copy, left_behind, open_whole, part_of, write_gradually
 from memoro.serve.store import find_tasks
 from memoro.tasks.hub import expand_task_arguments
+
+
+def fail(writer: AbstractContextManager[BinaryIO], text: bytes, error: BaseException) -> None:
+    """Writes some of a file."""
+    with writer as file:
+        file.write(text)
+        raise error
+
 
 WRITERS: list[Callable[[Path], AbstractContextManager[BinaryIO]]] = [open_whole, write_gradually]
 
@@ -49,6 +57,48 @@ def test_a_full_disk_is_an_error_of_the_file(
     (tmp_path / "file").touch()
     with pytest.raises(TaskFileError, match="cannot write"), write(tmp_path / "file" / "out.bin"):
         pass
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_two_that_write_one_file_never_mix(
+    write: Callable[[Path], AbstractContextManager[BinaryIO]], tmp_path: Path
+) -> None:
+    """And one that fails takes nothing from the other."""
+    path = tmp_path / "out.bin"
+    with write(path) as first, write(path) as second:
+        for file, text in ((first, b"one"), (second, b"two"), (first, b"one")):
+            file.write(text)
+            file.flush()
+        with pytest.raises(TaskFileError, match="any existing file is unchanged"):
+            fail(write(path), b"three", OSError(errno.ENOSPC, "No space left on device"))
+        assert not path.exists()
+    assert path.read_bytes() == b"oneone"  # the last one to finish
+    assert [file.name for file in tmp_path.iterdir()] == ["out.bin"]
+
+
+def test_what_was_written_before_an_interruption_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "out.csv"
+    with pytest.raises(KeyboardInterrupt):
+        fail(write_gradually(path), b"", KeyboardInterrupt())
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        fail(write_gradually(path), b"so far", KeyboardInterrupt())
+    assert [file.name for file in tmp_path.iterdir()] == ["out.csv.part"]
+    assert part_of(path).read_bytes() == b"so far"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_kept_copy_is_never_replaced(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by another process that keeps one at the same moment: nobody asks first whether the name is free."""
+    file, names = tmp_path / "pets.safetensors", [f"pets.safetensors.{number}" for number in (1, 2, 3)]
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *given: os.open("/no/links/here", os.O_RDONLY))
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    for number, name in enumerate(names):
+        file.unlink(missing_ok=True)
+        file.write_text(str(number))
+        assert keep_copy(file) == tmp_path / name
+    assert [(tmp_path / name).read_text() for name in names] == ["0", "1", "2"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import pillow_heif
 import pytest
 import torch
-from conftest import random_task
+from conftest import in_fork, random_task
 from PIL import ExifTags, Image
 from pyarrow import parquet
 from rich.console import Console
@@ -329,6 +330,39 @@ def test_interrupted_predictions_keep_what_was_answered(
     shell("predict", "mess", "-b", "vit", *tasks, "-o", "out.csv")
     assert len({row["image"] for row in read_csv((tmp_path / "out.csv").read_text())}) == 7
     assert not (tmp_path / "out.csv.part").exists()
+
+
+def test_two_commands_that_write_one_file_never_mix(
+    shell: Shell,  # noqa: F811
+    mess: Path,
+    tasks: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run() -> None:
+        def wait(source: Any, **options: Any) -> Image.Image:
+            while Path(source).name == "junk.jpg" and not Path("go").exists():
+                Path("half").touch()
+                time.sleep(0.01)
+            return open_image(source, **options)
+
+        monkeypatch.setattr("memoro.engine.answers.open_image", wait)
+        shell(*command, "--top", 1)
+
+    command = ("predict", "mess", "-b", "vit", *tasks, "-o", "out.csv", "--batch-size", 1)
+    first = in_fork(run)
+    while not Path("half").exists():
+        assert first.is_alive()
+        time.sleep(0.01)
+    shell(*command, "--top", 2)
+    second = Path("out.csv").read_text()
+    Path("go").touch()
+    first.join(120)
+    assert first.exitcode == 0
+    assert [one.name for one in tmp_path.iterdir() if "out.csv" in one.name] == ["out.csv"]
+    shell(*command[:-4], "-o", "right-1.csv", "--batch-size", 1, "--top", 1)
+    shell(*command[:-4], "-o", "right-2.csv", "--batch-size", 1, "--top", 2)
+    assert [Path("out.csv").read_text(), second] == [Path(f"right-{top}.csv").read_text() for top in (1, 2)]
 
 
 def test_out_names_a_file(shell: Shell, mess: Path, tasks: list[str]) -> None:  # noqa: F811

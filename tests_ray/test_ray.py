@@ -69,7 +69,9 @@ def check_rows(job: Job, predictor: Predictor) -> None:
         assert row.pop("embedding") == pytest.approx(other.pop("embedding"), abs=1e-5)
         assert row.pop("probability") == pytest.approx(other.pop("probability"), abs=1e-5)
         assert row == other
-    assert len(os.listdir(job.folder)) == 1 + COUNT // SHARD, "nothing but the manifest and the shards"
+    assert len(os.listdir(job.folder)) == 2 + COUNT // SHARD, (
+        "nothing but the manifest, the list of images and the shards"
+    )
     assert (job.folder / MANIFEST).is_file()
 
 

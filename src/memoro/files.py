@@ -1,4 +1,4 @@
-"""Files that appear only once they are whole."""
+"""Files that appear only once they are whole, and folders that one process writes to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from filelock import FileLock
+
 from memoro.errors import TaskFileError
+
+LOCK = ".lock"
+"""Of a folder, while a process has it: see `hold_folder`."""
 
 
 def free_names(files: Sequence[Path]) -> list[Path]:
@@ -30,16 +35,29 @@ def keep_copy(path: Path) -> Path:
 
     The name has another suffix, so that a folder of task files does not have two of one task.
     """
-    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
-    name = next(name for name in numbered if not name.exists())
-    try:
+    number = 1
+    while True:
+        name = path.with_name(f"{path.name}.{number}")
         try:
-            os.link(path, name)
-        except OSError:  # a file system without links
-            shutil.copy2(path, name)
-    except OSError as error:
-        raise TaskFileError(f"cannot keep {path} as {name.name} ({error.strerror}), so it is not replaced.") from None
-    return name
+            _link(path, name)
+            return name
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            text = f"cannot keep {path} as {name.name} ({error.strerror}), so it is not replaced."
+            raise TaskFileError(text) from None
+
+
+def _link(path: Path, name: Path) -> None:
+    """Gives a file a new name too; on a file system without links, a copy gets it. No file is ever replaced."""
+    try:
+        os.link(path, name)
+    except FileExistsError:
+        raise
+    except OSError:
+        with path.open("rb") as old, name.open("xb") as new:
+            shutil.copyfileobj(old, new)
+        shutil.copystat(path, name)
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -51,7 +69,7 @@ def write_whole(path: Path, data: bytes) -> None:
 @contextmanager
 def open_whole(path: Path) -> Iterator[BinaryIO]:
     """A hidden file beside the path. It gets that name at the end; after an error, it is removed."""
-    temporary = path.parent / f".{path.name[:40]}.{uuid.uuid4().hex}.part"
+    temporary = _new_name(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise TaskFileError(f"{path} is not a regular file, so it is not replaced: choose another name.")
     try:
@@ -69,29 +87,62 @@ def open_whole(path: Path) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
 
 
+def _new_name(path: Path) -> Path:
+    """A hidden name beside the path that nobody else writes to."""
+    return path.parent / f".{path.name[:40]}.{uuid.uuid4().hex}.part"
+
+
 def left_behind(place: Path) -> list[Path]:
-    """What `open_whole` left beside a file, or in a folder, where its process was killed."""
+    """What a process that was killed while it wrote left beside a file, or in a folder."""
     folder, name = (place, "*") if place.is_dir() else (place.parent, glob.escape(place.name[:40]))
     return [part for part in folder.glob(f".{name}.*.part") if re.fullmatch(r".*\.[0-9a-f]{32}\.part", part.name)]
 
 
 def part_of(path: Path) -> Path:
-    """Where `write_gradually` writes until the file is whole."""
+    """Where `write_gradually` leaves what it wrote before it was interrupted."""
     return path.with_name(f"{path.name}.part")
 
 
 @contextmanager
 def write_gradually(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to piece by piece. It replaces `path` at the end; an interrupted one stays beside it."""
+    """A hidden file beside the path, to write to piece by piece. It gets that name at the end; what an interrupted one
+    holds is kept as `part_of(path)`."""
     special = path.exists() and not path.is_file()  # such as /dev/stdout, or a pipe
+    temporary = path if special else _new_name(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (path if special else part_of(path)).open("wb") as file:
+        with temporary.open("wb" if special else "xb") as file:
             yield file
         if not special:
-            os.replace(part_of(path), path)
+            os.replace(temporary, path)
+            with suppress(OSError):
+                part_of(path).unlink()  # of an earlier run
     except OSError as error:
-        raise _explain(error, path, part_of(path)) from None
+        raise _explain(error, path, temporary) from None
+    finally:
+        if not special:
+            with suppress(OSError):  # it has its final name
+                if temporary.stat().st_size:
+                    os.replace(temporary, part_of(path))
+                else:
+                    temporary.unlink()
+
+
+@contextmanager
+def hold_folder(path: Path) -> Iterator[None]:
+    """Keeps other processes out of the folder, which is made if needed; raises `filelock.Timeout` if one has it.
+
+    The lock belongs to this process and ends with it, however it ends.
+    """
+    lock = FileLock(path.absolute() / LOCK, timeout=0)
+    path.mkdir(parents=True, exist_ok=True)
+    lock.acquire()
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # on Windows it cannot be removed while it is held
+            Path(lock.lock_file).unlink()
+        lock.release()
 
 
 def _explain(error: OSError, path: Path, temporary: Path) -> Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,8 @@ from textwrap import wrap
 from typing import Any
 
 from torch import Tensor
+
+from memoro.files import write_whole
 
 MAX_CONFUSION = 60
 """Classes up to which a confusion matrix has room for their names; files record none of more."""
@@ -144,8 +147,11 @@ def _make_grid(panels: Mapping[str, Any], height: float) -> tuple[Any, list[Any]
     return figure, list(grid.flat[: len(panels)])
 
 
-def save_figure(figure: Any, path: Path) -> Path:
-    figure.savefig(path, dpi=120)
+def save_figure(figure: Any, path: Path, dpi: int = 120) -> Path:
+    """Writes the figure in the format of the path's suffix; returns the path."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=dpi, format=path.suffix[1:] or "png")
+    write_whole(path, buffer.getvalue())
     return path
 
 

@@ -16,6 +16,7 @@ from memoro.bench.step import RANK
 from memoro.console import make_table
 from memoro.data import Augment, load_data
 from memoro.errors import TrainingError
+from memoro.plots import save_figure
 from memoro.regimes import REGIMES, TaskPlan
 from memoro.training.cached import Cache, CachedLoader, fill_caches
 from memoro.training.group import RunGroup, RunSpec
@@ -190,5 +191,5 @@ def draw_times(path: Path, title: str, found: Sequence[TimeToAccuracy]) -> Path:
     axes.set(title=title, xlabel="seconds of training", ylabel="test accuracy", xlim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
     return path

@@ -14,6 +14,7 @@ from rich.table import Table
 from memoro.bench.clock import best_times
 from memoro.bench.step import Candidate, Setting, build_step
 from memoro.console import make_table
+from memoro.plots import save_figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,5 +142,5 @@ def draw_growth(path: Path, results: Mapping[str, Sequence[TrainRow]]) -> Path:
         axes.set(title=model, xlabel="runs in one pass", ylabel="base passes per step", ylim=(0, top))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
     return path

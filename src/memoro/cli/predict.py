@@ -254,7 +254,8 @@ def _write_one(
                 with write_gradually(out) as file:
                     write_predictions(rows, form, file, how.top, embeddings=how.embeddings)
     except KeyboardInterrupt:
-        where = "" if out is None else f"; the answers so far are in {part_of(out)}"
+        kept = out is not None and tally.images > 0 and part_of(out).is_file()
+        where = f"; the answers so far are in {part_of(out)}" if out is not None and kept else ""
         errors.print(f"stopped after {format_count(tally.images, 'image')}{where}.")
         raise typer.Exit(130) from None
     if form == "table":
@@ -268,27 +269,30 @@ def _write_one(
 def _write_shards(job: Job, resume: bool, workers: int | None, cluster: dict[str, Any] | None) -> Tally:
     """Answers as files of a folder. Returns what all of them hold."""
     from memoro.data.loader import worker_count
-    from memoro.evaluation.bulk import answer_here, begin, count_answered
+    from memoro.evaluation.bulk import answer_here, begin, claim, count_answered
     from memoro.evaluation.on_ray import answer_on_ray, check_ray
 
     errors = plain_console(stderr=True, soft_wrap=True)
     if cluster is not None:
         check_ray(job)
-    todo = begin(job, resume=resume)
-    left = None if todo.images is None else todo.images - todo.answered
-    whole = count_answered(job, todo)
-    if todo.done:
-        rest = "more" if left is None else left
-        errors.print(f"Already done: {format_count(todo.answered, 'image')}. Still to do: {rest}.")
-    try:
-        with _progress(left) as tick:
-            if cluster is not None:
-                tally = answer_on_ray(job, todo, tick=tick, tell=errors.print, **cluster)
-            else:
-                tally = answer_here(job, todo, workers=worker_count(workers, left), tick=tick)
-    except KeyboardInterrupt:
-        errors.print(f"stopped; the shards so far are in {job.folder}. To continue, add --resume.")
-        raise typer.Exit(130) from None
+    with claim(job):
+        todo = begin(job, resume=resume)
+        for change in todo.changes:
+            errors.print(change)
+        left = None if todo.images is None else todo.images - todo.answered
+        whole = count_answered(job, todo)
+        if todo.done:
+            rest = "more" if left is None else left
+            errors.print(f"Already done: {format_count(todo.answered, 'image')}. Still to do: {rest}.")
+        try:
+            with _progress(left) as tick:
+                if cluster is not None:
+                    tally = answer_on_ray(job, todo, tick=tick, tell=errors.print, **cluster)
+                else:
+                    tally = answer_here(job, todo, workers=worker_count(workers, left), tick=tick)
+        except KeyboardInterrupt:
+            errors.print(f"stopped; the shards so far are in {job.folder}. To continue, add --resume.")
+            raise typer.Exit(130) from None
     errors.print(f"Wrote predictions for {format_count(tally.images, 'image')} to {job.folder}.")
     whole.merge(tally)
     return whole

@@ -15,6 +15,7 @@ from memoro.engine.composition import Composition
 from memoro.files import write_whole
 from memoro.pages.charts import Points, bar_chart, line_chart, meter
 from memoro.pages.page import Html, picture, render_page, table, tag
+from memoro.plots import save_figure
 from memoro.training.sweep import SweepResult
 
 COLORS = {"good": "#176b2c", "bad": "#b3261e", "other": "#9a9a9a"}
@@ -190,7 +191,7 @@ def draw_overview(path: Path, answered: Answered, cost: Cost, tasks: int) -> Non
     for one in axes.flat:
         one.axis("off")
     _draw_cost(halves[1].subplots(), cost, tasks)
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path, dpi=100)
 
 
 def _draw_cost(axes: Any, cost: Cost, tasks: int) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -15,11 +14,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
+from filelock import Timeout
 
 from memoro.backbones import Backbone
 from memoro.console import format_count
 from memoro.data.decoding import DecodeAhead
-from memoro.data.unlabelled import Key, Unlabelled, is_endless
+from memoro.data.unlabelled import Unlabelled, is_endless
 from memoro.engine.answers import (
     AnswerOptions,
     Decode,
@@ -31,16 +31,17 @@ from memoro.engine.answers import (
 )
 from memoro.engine.composition import compose
 from memoro.errors import DataError
+from memoro.evaluation.imagelist import IMAGES, Shard, cut_shards, read_list, update_list, write_list
 from memoro.evaluation.predictions import Tally, check_form, read_errors, write_predictions
-from memoro.files import open_whole, write_whole
+from memoro.files import LOCK, hold_folder, open_whole, write_whole
 from memoro.regimes.baseline import Baseline
 from memoro.tasks.spec import hash_record
 from memoro.tasks.task import Task
 
 MANIFEST = "_manifest.json"
 """Describes what the shards in a folder answer. Readers of Parquet folders leave out names with an underscore."""
-FORMAT = 1
-_PARTS = (".part-*.part", f".{MANIFEST}.*.part")  # what `open_whole` leaves behind when its process is killed
+FORMAT = 2
+_PARTS = (".part-*.part", f".{MANIFEST}.*.part", f".{IMAGES}.*.part")  # what is left of a write that was killed
 SHARD_SIZE = 8192
 
 T = TypeVar("T")
@@ -105,20 +106,6 @@ def _hash(model: Task | Baseline) -> str:
     return hash_record(record, {} if familiarity is None else familiarity.tensors)
 
 
-class Shard(NamedTuple):
-    """The unit of work: consecutive images, whose answers are one file."""
-
-    number: int
-    keys: Sequence[Key]
-
-    @property
-    def digest(self) -> str:
-        whole = hashlib.sha256()
-        for key in self.keys:
-            whole.update(f"{key}\0".encode(errors="surrogateescape"))
-        return whole.hexdigest()[:16]
-
-
 @dataclass(frozen=True)
 class Job:
     """What to answer, how, and where the answers go."""
@@ -133,12 +120,10 @@ class Job:
         return self.folder / f"part-{number:06}.{self.form}"
 
     def shards(self) -> Iterator[Shard]:
-        """All shards. Only the keys of one are in memory."""
-        keys = self.source.keys()
-        number = 0
-        while some := list(islice(keys, self.shard_size)):
-            yield Shard(number, some)
-            number += 1
+        """All shards: those of the list that `begin` wrote, or for an endless stream what it has."""
+        if is_endless(self.source):
+            return cut_shards(self.source.keys(), self.shard_size)
+        return read_list(self.folder / IMAGES)
 
     def answer(
         self, shard: Shard, decode: Decode | None = None, *, tick: Callable[[int], None] = lambda count: None
@@ -178,64 +163,68 @@ class Todo(NamedTuple):
     """Images in shards that exist."""
     done: frozenset[int]
     """The numbers of these shards."""
-    digests: Sequence[str] | None
-    """Of all shards, as they were when the job began."""
+    changes: Sequence[str] = ()
+    """What is new in the source, and what is gone, since the job began."""
 
     def shards(self, job: Job) -> Iterator[Shard]:
-        """Those that do not exist. An error if the source has changed meanwhile."""
-        for shard in job.shards():
-            if self.digests is not None and (
-                shard.number >= len(self.digests) or shard.digest != self.digests[shard.number]
-            ):
-                raise DataError(_changed(job.folder, ["the images"]))
-            if shard.number not in self.done:
-                yield shard
+        """Those that do not exist."""
+        return (shard for shard in job.shards() if shard.keys and shard.number not in self.done)
+
+
+@contextmanager
+def claim(job: Job) -> Iterator[None]:
+    """Keeps other processes from writing to the job's folder meanwhile."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(hold_folder(job.folder))
+        except Timeout:
+            text = f"another job is writing to {job.folder}: wait for it, or choose another folder with --out."
+            raise DataError(text) from None
+        except OSError as error:
+            text = f"cannot write to {job.folder} ({error.strerror}): choose another folder with --out."
+            raise DataError(text) from None
+        yield
 
 
 def begin(job: Job, *, resume: bool = False) -> Todo:
-    """Writes the manifest of a new job, or with `resume` compares it with that of the shards that are there: shards
-    of another job are an error.
+    """Lists the images and writes the manifest of a new job, or with `resume` compares both with those of the shards
+    that are there: shards of another job are an error.
     """
     check_form(job.form, job.predictor.how.embeddings)
-    digests: list[str] | None = None
-    images: int | None = None
-    if not is_endless(job.source):
-        digests, images = [], 0
-        for shard in job.shards():
-            digests.append(shard.digest)
-            images += len(shard.keys)
-        if not images:
-            raise DataError("the source contains no images.")
+    endless, folder = is_endless(job.source), job.folder
     sources = job.source.describe()
     trusted = [source.pop("allow_absolute", False) for source in sources]
     manifest = {
         "version": FORMAT,
         "source": sources,
         "allow_absolute": any(trusted),
-        "images": images,
         **job.predictor.describe(),
         "format": job.form,
         "shard_size": job.shard_size,
-        "shards": digests,
     }
-    path = job.folder / MANIFEST
+    changes: Sequence[str] = ()
     done = frozenset(_numbers(job))
     if done:
         if not resume:
             raise DataError(
-                f"{job.folder} already has {format_count(len(done), 'shard')} of answers. To continue, add --resume; "
+                f"{folder} already has {format_count(len(done), 'shard')} of answers. To continue, add --resume; "
                 "to start anew, choose another folder with --out."
             )
-        # Manifests of older versions do not have it.
-        _compare(job.folder, {"allow_absolute": False, **_read_manifest(path)}, manifest)
-        last = len(digests) - 1 if digests else -1
-        short = 0 if images is None or last not in done else (last + 1) * job.shard_size - images
-        return Todo(images, len(done) * job.shard_size - short, done, digests)
-    there = job.folder.iterdir() if job.folder.is_dir() else ()
-    if job.folder.is_file() or any(file.name != MANIFEST and not any(map(file.match, _PARTS)) for file in there):
-        raise DataError(f"{job.folder} is not an empty folder: choose another one with --out.")
-    write_whole(path, json.dumps(manifest, ensure_ascii=True, indent=1).encode())
-    return Todo(images, 0, frozenset(), digests)
+        _compare(folder, _read_manifest(folder / MANIFEST), manifest)
+        if not endless:
+            changes = update_list(folder / IMAGES, job.source, job.shard_size, done)
+    else:
+        there = folder.iterdir() if folder.is_dir() else ()
+        ours = (MANIFEST, IMAGES, LOCK, *_PARTS)
+        if folder.is_file() or any(not any(map(file.match, ours)) for file in there):
+            raise DataError(f"{folder} is not an empty folder: choose another one with --out.")
+        if not endless:
+            write_list(folder / IMAGES, cut_shards(job.source.keys(), job.shard_size))
+        write_whole(folder / MANIFEST, json.dumps(manifest, ensure_ascii=True, indent=1).encode())
+    if endless:
+        return Todo(None, len(done) * job.shard_size, done)
+    sizes = {shard.number: len(shard.keys) for shard in job.shards()}
+    return Todo(sum(sizes.values()), sum(sizes.get(number, 0) for number in done), done, changes)
 
 
 def count_answered(job: Job, todo: Todo) -> Tally:
@@ -288,8 +277,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 _NAMES = {
     "version": "the version of memoro",
     "source": "the images",
-    "images": "the images",
-    "shards": "the images",
     "backbone": "the backbone",
     "tasks": "the tasks",
 }
@@ -298,18 +285,12 @@ _NAMES = {
 
 def _compare(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     keys = [key for key in new if old.get(key) != new[key]]
-    if "shard_size" in keys:
-        keys = [key for key in keys if key != "shards"]  # other shards of maybe the same images
-    different = [_NAMES.get(key, f"--{key.replace('_', '-')}") for key in keys]
-    if different:
-        raise DataError(_changed(folder, list(dict.fromkeys(different))))
-
-
-def _changed(folder: Path, what: Sequence[str]) -> str:
-    return (
-        f"{folder} has answers of another job, and these differ: {', '.join(what)}. Repeat the command as it was, or "
-        "choose another folder with --out."
-    )
+    if keys:
+        different = [_NAMES.get(key, f"--{key.replace('_', '-')}") for key in keys]
+        raise DataError(
+            f"{folder} has answers of another job, and these differ: {', '.join(different)}. Repeat the command as it "
+            "was, or choose another folder with --out."
+        )
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from memoro.data.loader import worker_count
 from memoro.data.unlabelled import Chain, Stream
 from memoro.engine.answers import Decode
 from memoro.errors import DataError, MemoroError, first_line
-from memoro.evaluation.bulk import MANIFEST, Job, Shard, Todo, finish
+from memoro.evaluation.bulk import MANIFEST, Job, Todo, finish
+from memoro.evaluation.imagelist import Shard
 from memoro.evaluation.predictions import Tally
 from memoro.extras import need
 

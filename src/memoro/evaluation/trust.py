@@ -25,7 +25,7 @@ from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import COLUMNS, measure, measure_task
 from memoro.evaluation.training_images import learned_from
 from memoro.heads import energy, probabilities
-from memoro.plots import drawable
+from memoro.plots import drawable, save_figure
 from memoro.regimes import Baseline
 from memoro.tasks.calibration import decide_unseen, describe_calibration, fit_calibration
 from memoro.tasks.familiarity import FALSE_ALARMS, fit_familiarity
@@ -255,7 +255,7 @@ def draw_trust(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
                 text.set_parse_math(False)
         else:
             right.axis("off")
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path, dpi=110)
 
 
 def _shares(counts: Sequence[int]) -> list[float]:

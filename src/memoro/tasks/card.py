@@ -14,7 +14,6 @@ from torch import Tensor
 
 from memoro.backbones.load import is_hub_id
 from memoro.console import format_count, printable
-from memoro.errors import TaskFileError
 from memoro.files import keep_copy, write_whole
 from memoro.plots import MAX_CONFUSION, draw_confusion
 from memoro.tasks.task import Task
@@ -46,11 +45,7 @@ def write_card(
     for number, task in enumerate(tasks):
         picture = "confusion.png" if len(tasks) == 1 else f"confusion-{number}.png"
         if (matrix := _read_confusion(task)) is not None and find_spec("matplotlib") is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                draw_confusion(folder / picture, task.name, matrix, task.labels)
-            except OSError as error:
-                raise TaskFileError(f"cannot write {folder / picture} ({error.strerror}).") from None
+            draw_confusion(folder / picture, task.name, matrix, task.labels)
             pictures[task.name] = picture
     own = tasks[0].spec.backbone.name
     base_model = base_model or (own if is_hub_id(own) else None)

@@ -7,16 +7,16 @@ import io
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from memoro.console import Bar
 from memoro.errors import TrainingError
 from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion
-from memoro.files import left_behind, write_whole
+from memoro.files import hold_folder, left_behind, write_whole
 from memoro.plots import draw_confusion, drawable, save_figure
 from memoro.training.fit import FitResult
 from memoro.training.group import RunGroup
@@ -167,21 +167,15 @@ class InUseError(TrainingError):
 def lock_folder(path: Path) -> Iterator[None]:
     """Keeps other trainings out of a run folder. The lock belongs to this process and ends with it, however it ends."""
     _check_own(path)
-    file = path.absolute() / ".lock"
-    lock = FileLock(file, timeout=0)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise InUseError(f"another training is running in {path}: wait for it, or choose another run folder.") from None
-    except OSError as error:
-        raise TrainingError(f"cannot write to {path} ({error.strerror}): choose another run folder.") from None
-    try:
+    with ExitStack() as held:
+        try:
+            held.enter_context(hold_folder(path))
+        except Timeout:
+            text = f"another training is running in {path}: wait for it, or choose another run folder."
+            raise InUseError(text) from None
+        except OSError as error:
+            raise TrainingError(f"cannot write to {path} ({error.strerror}): choose another run folder.") from None
         yield
-    finally:
-        with suppress(OSError):  # on Windows it cannot be removed while it is held
-            file.unlink()
-        lock.release()
 
 
 @contextmanager
