@@ -155,6 +155,7 @@ def test_another_job_is_refused(photos: Path, predictor: Predictor, backbone: Ba
         "--top": replace(job, predictor=replace(predictor, how=AnswerOptions(4, top=2))),
         "--shard-size": replace(job, shard_size=4),
         "--format": replace(job, form="csv"),
+        "--raw-csv": replace(job, raw_csv=True),
     }
     for what, other in others.items():
         with pytest.raises(DataError, match=f"these differ: {what}\\. Repeat"):

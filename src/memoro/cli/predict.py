@@ -76,6 +76,10 @@ def predict(
         bool,
         typer.Option("--embeddings", help="Also write the final tokens of the backbone and of each task (Parquet)."),
     ] = False,
+    raw_csv: Annotated[
+        bool,
+        typer.Option("--raw-csv", help="Leave text in CSV as it is, even if a spreadsheet would run it as a formula."),
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any image cannot be read.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
     workers: Annotated[
@@ -179,11 +183,12 @@ def predict(
     errors = plain_console(stderr=True, soft_wrap=True)
     if folder:
         assert out is not None
-        job = Job(source, predictor, Path(out), chosen, shard_size or SHARD_SIZE)
+        job = Job(source, predictor, Path(out), chosen, shard_size or SHARD_SIZE, raw_csv)
         how = {"address": ray_address, "workers": ray_workers} if cluster else None
         tally = _write_shards(job, resume, workers, how)
     else:
-        tally = _write_one(source, predictor, chosen, None if out is None else Path(out), count, workers)
+        file = None if out is None else Path(out)
+        tally = _write_one(source, predictor, chosen, file, count, workers, raw_csv)
     if tally.first is not None:
         some = f"{tally.unreadable} of {tally.images} images could not be read, such as "
         errors.print(f"{some if tally.images > 1 else ''}{tally.first.image}: {tally.first.error}")
@@ -227,7 +232,13 @@ def _explain_passes(predictor: Predictor) -> None:
 
 
 def _write_one(
-    source: Unlabelled, predictor: Predictor, form: str, out: Path | None, count: int | None, workers: int | None
+    source: Unlabelled,
+    predictor: Predictor,
+    form: str,
+    out: Path | None,
+    count: int | None,
+    workers: int | None,
+    raw_csv: bool,
 ) -> Tally:
     """All answers in one place: a file, stdout or a table."""
     from memoro.data.loader import worker_count
@@ -249,10 +260,10 @@ def _write_one(
                 for _ in rows:
                     pass
             elif out is None:
-                write_predictions(rows, form, sys.stdout.buffer, how.top)
+                write_predictions(rows, form, sys.stdout.buffer, how.top, raw_csv=raw_csv)
             else:
                 with write_gradually(out) as file:
-                    write_predictions(rows, form, file, how.top, embeddings=how.embeddings)
+                    write_predictions(rows, form, file, how.top, embeddings=how.embeddings, raw_csv=raw_csv)
     except KeyboardInterrupt:
         kept = out is not None and tally.images > 0 and part_of(out).is_file()
         where = f"; the answers so far are in {part_of(out)}" if out is not None and kept else ""

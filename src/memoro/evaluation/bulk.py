@@ -115,6 +115,7 @@ class Job:
     folder: Path
     form: str = "parquet"
     shard_size: int = SHARD_SIZE
+    raw_csv: bool = False
 
     def path(self, number: int) -> Path:
         return self.folder / f"part-{number:06}.{self.form}"
@@ -141,7 +142,8 @@ class Job:
 
         def write(file: BinaryIO, batches: Iterable[list[Prediction]]) -> None:
             rows = (prediction for batch in batches for prediction in batch)
-            write_predictions(rows, self.form, file, how.top, embeddings=how.embeddings)
+            form = {"embeddings": how.embeddings, "raw_csv": self.raw_csv}
+            write_predictions(rows, self.form, file, how.top, **form)
 
         # The answers are written while the next batches are computed.
         with open_whole(self.path(shard.number)) as file, _in_thread(partial(write, file)) as put:
@@ -200,6 +202,7 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
         "allow_absolute": any(trusted),
         **job.predictor.describe(),
         "format": job.form,
+        "raw_csv": job.raw_csv,
         "shard_size": job.shard_size,
     }
     changes: Sequence[str] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -99,12 +100,23 @@ def flat_rows(prediction: Prediction, top: int | None = None) -> Iterator[dict[s
 
 
 def write_predictions(
-    predictions: Iterable[Prediction], form: str, file: BinaryIO, top: int | None = None, *, embeddings: bool = False
+    predictions: Iterable[Prediction],
+    form: str,
+    file: BinaryIO,
+    top: int | None = None,
+    *,
+    embeddings: bool = False,
+    raw_csv: bool = False,
 ) -> None:
-    """Writes each prediction in one of the `FORMS` as it comes; Parquet in groups of at most `ROW_GROUP` rows."""
+    """Writes each prediction in one of the `FORMS` as it comes; Parquet in groups of at most `ROW_GROUP` rows.
+
+    CSV is safe to open in a spreadsheet (see `no_formula`) unless it is to be raw.
+    """
     check_form(form, embeddings)
     if form == "parquet":
         _write_parquet(predictions, file, top, embeddings)
+    elif form == "csv":
+        _write_csv(predictions, file, top, raw_csv)
     else:
         FORMS[form](predictions, file, top)
 
@@ -117,13 +129,29 @@ def check_form(form: str, embeddings: bool = False) -> None:
         raise DataError(f"embeddings are lists of numbers, which {form} has no column for: use --format parquet.")
 
 
-def _write_csv(predictions: Iterable[Prediction], file: BinaryIO, top: int | None) -> None:
+_FORMULA = re.compile(r"(?![+-]?[0-9]+(\.[0-9]+)?\Z)[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
+"""How a cell begins that a spreadsheet may take for a formula. Numbers are none."""
+
+
+def no_formula(cell: Any) -> Any:
+    """The cell of a CSV file; with an apostrophe before text that a spreadsheet may run as a formula, as the names of
+    files and labels from strangers may be made to."""
+    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell
+
+
+def _without_apostrophe(cell: str) -> str:
+    """What `no_formula` was given."""
+    return cell[1:] if no_formula(cell[1:]) == cell else cell
+
+
+def _write_csv(predictions: Iterable[Prediction], file: BinaryIO, top: int | None, raw: bool = False) -> None:
     lines = io.StringIO()
     writer = csv.DictWriter(lines, FIELDS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for prediction in predictions:
         for row in flat_rows(prediction, top):
-            writer.writerow({key: str(cell).lower() if isinstance(cell, bool) else cell for key, cell in row.items()})
+            cells = {key: str(cell).lower() if isinstance(cell, bool) else cell for key, cell in row.items()}
+            writer.writerow(cells if raw else {key: no_formula(cell) for key, cell in cells.items()})
         _write(file, lines.getvalue())
         lines.seek(0)
         lines.truncate()
@@ -184,7 +212,8 @@ def read_errors(path: Path, form: str) -> Iterator[tuple[str, str]]:
         else:
             with path.open(encoding="utf-8", newline="") as lines:
                 table = csv.DictReader(lines) if form == "csv" else map(json.loads, lines)
-                yield from ((row["image"], row["error"]) for row in table if row.get("error"))
+                plain = _without_apostrophe if form == "csv" else str
+                yield from ((plain(row["image"]), plain(row["error"])) for row in table if row.get("error"))
     except Exception as error:  # of three libraries
         raise DataError(f"{path} is damaged ({error}): remove it and repeat the command.") from None
 

@@ -16,6 +16,7 @@ from filelock import Timeout
 from memoro.console import Bar
 from memoro.errors import TrainingError
 from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion
+from memoro.evaluation.predictions import no_formula
 from memoro.files import hold_folder, left_behind, write_whole
 from memoro.plots import draw_confusion, drawable, save_figure
 from memoro.training.fit import FitResult
@@ -119,7 +120,8 @@ class RunFolder:
                 file.unlink(missing_ok=True)
         if self._skipped:
             lines = io.StringIO()
-            csv.writer(lines, lineterminator="\n").writerows([("image", "reason"), *self._skipped])
+            rows = [("image", "reason"), *(map(no_formula, row) for row in self._skipped)]
+            csv.writer(lines, lineterminator="\n").writerows(rows)
             write_whole(self.path / SKIPPED, lines.getvalue().encode(errors="backslashreplace"))
 
     def on_step_end(self, group: RunGroup, entry: dict[str, Any]) -> None:
