@@ -13,7 +13,7 @@ import pytest
 from conftest import random_task
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_cli_words import Shell, shell  # noqa: F401
+from test_cli_words import Shell, save_images, shell  # noqa: F401
 
 import memoro
 from memoro.backbones import Backbone
@@ -25,7 +25,7 @@ CASES = 30
 SECONDS = 20.0
 
 TEXTS = ("", "a", "loss", "\x1b[2J", "a\nbase equal", "\u202e", "\x00", "[bold]", ":cat:", "{0}", "%s", "é", "x" * 5000)
-NUMBERS = (0, -1, 10**300, 1e-320, 1e308, -0.0, 0.5, 1, True, False, None)
+NUMBERS = (0, -1, 10**300, 10**400, -(10**400), 1e-320, 1e308, -0.0, 0.5, 1, True, False, None)
 KEYS = (*COLUMNS, "worst_classes", "split", "images", "lr", "epochs", "seconds", "best_epoch", "trained_parameters")
 
 
@@ -71,6 +71,8 @@ def whole(request: pytest.FixtureRequest, backbone: Backbone, tmp_path: Path) ->
         ({"worst_classes": "all", "accuracy": "high"}, ("worst classes all", "accuracy high")),
         ({"accuracy": {"a": [1, {"b": None}]}}, ("accuracy {'a': [1, {'b': None}]}",)),
         ({"loss": 10**300}, ("loss 1000",)),
+        ({"loss": 10**400, "members": [10**400]}, ("loss 1000", "members [1000")),
+        ({"worst_classes": {"cat": -(10**400), "dog": 0.25}}, ("worst classes dog 0.250",)),
         ({"loss": "x" * 10_000}, ("xxxx…",)),
         ({f"m{number}": 1 for number in range(500)}, ("m49 1", "… and 450 more")),
         ({"a\n\x1b[2J": "\ud800\u202e"}, (r"a\n\x1b[2J \ud800\u202e",)),
@@ -102,6 +104,26 @@ def test_random_metrics_never_end_in_a_traceback(shell: Shell, whole: Path, tmp_
         if time.monotonic() - started > SECONDS:
             break
     assert done > 5
+
+
+def test_the_readers_of_a_record_take_any_facts(
+    shell: Shell,  # noqa: F811
+    backbone: Backbone,
+    tmp_path: Path,
+) -> None:
+    """The card, the report of an evaluation and a training that starts from the task."""
+    whole = memoro.save_task(random_task(backbone, "t", labels=["cat", "dog"]), tmp_path / "whole.safetensors")
+    save_images(tmp_path, *(f"set/{label}/{number}.png" for label in ("cat", "dog") for number in range(4)))
+    facts = {key: [10**400] for key in (*KEYS, "members", "phases", "history", "image_sketch", "data")}
+    path = rewrite(whole, tmp_path / "odd.safetensors", {**facts, "ensemble": 10**400, "seed": {"a": 10**400}}, facts)
+    shell("card", path)
+    assert "| members | 1000" in Path("odd/README.md").read_text()
+    shell("eval", "set", "-b", "vit", "-t", path, "--report", "--workers", 0)
+    assert f"{10**150}" in Path("report.html").read_text()
+    how = ("--epochs", 1, "--lr", 0.1, "--workers", 0, "--start-from", path, "--out", "new.safetensors")
+    shell("train", "set", "-b", "vit", *how)
+    shell("inspect", "new.safetensors")
+    shell("card", "new.safetensors")
 
 
 def test_deep_metrics_are_shown_or_refused(

@@ -19,6 +19,9 @@ from safetensors.torch import save
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import CompositionError, TaskFileError
+from memoro.evaluation.inspect import inspect_tables, inspect_tasks
+from memoro.tasks.card import write_card
+from memoro.tasks.task import Task
 
 TRAINING: dict[str, Any] = {
     "regime": "memory", "epochs": 3, "seconds": 1.5, "trained_parameters": 99, "seed": 0, "best_epoch": 1,
@@ -30,7 +33,7 @@ METRICS: dict[str, Any] = {
 }  # fmt: skip
 JUNK: list[Any] = [
     None, True, -1, 0, 2**70, 1e308, -0.0, "", "x" * 5000, "\x1b[2J\u202e", "../../etc/passwd", "base", [], {}, [[]],
-    {"": None}, ["cat", "cat"], {"name": {}}, [1], [None] * 50,
+    {"": None}, ["cat", "cat"], {"name": {}}, [1], [None] * 50, 10**400, [-(10**400)], {"cat": -(10**400)},
 ]  # fmt: skip
 
 
@@ -74,6 +77,16 @@ def mutate(record: Any, chance: random.Random) -> Any:
     return record
 
 
+def show(path: Path, tasks: list[Task], folder: Path) -> None:
+    """What `memoro inspect` and `memoro card` say of the tasks."""
+    inspect_tables(inspect_tasks(path, tasks))
+    for task in tasks:
+        if task.spec.metrics.get("confusion") == METRICS["confusion"]:  # drawing it is slow
+            task.update_spec(metrics={**task.spec.metrics, "confusion": []})
+    write_card(tasks, folder)
+    (folder / "README.md").unlink()
+
+
 def check(path: Path, backbone: Backbone, again: Path) -> bool:
     """Whether the file was read; then all that a user does with its tasks must work, or be memoro's own error."""
     reason = None
@@ -85,6 +98,7 @@ def check(path: Path, backbone: Backbone, again: Path) -> bool:
         assert str(path) in reason
         assert len(reason) < 20_000
         return False
+    show(path, memoro.load_tasks(path), again.parent / "card")
     memoro.save_tasks(tasks, again)
     assert [task.content_hash() for task in memoro.load_tasks(again)] == [task.content_hash() for task in tasks]
     try:
@@ -155,3 +169,31 @@ def test_a_record_of_endless_lists_is_refused(file: Path, tmp_path: Path) -> Non
     path.write_bytes(save(tensors, metadata={"memoro": "[" + "[]," * (1 << 18) + "[]]"}))
     with pytest.raises(TaskFileError, match="too many parts"):
         memoro.load_tasks(path)
+
+
+@pytest.mark.parametrize("content", ["", "0", "../x", "f" * 65, 0, None])
+def test_a_parent_is_named_by_a_content_hash(content: object, file: Path, backbone: Backbone, tmp_path: Path) -> None:
+    with safe_open(file, "pt") as opened:
+        record = json.loads(opened.metadata()["memoro"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    path = tmp_path / "mutated.safetensors"
+    path.write_bytes(save(tensors, metadata={"memoro": json.dumps(record)}))
+    assert check(path, backbone, tmp_path / "again.safetensors")
+    record["tasks"][1]["parents"][0]["content"] = content
+    path.write_bytes(save(tensors, metadata={"memoro": json.dumps(record)}))
+    assert not check(path, backbone, tmp_path / "again.safetensors")
+
+
+@pytest.mark.parametrize("place", ["training", "metrics"])
+def test_facts_and_metrics_are_any_json(place: str, file: Path, backbone: Backbone, tmp_path: Path) -> None:
+    """Each entry that memoro knows, with values of every kind: they are shown as far as they can be."""
+    odd = [*JUNK, [10**400, 0.5], {"cat": 0.5, "dog": -(10**400)}, {"cat": "x"}, [[1, 2], [3, 10**400]], [[1]]]
+    with safe_open(file, "pt") as opened:
+        record = json.loads(opened.metadata()["memoro"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    names = {"training": [*TRAINING, "members", "phases", "history", "image_sketch"], "metrics": [*METRICS]}
+    path = tmp_path / "odd.safetensors"
+    for value in odd:
+        record["tasks"][0][place] = dict.fromkeys(names[place], value)
+        path.write_bytes(save(tensors, metadata={"memoro": json.dumps(record)}))
+        assert check(path, backbone, tmp_path / "again.safetensors")

@@ -14,6 +14,7 @@ from memoro.evaluation.metrics import format_worst
 from memoro.evaluation.training_images import SKETCH
 from memoro.regimes.baseline import BaselineSpec
 from memoro.regimes.baselinefile import is_baseline, read_baseline
+from memoro.tasks.facts import describe_fact
 from memoro.tasks.familiarity import Familiarity
 from memoro.tasks.task import Task, TaskSpec
 from memoro.tasks.taskfile import load_tasks
@@ -21,7 +22,6 @@ from memoro.tasks.taskfile import load_tasks
 SIDE_BY_SIDE = 2
 MAX_LABELS = 6
 MAX_LINES = 50
-MAX_TEXT = 200
 PARTS = {"class_token": "class token", "memory": "memory", "lora": "low-rank weights", "head": "head"}
 """The parts of a task in words, by the first name of their parameters."""
 
@@ -165,11 +165,12 @@ def _calibration_text(entry: dict[str, Any]) -> Cell:
         return f"none; {ADD}"
     parts = {"temperature": "temperature", "thresholds": "threshold", "spread": "90 % interval ±"}
     values = [
-        f"{word} {_brief(min(found[key]))}" + (f" to {_brief(max(found[key]))}" if len(found[key]) > 1 else "")
+        f"{word} {describe_fact(min(found[key]))}"
+        + (f" to {describe_fact(max(found[key]))}" if len(found[key]) > 1 else "")
         for key, word in parts.items()
         if found[key]
     ]
-    return [", ".join(values), f"from {found['images']} held-out images ({_brief(found['source'])})"]
+    return [", ".join(values), f"from {found['images']} held-out images ({describe_fact(found['source'])})"]
 
 
 def _familiarity_text(found: dict[str, Any] | None) -> Cell:
@@ -203,7 +204,9 @@ def _history(earlier: Any) -> list[str]:
     entries = [entry for entry in earlier if isinstance(entry, dict)] if isinstance(earlier, list) else []
     shown = []
     for entry in entries[-MAX_LINES:]:
-        name, data, images, labels = (_brief(entry.get(key, "?")) for key in ("task", "data", "images", "labels"))
+        name, data, images, labels = (
+            describe_fact(entry.get(key, "?")) for key in ("task", "data", "images", "labels")
+        )
         shown.append(f"started from {name}: {images} images of {data}, {labels} labels")
     return shown
 
@@ -215,17 +218,11 @@ def _lines(record: dict[str, Any]) -> list[str]:
     if isinstance(record.get("phases"), dict):
         record = {
             **record,
-            "phases": ", ".join(f"{_brief(name)} {_brief(value)}" for name, value in record["phases"].items()),
+            "phases": ", ".join(
+                f"{describe_fact(name)} {describe_fact(value)}" for name, value in record["phases"].items()
+            ),
         }
     shown = {name: value for name, value in record.items() if value != "" and name != "confusion"}
-    lines = [f"{_brief(name.replace('_', ' '))} {_brief(value)}" for name, value in shown.items()]
+    lines = [f"{describe_fact(name.replace('_', ' '))} {describe_fact(value)}" for name, value in shown.items()]
     more = [f"… and {len(lines) - MAX_LINES:,} more"] if len(lines) > MAX_LINES else []
     return [*lines[:MAX_LINES], *more] or ["-"]
-
-
-def _brief(value: Any) -> str:
-    try:
-        text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    except RecursionError:
-        text = "nested too deeply to show"
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"

@@ -15,6 +15,7 @@ from memoro.console import make_table, printable
 from memoro.heads import HeadKind, loss_sum, probabilities
 from memoro.plots import MAX_CONFUSION
 from memoro.tasks.calibration import decide_unseen
+from memoro.tasks.facts import finite_number
 from memoro.tasks.spec import TaskModule
 
 MAIN_FIGURE: dict[HeadKind, str] = {
@@ -145,8 +146,8 @@ def metrics_tables(results: dict[str, dict[str, Any]]) -> list[RenderableType]:
 def format_worst(metrics: dict[str, Any], most: int) -> str:
     """The classes with the lowest recall; those without a mistake, and values that are not recalls, are left out."""
     found = metrics.get("worst_classes")
-    recalls = found.items() if isinstance(found, dict) else ()
-    wrong = [(label, recall) for label, recall in recalls if isinstance(recall, (int, float)) and recall < 1]
+    recalls = ((label, finite_number(value)) for label, value in (found.items() if isinstance(found, dict) else ()))
+    wrong = [(label, recall) for label, recall in recalls if recall is not None and recall < 1]
     return ", ".join(f"{label} {recall:.3f}" for label, recall in wrong[:most])
 
 

@@ -25,7 +25,7 @@ from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_c
 from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
 from memoro.regimes.baseline import Baseline
 from memoro.tasks.calibration import Calibration, decide_unseen
-from memoro.tasks.card import short_facts
+from memoro.tasks.facts import finite_number, short_facts
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.task import Task
 
@@ -319,8 +319,8 @@ def _facts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     yield tag("h2", "Training settings" if report.history else "Evaluation settings")
     yield table([], [row for row in rows if row[1] != ""], left=2)
     known = phases if phases and isinstance(phases, dict) else {"training": training.get("seconds")}  # any JSON
-    numbers = {str(name): float(value) for name, value in known.items() if isinstance(value, (int, float))}
-    spent = {name: value for name, value in numbers.items() if value >= 0.05}
+    numbers = {str(name): finite_number(value) for name, value in known.items()}
+    spent = {name: value for name, value in numbers.items() if value is not None and value >= 0.05}
     if report.history and spent:
         yield tag("h2", "Time")
         yield tag("p", f"{sum(spent.values()):.0f} seconds in all.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memoro.data import ImageSet, ImageStream, Splits
@@ -24,8 +24,13 @@ def sketch_images(images: ImageSet | ImageStream, earlier: Mapping[str, Any]) ->
     old = earlier.get(SKETCH, [] if not earlier.keys() - {"seed"} else None)
     if not isinstance(images, ImageSet) or images.digests is None or not isinstance(old, list):
         return {}
-    hashes = {*map(str, old), *(_short_hash(images, at) for at in range(len(images)))}
+    hashes = {*_texts(old), *(_short_hash(images, at) for at in range(len(images)))}
     return {SKETCH: sorted(hashes)[:SKETCH_SIZE]}
+
+
+def _texts(sketch: list[Any]) -> Iterator[str]:
+    """The hashes of a sketch, which a file may have filled with any JSON."""
+    return (entry for entry in sketch if isinstance(entry, str))
 
 
 def _short_hash(images: ImageSet, index: int) -> str:
@@ -37,7 +42,7 @@ def learned_from(task: Task | Baseline, images: ImageSet, splits: Splits) -> str
     training = task.spec.training
     sketch = training.get(SKETCH)
     if isinstance(sketch, list):
-        known = set(map(str, sketch))
+        known = set(_texts(sketch))
         if any(_short_hash(images, index) in known for index in range(len(images))):
             return f"{task.name} was trained on some of these images"
         return None

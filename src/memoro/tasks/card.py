@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from memoro.backbones.load import is_hub_id
 from memoro.console import format_count, printable
 from memoro.files import keep_copy, write_whole
 from memoro.plots import MAX_CONFUSION, draw_confusion
+from memoro.tasks.facts import describe_fact, finite_number, short_facts
 from memoro.tasks.task import Task
 
 MAX_LABELS = 50
@@ -128,7 +127,7 @@ def _describe(task: Task, picture: str | None) -> Iterator[str]:
         yield f"It extends {names}: attach that too, in the version that it was trained with."
     if figures := list(_figures(task)):
         images, split = spec.metrics.get("images"), _text(spec.metrics.get("split") or "test")
-        count = f", {images:,} images" if isinstance(images, int) and not isinstance(images, bool) else ""
+        count = f", {images:,} images" if isinstance(images, int) and finite_number(images) is not None else ""
         rows = "\n".join(f"| {_text(name.replace('_', ' '))} | {value:.4g} |" for name, value in figures)
         yield f"| metric ({split} split{count}) | value |\n|---|---|\n{rows}"
     if picture is not None:
@@ -138,29 +137,15 @@ def _describe(task: Task, picture: str | None) -> Iterator[str]:
         yield f"| training | |\n|---|---|\n{rows}"
 
 
-def short_facts(training: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """Of the facts about a training, those that fit on a line; lists of numbers as text."""
-    found: dict[str, str | int | float] = {}
-    for name, value in training.items():
-        if isinstance(value, (str, int, float)):
-            found[name] = value
-        elif isinstance(value, (list, tuple)) and value and all(isinstance(one, (int, float)) for one in value):
-            found[name] = ", ".join(f"{one:g}" for one in value)
-    return found
-
-
 def _figures(task: Task) -> Iterator[tuple[str, float]]:
     """The metrics of a record that are finite numbers under a plain name."""
+    known = ((name, finite_number(value)) for name, value in task.spec.metrics.items())
     found = [
-        (name, float(value))
-        for name, value in task.spec.metrics.items()
-        if re.fullmatch(r"\w{1,40}", name, re.ASCII) and name != "images" and _is_number(value)
+        (name, value)
+        for name, value in known
+        if value is not None and re.fullmatch(r"\w{1,40}", name, re.ASCII) and name != "images"
     ]
     yield from found[:MAX_ROWS]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _read_confusion(task: Task) -> Tensor | None:
@@ -176,11 +161,10 @@ def _read_confusion(task: Task) -> Tensor | None:
 
 def _plain(value: object) -> str:
     """One short line."""
-    text = printable(str(value))
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
+    text = printable(describe_fact(value, MAX_TEXT))
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"  # escapes are longer than what they stand for
 
 
 def _text(value: object) -> str:
     """The same for Markdown, in which no character of it has a meaning."""
-    text = _plain(f"{value:.4g}" if isinstance(value, float) else value)
-    return re.sub(r"([\\`*_{}\[\]()<>#+!|~&$-])", r"\\\1", text)
+    return re.sub(r"([\\`*_{}\[\]()<>#+!|~&$-])", r"\\\1", _plain(value))

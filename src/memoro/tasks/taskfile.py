@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -180,5 +181,8 @@ def _read_parents(item: Mapping[str, Any]) -> list[Parent]:
     for parent in read_list(item, "parents", 0, MAX_TASKS):
         if not isinstance(parent, Mapping):
             raise TaskFileError("a parent's record is not a JSON object.")
-        parents.append(Parent(check_name(parent.get("name")), read_text(parent, "content")))
+        name, content = check_name(parent.get("name")), read_text(parent, "content")
+        if not re.fullmatch(r"[0-9a-f]{64}", content):
+            raise TaskFileError(f"the content of the parent {name!r} in the record is not a SHA-256.")
+        parents.append(Parent(name, content))
     return parents
