@@ -316,7 +316,7 @@ def test_interrupted_predictions_keep_what_was_answered(
 
     monkeypatch.setattr("memoro.engine.answers.open_image", stop)
     said = shell("predict", "mess", "-b", "vit", *tasks, "-o", "out.csv", "--batch-size", 1, code=130)
-    assert "stopped after 4 images; the answers so far are in out.csv.part" in said.err
+    assert "stopped after 4 images.\nThe answers so far are in out.csv.part." in said.err
     assert (tmp_path / "out.csv").read_text() == "older answers"
     rows = read_csv((tmp_path / "out.csv.part").read_text())
     assert list(dict.fromkeys(row["image"] for row in rows)) == [

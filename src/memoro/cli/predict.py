@@ -265,9 +265,9 @@ def _write_one(
                 with write_gradually(out) as file:
                     write_predictions(rows, form, file, how.top, embeddings=how.embeddings, raw_csv=raw_csv)
     except KeyboardInterrupt:
-        kept = out is not None and tally.images > 0 and part_of(out).is_file()
-        where = f"; the answers so far are in {part_of(out)}" if out is not None and kept else ""
-        errors.print(f"stopped after {format_count(tally.images, 'image')}{where}.")
+        errors.print(f"stopped after {format_count(tally.images, 'image')}.")
+        if out is not None and tally.images and part_of(out).is_file():
+            errors.print(f"The answers so far are in {part_of(out)}.")
         raise typer.Exit(130) from None
     if form == "table":
         console = plain_console()
