@@ -185,7 +185,8 @@ class Loader:
                     refuse_many(self.skipped, self._seen, self.images.name, self.images.max_unreadable)
             good = [at for at, sample in enumerate(request.samples) if sample not in failures]
             pixels = parts[0][1][0] if len(parts) == 1 else torch.cat([part for _, (part, _) in parts])
-            targets, index = torch.from_numpy(request.targets), torch.tensor(request.samples, dtype=torch.long)
+            targets = torch.from_numpy(request.targets)
+            index = torch.tensor(request.samples, dtype=torch.long, device="cpu")
             yield Batch(pixels, targets[good], index[good], request.total)
 
 
@@ -208,7 +209,8 @@ class _Decoder:
                 pixels.append(self._view(data, sample, request.view))
             except ImageError as error:
                 failures[sample] = str(error)
-        return torch.stack(pixels) if pixels else torch.empty(0, 3, *output_size(self.preprocessing)), failures
+        nothing = torch.empty(0, 3, *output_size(self.preprocessing), device="cpu")
+        return torch.stack(pixels) if pixels else nothing, failures
 
     def _view(self, data: bytes, sample: int, view: int) -> Tensor:
         spec, augment, where = self.preprocessing, self.augment, self.images.where(sample)

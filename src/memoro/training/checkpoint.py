@@ -45,7 +45,7 @@ def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, 
                 tensors[f"{number}.best.{name}"] = run.best[name]
             for key, value in state.get(index, {}).items():
                 if value is not None:
-                    tensors[f"{number}.optimizer.{index}.{key}"] = torch.as_tensor(value)
+                    tensors[f"{number}.optimizer.{index}.{key}"] = torch.as_tensor(value, device="cpu")
         records.append(
             {
                 "history": run.history,

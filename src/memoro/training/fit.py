@@ -255,7 +255,7 @@ def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
         check_versions(task, [parent for parent in task.extends if isinstance(parent, Task)], hashes)
     for spec in specs:
         check_labels(spec.task, spec.splits)
-        backbone.check_pixels(torch.empty(1, 3, *output_size(spec.preprocessing)))
+        backbone.check_pixels(torch.empty(1, 3, *output_size(spec.preprocessing), device="cpu"))
 
 
 def build_trainer(backbone: Backbone, specs: Sequence[RunSpec], options: TrainOptions, processes: Processes) -> Trainer:

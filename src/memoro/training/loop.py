@@ -334,7 +334,7 @@ class _StepSums:
     @classmethod
     def over(cls, group: RunGroup, batches: Sequence[AnyBatch], processes: Processes) -> _StepSums:
         runs = group.active
-        zeros = torch.zeros(len(runs), dtype=torch.float64)
+        zeros = torch.zeros(len(runs), dtype=torch.float64, device="cpu")
         images = torch.full_like(zeros, sum(batch.total for batch in batches))
         index = torch.cat([batch.index for batch in batches])
         weighted = {at: run.sample_weight[index].sum() for at, run in enumerate(runs) if run.sample_weight is not None}
