@@ -15,8 +15,8 @@ from memoro.backbones import Backbone, require_backbone
 from memoro.console import bar, format_bytes, quoted
 from memoro.data import ImageSet, ImageStream, Splits, Streams, load_data
 from memoro.data.augment import output_size
-from memoro.engine.composition import check_versions
 from memoro.engine.featurestore import default_folder, total_bytes
+from memoro.engine.parents import check_versions
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
