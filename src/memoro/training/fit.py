@@ -44,7 +44,7 @@ class FitResult:
     task: Any
     """The Task or Baseline, with its best weights."""
     history: list[dict[str, Any]] = field(repr=False)
-    """One entry per epoch."""
+    """One entry per epoch. Where folds were held out, `fold_loss` and the like are the means over their runs."""
     metrics: dict[str, Any]
     """Of the test split, or of the validation split where there is none; `split` says which. Empty for a run that
     diverged while others did not; the last note says why."""
