@@ -45,7 +45,7 @@ class DecodeAhead:
                 yield batch, self._one_by_one(batch)
 
     def _split(self, batch: Batch) -> list[Batch]:
-        most = images_per_request(sum(one.bytes for one in self._decoder.preprocessings), self._workers)
+        most = images_per_request(sum(one.nbytes for one in self._decoder.preprocessings), self._workers)
         return [batch[at : at + most] for at in range(0, len(batch), most)]
 
     def _one_by_one(self, batch: Batch) -> Decoded:

@@ -167,7 +167,7 @@ class Loader:
 
     def _load(self, requests: Iterator[Request]) -> Iterator[Batch]:
         self._pool = shared_pool()
-        most = images_per_request(self.preprocessing.bytes, self._workers)
+        most = images_per_request(self.preprocessing.nbytes, self._workers)
         decoded = self._pool.imap_parts(self._decoder, requests, lambda request: request.split(most), self._workers)
         for request, parts in decoded:
             failures = {sample: why for _, (_, failed) in parts for sample, why in failed.items()}
@@ -185,6 +185,7 @@ class Loader:
                     refuse_many(self.skipped, self._seen, self.images.name, self.images.max_unreadable)
             good = [at for at, sample in enumerate(request.samples) if sample not in failures]
             pixels = parts[0][1][0] if len(parts) == 1 else torch.cat([part for _, (part, _) in parts])
+            parts.clear()  # not beside their copy
             targets = torch.from_numpy(request.targets)
             index = torch.tensor(request.samples, dtype=torch.long, device="cpu")
             yield Batch(pixels, targets[good], index[good], request.total)

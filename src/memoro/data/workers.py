@@ -114,7 +114,9 @@ class WorkerPool:
         results = self.imap(function, parts(), workers)
         for first in results:
             batch, number = waiting.popleft()
-            yield batch, [first, *islice(results, number - 1)]
+            found = [first, *islice(results, number - 1)]
+            del first  # only the list holds the results, which may be large
+            yield batch, found
 
     def close(self) -> None:
         """Ends the processes once they have done what was asked of them."""

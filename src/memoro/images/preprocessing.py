@@ -63,7 +63,7 @@ class Preprocessing:
         return self.resize if isinstance(self.resize, tuple) else None
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Of an image that comes out; where its size depends on the image, of a square one."""
         side = self.resize if isinstance(self.resize, int) else MAX_SIDE
         height, width = self.size or (side, side)
