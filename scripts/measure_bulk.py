@@ -35,8 +35,8 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 import memoro  # noqa: E402
-from memoro.data.loader import worker_count  # noqa: E402
 from memoro.data.unlabelled import open_unlabelled  # noqa: E402
+from memoro.data.workers import worker_count  # noqa: E402
 from memoro.engine.answers import AnswerOptions  # noqa: E402
 from memoro.evaluation.bulk import Job, Predictor, answer_here, begin  # noqa: E402
 from reports import table, write_report  # noqa: E402

@@ -14,6 +14,7 @@ import torch
 import transformers as hf
 from families import CASES, SMALL, Case
 from PIL import Image
+from torch import nn
 
 import memoro
 from memoro.backbones.load import supported
@@ -309,6 +310,26 @@ def test_a_backbone_is_pickled_after_use(case: Case) -> None:
     assert other.fingerprint == backbone.fingerprint
     size = sum(tensor.nbytes for tensor in backbone.module.state_dict().values())
     assert len(pickle.dumps(backbone)) < 1.5 * size, "each weight once"
+
+
+class Packed(torch.Tensor):
+    """As libraries for quantization keep weights: the dtype that it shows is that of the original."""
+
+
+@pytest.mark.parametrize(
+    ("weight", "found"),
+    [
+        (nn.Parameter(torch.zeros(8, 24, dtype=torch.uint8), requires_grad=False), "torch.uint8"),
+        (nn.Parameter(torch.zeros(24, 24, dtype=torch.int8), requires_grad=False), "torch.int8"),
+        (nn.Parameter(torch.zeros(24, 24).to(torch.float8_e4m3fn), requires_grad=False), "torch.float8_e4m3fn"),
+        (nn.Parameter(torch.zeros(24, 24).as_subclass(Packed), requires_grad=False), "Packed"),
+    ],
+    ids=["bitsandbytes 4 bit", "bitsandbytes 8 bit", "float8", "torchao"],
+)
+def test_quantized_weights_are_refused(vit: Any, weight: nn.Parameter, found: str) -> None:
+    vit.vit.layers[1].attention.q_proj.weight = weight
+    with pytest.raises(BackboneError, match=rf"quantized or sharded, .* weights \({found}\): load the original model"):
+        memoro.load_backbone(vit)
 
 
 def test_a_compiled_model_is_read_and_a_quantized_one_refused(vit: Any) -> None:

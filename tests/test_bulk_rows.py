@@ -18,7 +18,7 @@ from test_predict import mess, tasks
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.data import loader
+from memoro.data import workers
 from memoro.data.unlabelled import open_unlabelled
 from memoro.engine import answers
 from memoro.engine.answers import AnswerOptions, Routing
@@ -70,9 +70,9 @@ def test_worker_processes_change_nothing(photos: Path, predictor: Predictor) -> 
     answer_here(here, begin(here), tick=ticks.append)
     with pytest.MonkeyPatch.context() as patch:
         started = []
-        new = loader.ProcessPoolExecutor
+        new = workers.ProcessPoolExecutor
         patch.setattr(
-            loader, "ProcessPoolExecutor", lambda *given, **options: started.append(1) or new(*given, **options)
+            workers, "ProcessPoolExecutor", lambda *given, **options: started.append(1) or new(*given, **options)
         )
         tally = answer_here(there, begin(there), workers=2)
     assert len(started) == 1, "the processes go on from shard to shard"

@@ -125,6 +125,35 @@ def test_torch_compile_sees_one_graph(backbone: Backbone, pixels: torch.Tensor) 
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_a_model_that_was_compiled_predicts_by_what_was_compiled(backbone: Backbone, pixels: torch.Tensor) -> None:
+    pets = random_task(backbone, "pets", rank=2)
+    model = memoro.compose(backbone, [pets, random_task(backbone, "breeds", seed=1, extends=[pets])])
+    images = [np.full((20, 20, 3), level, dtype=np.uint8) for level in (10, 90, 180)]
+    predicted, logits, tokens = model.predict(images), model(pixels), model.run(pixels).tokens
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model.compile(backend=backend, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for use in (
+            lambda: model.predict(images) == predicted,
+            lambda: all(torch.equal(out, logits[name]) for name, out in model(pixels).items()),
+            lambda: [row.answers for row in model.to(torch.float32).predict_stream(images)] == predicted,
+            lambda: all(torch.equal(out, tokens[name]) for name, out in model.run(pixels).tokens.items()),
+        ):
+            known = len(graphs)
+            torch.compiler.reset()
+            assert use()
+            assert len(graphs) == known + 1
+    torch.compiler.reset()
+    alone = memoro.compose(backbone, pets).predict(images)
+    assert model.detach("breeds").predict(images) == alone != predicted
+    assert len(graphs) == known + 1  # a new model is not compiled
+
+
 def test_a_name_or_a_model_is_not_a_backbone(vit: Any) -> None:
     for given, what in (("memoro-tiny", "'memoro-tiny'"), (vit, type(vit).__name__)):
         for use in (

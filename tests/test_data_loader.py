@@ -9,16 +9,20 @@ import sys
 import threading
 import time
 import zipfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from test_data_images import picture, save_classes, to_bytes
 
-from memoro.data import Augment, Batch, ImageSet, Loader, load_data, loader
-from memoro.data.loader import WorkerPool
+from memoro.data import Augment, Batch, ImageSet, ImageStream, Loader, load_data, load_stream, loader
+from memoro.data.decoding import DecodeAhead
+from memoro.data.workers import WorkerPool
+from memoro.engine.answers import Decoder
 from memoro.errors import DataError
 from memoro.images import Preprocessing
 
@@ -143,7 +147,7 @@ def test_pool_is_not_changed_by_another_thread_while_its_processes_start(
             alive.append(other.is_alive())
 
     alive: list[bool] = []
-    monkeypatch.setattr("memoro.data.loader.ProcessPoolExecutor", Slow)
+    monkeypatch.setattr("memoro.data.workers.ProcessPoolExecutor", Slow)
     assert list(pool.imap(len, ["abc"], 1)) == [("abc", 3)]
     waited[0].join()
     assert alive == [True]
@@ -161,7 +165,7 @@ def test_splits_are_screened_by_the_same_workers(tmp_path: Path, monkeypatch: py
             super().__init__(*given, **options)
             started.append(1)
 
-    monkeypatch.setattr("memoro.data.loader.ProcessPoolExecutor", Counted)
+    monkeypatch.setattr("memoro.data.workers.ProcessPoolExecutor", Counted)
     splits = load_data(tmp_path, workers=1, quiet=True)
     assert [len(images) for images in (splits.train, splits.val, splits.test) if images is not None] == [8, 4, 4]
     assert len(started) == 1
@@ -208,7 +212,7 @@ for work in (
 
 def test_a_script_ends_quietly_while_it_holds_workers() -> None:
     """An executor that is collected while the interpreter shuts down prints a traceback."""
-    script = "from memoro.data.loader import shared_pool; pool = shared_pool(); print(*pool.imap(abs, [-7], 1))"
+    script = "from memoro.data.workers import shared_pool; pool = shared_pool(); print(*pool.imap(abs, [-7], 1))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("(-7, 7)\n", "")
 
@@ -290,12 +294,64 @@ def test_real_set() -> None:
 
 def test_little_shared_memory_changes_nothing(images: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container, which has 64 MB: batches are copied through pipes instead."""
-    monkeypatch.setattr(loader, "shared_pool", loader.WorkerPool)
+    monkeypatch.setattr(loader, "shared_pool", WorkerPool)
     alone = list(Loader(images, SMALL, batch_size=5, workers=0).epoch(0))
     shared = list(Loader(images, SMALL, batch_size=5, workers=2).epoch(0))
-    monkeypatch.setattr(loader, "_has_little_shared_memory", lambda: True)
+    monkeypatch.setattr("memoro.data.workers._has_little_shared_memory", lambda: True)
     copied = list(Loader(images, SMALL, batch_size=5, workers=2).epoch(0))
     assert same(alone, shared)
     assert same(alone, copied)
     assert all(batch.pixels.is_shared() for batch in shared)
     assert not any(batch.pixels.is_shared() for batch in copied)
+
+
+@pytest.fixture
+def counted() -> tuple[ImageStream, list[int]]:
+    """A stream of 64 images, and the numbers of those that were read from it so far."""
+    read: list[int] = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for at in range(64):
+            read.append(at)
+            yield {"image": to_bytes(picture(at)), "label": at % 2}
+
+    features = datasets.Features(image=datasets.Value("binary"), label=datasets.ClassLabel(names=["a", "b"]))
+    train = load_stream(datasets.IterableDataset.from_generator(rows, features=features), val_fraction=0).train
+    assert train is not None
+    read.clear()
+    return train, read
+
+
+@pytest.mark.parametrize(("images_ahead", "most"), [(1, 16), (16, 24), (1000, 32)])
+def test_what_is_decoded_ahead_is_bounded_in_bytes(
+    counted: tuple[ImageStream, list[int]], monkeypatch: pytest.MonkeyPatch, images_ahead: int, most: int
+) -> None:
+    stream, read = counted
+    monkeypatch.setattr("memoro.data.workers.PREFETCH_BYTES", images_ahead * torch.empty(3, 11, 7).nbytes)
+    batches = Loader(stream, SMALL, batch_size=8, augment=Augment(), workers=2).epoch(1)
+    first = next(batches)
+    assert len(read) <= most
+    assert same([first, *batches], list(Loader(stream, SMALL, batch_size=8, augment=Augment(), workers=0).epoch(1)))
+
+
+def test_predictions_decode_ahead_within_the_same_bound(images: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = [(images.where(at), b"junk" if at in {3, 9} else images.read(at)) for at in range(23)]
+    asked: list[int] = []
+
+    def batches() -> Iterator[list[Any]]:
+        for start in range(0, 23, 5):
+            asked.append(start)
+            yield pictures[start : start + 5]
+
+    decoder = Decoder((SMALL, Preprocessing(12)))  # of the second, images come out at different sizes
+    monkeypatch.setattr("memoro.data.workers.PREFETCH_BYTES", 1)
+    ahead = DecodeAhead(decoder, 2)(batches())
+    first = next(ahead)
+    assert len(asked) <= 2
+    for batch, decoded in (first, *ahead):
+        expected = decoder(batch)
+        assert decoded.failures == expected.failures
+        for own, other in zip(decoded.pixels, expected.pixels, strict=True):
+            assert torch.equal(torch.cat([x.flatten() for x in own]), torch.cat([x.flatten() for x in other]))
+            assert [x.shape for x in own] == [x.shape for x in other]
+    assert len(asked) == 5

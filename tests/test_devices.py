@@ -11,6 +11,8 @@ from conftest import random_task
 from families import FAMILIES, Case
 from reproduction_checkpoint import save_checkpoint
 from test_baselines import build
+from test_train_numbers import save_table
+from test_train_recipe import save_squares
 from torch import nn
 
 import memoro
@@ -216,3 +218,50 @@ def test_a_composition_cannot_be_changed(vit: Any, pixels: torch.Tensor) -> None
     assert list(model.tasks) == model.names == ["a.parent"]
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert torch.equal(after["base"], vit(pixels).logits)
+
+
+def everything(backbone: Backbone, root: Path, out: Path, pixels: torch.Tensor) -> dict[str, Any]:
+    """What comes out of each of the usual calls, with kept features, worker processes, folds and a checkpoint."""
+    squares, table, fresh = root / "squares", root / "numbers" / "table.csv", backbone.to()
+    quick: dict[str, Any] = {"image_size": 20, "batch_size": 7, "epochs": 2, "quiet": True}
+    side = memoro.train(squares, backbone=fresh, workers=1, folds=3, views=2, folder=out / "run", **quick)
+    again = memoro.train(squares, backbone=fresh, workers=0, folds=3, views=2, folder=out / "run", resume=True, **quick)
+    numbers = memoro.train(table, backbone=fresh, workers=0, **quick)
+    whole = memoro.train(squares, backbone=fresh, regime="full", lr=0.01, workers=0, **quick)
+    task = memoro.load_task(memoro.save_task(side.task, out / "squares.safetensors"))
+    child = memoro.new_task(fresh, "child", task.labels, cells=1, extends=[task], seed=1)
+    data = memoro.load_data(squares, workers=0, quiet=True)
+    memoro.fit(fresh, child, data, workers=0, cache=False, **quick)
+    model = memoro.compose(fresh, [task, child])
+    images = sorted(squares.rglob("*.png"))[:3]
+    with torch.no_grad():
+        verified = model.verify(pixels)
+        assert verified.base_equal
+        assert verified.tasks_equal
+        return {
+            "hashes": [one.content_hash() for one in (side.task, again.task, numbers.task, whole.task, child)],
+            "metrics": [one.metrics for one in (side, again, numbers, whole)],
+            "answers": [model.predict(images), whole.task.predict(images)],
+            "evaluated": memoro.evaluate(fresh, [task, child], squares, workers=0),
+            "explained": model.explain(images, "child").shares(),
+            "logits": {name: logits.tolist() for name, logits in model(pixels).items()},
+        }
+
+
+def test_a_default_device_changes_nothing(
+    backbone: Backbone, tmp_path: Path, pixels: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another device than the backbone's: what is computed stays with the backbone, the rest on the CPU."""
+    save_squares(tmp_path / "squares", {"blue": 12, "green": 9, "red": 9})
+    save_table(tmp_path / "numbers")
+    found = []
+    for name in ("cpu", "meta"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name / "cache"))
+        torch.set_default_device(name)
+        try:
+            assert torch.ones(2).device.type == name
+            found.append(everything(backbone, tmp_path, tmp_path / name, pixels))
+        finally:
+            torch.set_default_device(None)
+        assert (tmp_path / name / "run" / "report.html").is_file()
+    assert found[0] == found[1]

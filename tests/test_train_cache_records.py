@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from test_train_fit import LABELS
 from test_train_recipe import save_square, save_squares
 
+import memoro
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import Augment, ImageSet, Splits, load_data
 from memoro.data.splits import fold_numbers
@@ -69,6 +71,22 @@ def test_only_the_same_is_read_back(backbone: Backbone, images: ImageSet, cache:
     own = load_data(root, val_fraction=0, workers=0, quiet=True).train
     assert own is not None
     assert computed(own) == 1
+
+
+@pytest.mark.parametrize("library", ["PIL", "torch", "transformers"])
+def test_what_another_version_computed_is_not_read(
+    backbone: Backbone, splits: Splits, monkeypatch: pytest.MonkeyPatch, own_cache: Path, library: str
+) -> None:
+    def computed() -> int:
+        with counted() as count:
+            memoro.train(splits, backbone=backbone, lr=0.001, image_size=SIZE, epochs=1, workers=0, quiet=True)
+        return count()
+
+    assert own_cache == Cache().folder
+    assert (computed(), computed()) == (len(splits.train or []) + len(splits.val or []), 0)
+    module = sys.modules[library]
+    monkeypatch.setattr(module, "__version__", f"{module.__version__}.post1")
+    assert (computed(), computed()) == (len(splits.train or []) + len(splits.val or []), 0)
 
 
 def test_images_that_nobody_screened_are_told_apart_as_well(

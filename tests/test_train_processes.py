@@ -47,6 +47,15 @@ def train(regime: str, backbone: Backbone, splits: Splits, **options: Any) -> li
     return [fit(backbone, task, splits, recipe=RECIPE, image_size=20, **FRESH, **options)]
 
 
+def frozen(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
+    """Token and memory are not trained, and every process has others to begin with; so are the facts of the past."""
+    task = memoro.new_task(backbone, "t", LABELS, cells=2, init="normal", seed=1 + RANK)
+    task.update_spec(training={"seed": 1 + RANK})
+    found = fit(backbone, task, splits, regime="head", recipe=RECIPE, image_size=20, **FRESH)
+    assert task.spec.training["seed"] == 1
+    return [found]
+
+
 def sweep(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
     """Two rates, two forks and the folds of each, in one pass."""
     plan, grid = TaskPlan("t", LABELS), Grid(cells=(1,), from_layers=(0, 3), rates=(0.02, 0.1))
@@ -87,6 +96,7 @@ WAYS: dict[str, Callable[[Backbone, Splits, Path], list[FitResult]]] = {
     "head": lambda backbone, splits, root: train("head", backbone, splits),
     "memory": lambda backbone, splits, root: train("memory", backbone, splits),
     "full": lambda backbone, splits, root: train("full", backbone, splits),
+    "frozen": frozen,
     "sweep": sweep,
     "mixed": mixed,
     "interrupted": interrupted,

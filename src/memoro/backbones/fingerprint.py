@@ -73,7 +73,9 @@ def _digest(tensor: Tensor) -> str:
 def _sketch(tensors: Mapping[str, Tensor]) -> tuple[float, ...]:
     """Each group's weights projected on fixed random signs, over their norm: about normal with variance 1."""
     bits = hashlib.shake_256(b"memoro sketch").digest(_PERIOD // 8)
-    signs = torch.tensor([1.0 if bits[i // 8] >> (i % 8) & 1 else -1.0 for i in range(_PERIOD)], dtype=torch.float64)
+    signs = torch.tensor(
+        [1.0 if bits[i // 8] >> (i % 8) & 1 else -1.0 for i in range(_PERIOD)], dtype=torch.float64, device="cpu"
+    )
     projection: dict[str, float] = defaultdict(float)
     square: dict[str, float] = defaultdict(float)
     for name in sorted(tensors):

@@ -112,10 +112,11 @@ def supported() -> str:
 
 
 def _wrap(model: nn.Module, name: str, processor: Any) -> Backbone:
-    if any("quantized" in type(part).__module__.split(".") for part in model.modules()):
+    found = _unreadable(model)
+    if found is not None:
         raise BackboneError(
-            f"{name} has been quantized, so memoro cannot read its weights: load the original model, and use "
-            "dtype='bfloat16' to save memory."
+            f"{name} has been quantized or sharded, so memoro cannot read its weights ({found}): load the original "
+            "model, and use dtype='bfloat16' to save memory."
         )
     if type(model).__module__.startswith("timm."):
         from memoro.backbones.timm import wrap_timm
@@ -127,6 +128,21 @@ def _wrap(model: nn.Module, name: str, processor: Any) -> Backbone:
     if backbone is None:
         raise unsupported(type(model).__name__)
     return backbone
+
+
+def _unreadable(model: nn.Module) -> str | None:
+    """The class or dtype of weights that are not plain numbers, as libraries for quantization leave them."""
+    for part in model.modules():
+        if "quantized" in type(part).__module__.split("."):
+            return type(part).__module__
+        for weight in part._parameters.values():
+            if weight is None:
+                continue
+            if type(weight) not in {nn.Parameter, torch.Tensor}:
+                return type(weight).__name__
+            if not weight.is_floating_point() or weight.itemsize < torch.float16.itemsize:
+                return str(weight.dtype)
+    return None
 
 
 def unsupported(what: str) -> BackboneError:

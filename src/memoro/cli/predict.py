@@ -241,7 +241,7 @@ def _write_one(
     raw_csv: bool,
 ) -> Tally:
     """All answers in one place: a file, stdout or a table."""
-    from memoro.data.loader import worker_count
+    from memoro.data.workers import worker_count
     from memoro.evaluation.bulk import SHARD_SIZE
     from memoro.evaluation.predictions import MAX_ROWS, Tally, predictions_table, write_predictions
     from memoro.files import part_of, write_gradually
@@ -279,7 +279,7 @@ def _write_one(
 
 def _write_shards(job: Job, resume: bool, workers: int | None, cluster: dict[str, Any] | None) -> Tally:
     """Answers as files of a folder. Returns what all of them hold."""
-    from memoro.data.loader import worker_count
+    from memoro.data.workers import worker_count
     from memoro.evaluation.bulk import answer_here, begin, claim, count_answered
     from memoro.evaluation.on_ray import answer_on_ray, check_ray
 

@@ -62,7 +62,7 @@ def compose_files(
     memoro compose pets.safetensors rooms.safetensors -o both.safetensors
     """
     from memoro.console import format_bytes
-    from memoro.engine.composition import check_together
+    from memoro.engine.parents import check_together
     from memoro.tasks.taskfile import save_tasks
 
     tasks = gather_tasks(files, option="")

@@ -86,10 +86,11 @@ def parse(cells: Sequence[Any], kind: HeadKind, where: Callable[[int], str]) -> 
 def encode(annotations: Sequence[Annotation], labels: Sequence[str], kind: HeadKind) -> Tensor:
     """Class numbers (n,) for softmax, 0/1 rows for multilabel, the numbers themselves for regression."""
     if kind == "regression":
-        return torch.tensor(list(annotations), dtype=torch.float32).reshape(len(annotations), len(labels))
+        numbers = torch.tensor(list(annotations), dtype=torch.float32, device="cpu")
+        return numbers.reshape(len(annotations), len(labels))
     number = {label: at for at, label in enumerate(labels)}
     if kind == "softmax":
-        return torch.tensor([number[str(name)] for name in annotations], dtype=torch.long)
+        return torch.tensor([number[str(name)] for name in annotations], dtype=torch.long, device="cpu")
     rows = np.zeros((len(annotations), len(labels)), dtype=np.float32)
     for at, names in enumerate(annotations):
         rows[at, [number[str(name)] for name in names]] = 1.0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from memoro.data.loader import WorkerError, shared_pool
+from memoro.data.workers import WorkerError, images_per_request, shared_pool
 from memoro.engine.answers import Decoded, Decoder, NamedPicture
 
 Batch = list[NamedPicture]
@@ -34,30 +35,42 @@ class DecodeAhead:
         while more:
             more = False
             try:
-                for batch, decoded in self._pool.imap(self._decoder, remember(), self._workers):
+                for batch, parts in self._pool.imap_parts(self._decoder, remember(), self._split, self._workers):
                     waiting.popleft()
-                    yield batch, decoded
+                    yield batch, _join(parts)
             except WorkerError:
                 more = True
             while waiting:  # one of these images is to blame
                 batch = waiting.popleft()
                 yield batch, self._one_by_one(batch)
 
+    def _split(self, batch: Batch) -> list[Batch]:
+        most = images_per_request(sum(one.nbytes for one in self._decoder.preprocessings), self._workers)
+        return [batch[at : at + most] for at in range(0, len(batch), most)]
+
     def _one_by_one(self, batch: Batch) -> Decoded:
-        pixels: list[list[torch.Tensor]] = [[] for _ in self._decoder.preprocessings]
-        failures = {}
-        for at, picture in enumerate(batch):
+        parts: list[tuple[Batch, Decoded]] = []
+        for picture in batch:
             try:
-                [(_, found)] = self._pool.imap(self._decoder, [[picture]], self._workers)
+                parts += self._pool.imap(self._decoder, [[picture]], self._workers)
             except WorkerError:
-                failures[at] = "the process that decoded it died, possibly out of memory."
-                continue
-            if found.failures:
-                failures[at] = found.failures[0]
-            for own, parts in zip(pixels, found.pixels, strict=True):
-                own += parts
-        return Decoded([_join(parts) for parts in pixels], failures)
+                nothing: list[list[Tensor]] = [[] for _ in self._decoder.preprocessings]
+                why = "the process that decoded it died, possibly out of memory."
+                parts.append(([picture], Decoded(nothing, {0: why})))
+        return _join(parts)
 
 
-def _join(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.cat(parts)] if len({part.shape for part in parts}) == 1 else parts
+def _join(parts: Sequence[tuple[Batch, Decoded]]) -> Decoded:
+    """What a batch gives, from what its parts give."""
+    if len(parts) == 1:
+        return parts[0][1]
+    failures, start = dict[int, str](), 0
+    for batch, decoded in parts:
+        failures |= {start + at: why for at, why in decoded.failures.items()}
+        start += len(batch)
+    pixels = []
+    for found in zip(*(decoded.pixels for _, decoded in parts), strict=True):
+        own = [images for part in found for images in part]
+        alike = len({images.shape[1:] for images in own}) == 1
+        pixels.append([torch.cat(own)] if alike else [image[None] for images in own for image in images])
+    return Decoded(pixels, failures)

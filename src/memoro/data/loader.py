@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing
-import os
-import signal
-import threading
-import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,18 +15,14 @@ from torch import Tensor
 from memoro.data.augment import Augment, Purpose, order, output_size
 from memoro.data.dataset import ImageSet, Skipped, refuse_many
 from memoro.data.stream import ImageStream, StreamSample
+from memoro.data.workers import images_per_request, shared_pool, worker_count
 from memoro.errors import DataError, ImageError
 from memoro.images import Preprocessing, open_image
 
 SHUFFLE_BUFFER = 1024
 """Images of a stream that are shuffled at a time."""
 
-_PREFETCH = 4  # requests under way for each worker
-_SMALL = 512  # with fewer images, starting processes takes longer than the work
 _MIN_SEEN = 100  # images of a stream to read before the fraction of unreadable ones means anything
-
-A = TypeVar("A")
-B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -65,6 +50,15 @@ class Request(NamedTuple):
     targets: npt.NDArray[Any]
     total: int
     data: list[bytes] | None = None
+
+    def split(self, most: int) -> list[Request]:
+        """Requests for at most so many of the samples each."""
+        cuts = (slice(at, at + most) for at in range(0, max(len(self.samples), 1), most))
+        data = self.data
+        return [
+            Request(self.view, self.samples[cut], self.targets[cut], self.total, None if data is None else data[cut])
+            for cut in cuts
+        ]
 
 
 class Loader:
@@ -173,7 +167,10 @@ class Loader:
 
     def _load(self, requests: Iterator[Request]) -> Iterator[Batch]:
         self._pool = shared_pool()
-        for request, (pixels, failures) in self._pool.imap(self._decoder, requests, self._workers):
+        most = images_per_request(self.preprocessing.nbytes, self._workers)
+        decoded = self._pool.imap_parts(self._decoder, requests, lambda request: request.split(most), self._workers)
+        for request, parts in decoded:
+            failures = {sample: why for _, (_, failed) in parts for sample, why in failed.items()}
             if failures and isinstance(self.images, ImageSet):
                 raise DataError(
                     f"{next(iter(failures.values()))} It was not screened, or has changed since: load the data with "
@@ -181,19 +178,22 @@ class Loader:
                 )
             self._seen += len(request.samples)
             if isinstance(self.images, ImageStream):
-                for at, why in failures.items():
-                    where = self.images.where(request.samples[at])
+                for sample, why in failures.items():
+                    where = self.images.where(sample)
                     self.skipped.append(Skipped(where, why.removeprefix(f"{where}: ").rstrip(".")))
                 if self._seen >= _MIN_SEEN:
                     refuse_many(self.skipped, self._seen, self.images.name, self.images.max_unreadable)
-            good = [at for at in range(len(request.samples)) if at not in failures]
-            targets, index = torch.from_numpy(request.targets), torch.tensor(request.samples, dtype=torch.long)
+            good = [at for at, sample in enumerate(request.samples) if sample not in failures]
+            pixels = parts[0][1][0] if len(parts) == 1 else torch.cat([part for _, (part, _) in parts])
+            parts.clear()  # not beside their copy
+            targets = torch.from_numpy(request.targets)
+            index = torch.tensor(request.samples, dtype=torch.long, device="cpu")
             yield Batch(pixels, targets[good], index[good], request.total)
 
 
 @dataclass(frozen=True, eq=False)
 class _Decoder:
-    """Runs in a worker: the pixels of a request's images, and why some could not be read, by their positions."""
+    """Runs in a worker: the pixels of a request's images, and why some could not be read, by their numbers."""
 
     images: ImageSet | ImageStream
     preprocessing: Preprocessing
@@ -209,8 +209,9 @@ class _Decoder:
                 data = self.images.read(sample) if isinstance(self.images, ImageSet) else request.data[at]  # type: ignore[index]
                 pixels.append(self._view(data, sample, request.view))
             except ImageError as error:
-                failures[at] = str(error)
-        return torch.stack(pixels) if pixels else torch.empty(0, 3, *output_size(self.preprocessing)), failures
+                failures[sample] = str(error)
+        nothing = torch.empty(0, 3, *output_size(self.preprocessing), device="cpu")
+        return torch.stack(pixels) if pixels else nothing, failures
 
     def _view(self, data: bytes, sample: int, view: int) -> Tensor:
         spec, augment, where = self.preprocessing, self.augment, self.images.where(sample)
@@ -228,157 +229,3 @@ def _shuffled(samples: Iterator[StreamSample], seed: int, epoch: int) -> Iterato
         if not block:
             return
         yield from (block[at] for at in order(len(block), seed, Purpose.ORDER, epoch, number))
-
-
-def worker_count(workers: int | None, images: int | None) -> int:
-    """The number of worker processes: as asked, or one per core (eight at most), or none for a small dataset."""
-    if workers is not None:
-        if workers < 0:
-            raise DataError(f"{workers} workers: choose 0 (decode in this process) or more.")
-        return workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 0 if images is not None and images < _SMALL else min(cores, 8)
-
-
-class WorkerError(DataError):
-    """A worker process ended before its work was done."""
-
-
-class WorkerPool:
-    """Worker processes that apply functions. They get the functions when they start, a new one starts them again."""
-
-    def __init__(self) -> None:
-        self._executor: ProcessPoolExecutor | None = None
-        self._size = 0
-        self._numbers = count()
-        self._functions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._started: set[int] = set()
-        self._first_answer: Future[int] | None = None
-        self._lock = threading.RLock()
-
-    def register(self, function: Any) -> int:
-        """Lets the processes that start next know the function."""
-        with self._lock:
-            if function not in self._functions:
-                self._functions[function] = next(self._numbers)
-            return self._functions[function]
-
-    def imap(self, function: Callable[[A], B], requests: Iterable[A], workers: int) -> Iterator[tuple[A, B]]:
-        """Each request and the function's result, in order, computed ahead by worker processes, or here without any."""
-        if not workers:
-            yield from ((request, function(request)) for request in requests)
-            return
-        waiting: deque[tuple[A, Future[B]]] = deque()
-        try:
-            for request in requests:
-                waiting.append((request, self._submit(function, request, workers)))
-                if len(waiting) > _PREFETCH * workers:
-                    request, future = waiting.popleft()
-                    yield request, future.result()
-            while waiting:
-                request, future = waiting.popleft()
-                yield request, future.result()
-        except BrokenProcessPool:
-            with self._lock:
-                self._executor = None
-            if multiprocessing.get_start_method() != "fork" and not self._has_answered():
-                raise DataError(
-                    'worker processes could not start: put the work of your script under `if __name__ == "__main__":`, '
-                    "because each of them imports the script, or use workers=0."
-                ) from None
-            raise WorkerError("a worker process died, possibly out of memory: use fewer workers.") from None
-        finally:
-            for _, future in waiting:
-                future.cancel()
-
-    def close(self) -> None:
-        """Ends the processes once they have done what was asked of them."""
-        with self._lock:
-            if self._executor is not None:
-                self._executor.shutdown()
-            self._executor = None
-
-    def _has_answered(self) -> bool:
-        """Whether a worker process has ever answered."""
-        first = self._first_answer
-        return first is not None and first.done() and not first.cancelled() and first.exception() is None
-
-    def _submit(self, function: Callable[[A], B], request: A, workers: int) -> Future[B]:
-        with self._lock:
-            number = self.register(function)
-            if self._executor is None or workers > self._size or number not in self._started:
-                self.close()
-                functions = {number: function for function, number in self._functions.items()}
-                self._size, self._started = max(workers, self._size), set(functions)
-                self._executor = ProcessPoolExecutor(
-                    self._size, initializer=_start_worker, initargs=(functions, _has_little_shared_memory())
-                )
-                if not self._has_answered():
-                    self._first_answer = self._executor.submit(int)
-            return self._executor.submit(_apply, number, request)
-
-
-_pools: WeakValueDictionary[int, WorkerPool] = WeakValueDictionary()
-
-
-def shared_pool() -> WorkerPool:
-    """The pool of this process. Its workers end with the last loader that holds it."""
-    pool = _pools.get(os.getpid())  # a fork inherits the object, but not its workers
-    if pool is None:
-        pool = _pools[os.getpid()] = WorkerPool()
-        atexit.register(_close_pool)
-    return pool
-
-
-def _close_pool() -> None:
-    """Ends the workers before the interpreter shuts down: an executor that is collected then prints a traceback."""
-    if (pool := _pools.get(os.getpid())) is not None:
-        pool.close()
-
-
-NICENESS = 10
-"""Of worker processes: the threads of a pass wait for each other, so that a worker on the core of one holds up all."""
-_worker_functions: dict[int, Callable[[Any], Any]] = {}
-
-
-def _start_worker(functions: dict[int, Callable[[Any], Any]], copies: bool) -> None:
-    _worker_functions.update(functions)
-    if copies:
-        ForkingPickler.register(Tensor, _copy_tensor)
-    torch.set_num_threads(1)
-    if hasattr(os, "nice"):  # not on Windows
-        os.nice(NICENESS)
-    warnings.simplefilter("ignore")  # Pillow's, about EXIF blocks and sizes below memoro's own limit
-    # Ctrl-C reaches all processes of a terminal; the trainer finishes its step first and needs the workers for that.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A killed trainer leaves no processes behind."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _apply(number: int, request: Any) -> Any:
-    return _worker_functions[number](request)
-
-
-LITTLE_SHARED_MEMORY = 1 << 30
-"""torch sends tensors through shared memory. Containers have 64 MB of it by default, less than the batches under way:
-with less than this, they are copied through a pipe."""
-
-
-def _has_little_shared_memory() -> bool:
-    try:
-        found = os.statvfs("/dev/shm")
-    except (OSError, AttributeError):  # not Linux
-        return False
-    return found.f_blocks * found.f_frsize < LITTLE_SHARED_MEMORY
-
-
-def _copy_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    """How to send a tensor to another process, by value."""
-    return torch.from_numpy, (tensor.numpy(),)

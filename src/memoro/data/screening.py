@@ -10,8 +10,8 @@ import numpy as np
 
 from memoro.console import bar
 from memoro.data.dataset import ImageSet, Skipped
-from memoro.data.loader import WorkerPool, shared_pool, worker_count
 from memoro.data.near import HASH_BYTES, hash_look
+from memoro.data.workers import WorkerPool, shared_pool, worker_count
 from memoro.errors import ImageError
 from memoro.images import open_image
 

@@ -31,6 +31,7 @@ from memoro.engine.answers import (
 )
 from memoro.engine.bank import Bank, build_bank
 from memoro.engine.explain import Explanation, explain_task, read_views
+from memoro.engine.parents import check_parents
 from memoro.engine.plan import Plan, build_plan
 from memoro.engine.streams import BaseTokens, read_head, run_streams
 from memoro.engine.verify import Verification, verify_composition
@@ -39,8 +40,7 @@ from memoro.heads import energy
 from memoro.images import Preprocessing
 from memoro.tasks.ensemble import split_members
 from memoro.tasks.familiarity import FALSE_ALARMS, FamiliarityBank
-from memoro.tasks.mask import Lineage, trace_lineage
-from memoro.tasks.task import Task, content_hashes
+from memoro.tasks.task import Task
 
 
 def compose(backbone: Backbone, tasks: Task | Iterable[Task] = (), *, live: bool = False) -> Composition:
@@ -76,7 +76,7 @@ class Composition(nn.Module):
         super().train(False)
         self.backbone = backbone
         self.live = live
-        self._lineage, hashes = _check_parents(tasks)
+        self._lineage, hashes = check_parents(tasks)
         self._lineage.check_size([task.members for task in tasks], [task.cells for task in tasks])
         # Ensembles that others extend are not trained with them.
         self._list = tuple(
@@ -94,6 +94,7 @@ class Composition(nn.Module):
             with torch.no_grad():
                 self._frozen_bank = build_bank(backbone.anatomy, self._streams)
         self._plans: dict[tuple[int, ...], Plan] = {}
+        self._compiled: dict[str, Any] | None = None
 
     @property
     def tasks(self) -> Mapping[str, Task]:
@@ -291,10 +292,20 @@ class Composition(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Composition:
         # What to(), cuda(), half() and the like call. The user's backbone and tasks stay where they are, and tasks keep
         # their dtype: they are computed in the backbone's.
-        moved = Composition(self.backbone.convert(fn), self._list, live=self.live)
+        moved, how = Composition(self.backbone.convert(fn), self._list, live=self.live), self._compiled
         vars(self).clear()
         vars(self).update(vars(moved))
+        if how is not None:
+            self.compile(**how)
         return self
+
+    def compile(self, **how: Any) -> None:
+        """Compiles in place, with the options of `torch.compile`, what `model(pixels)`, `run` and `predict` share.
+
+        `torch.compile(model)` gives another module instead, whose `predict` is the one of this model.
+        """
+        self._compiled = how
+        vars(self)["_run"] = torch.compile(partial(Composition._run, self), **how)  # in place of the method
 
     def train(self, mode: bool = True) -> Composition:
         """Nothing changes: dropout would change the backbone's own answer."""
@@ -348,50 +359,6 @@ class Composition(nn.Module):
 
     def __repr__(self) -> str:
         return f"Composition({self.backbone.name}, tasks=[{', '.join(self.names)}])"
-
-
-def check_together(tasks: Sequence[Task]) -> None:
-    """Raises if tasks cannot be in one bundle: duplicate names, missing or different parents, cycles, two backbones."""
-    _check_parents(tasks)
-    for task in tasks[1:]:
-        first, other = tasks[0].spec.backbone, task.spec.backbone
-        if first.fingerprint.match(other.fingerprint) == "different":
-            raise CompositionError(
-                f"{task.name!r} was trained for {other.name} ({other.fingerprint.short}), {tasks[0].name!r} for "
-                f"{first.name} ({first.fingerprint.short}): all tasks need the same backbone. Retrain one of them."
-            )
-
-
-def _check_parents(tasks: Sequence[Task]) -> tuple[Lineage, dict[int, str]]:
-    """The lineage of the tasks, and the content hashes of parents.
-
-    Raises if the lineage is impossible, or a parent is not the version that its child was trained with.
-    """
-    lineage = trace_lineage(
-        [task.name for task in tasks],
-        [[parent.name for parent in task.extends] for task in tasks],
-        [task.from_layer for task in tasks],
-    )
-    by_name = {task.name: task for task in tasks}
-    parents = [parent for task in tasks for parent in task.extends]
-    hashes = content_hashes(
-        [*(by_name[parent.name] for parent in parents), *(p for p in parents if isinstance(p, Task))]
-    )
-    for task in tasks:
-        check_versions(task, [by_name[parent.name] for parent in task.extends], hashes)
-    return lineage, hashes
-
-
-def check_versions(task: Task, parents: Sequence[Task], hashes: Mapping[int, str]) -> None:
-    """Raises if one of its parents is not the version that the task was trained with."""
-    for parent, recorded in zip(parents, task.parents_among(hashes), strict=True):
-        here = hashes[id(parent)]
-        if here != recorded.content:
-            raise CompositionError(
-                f"{task.name!r} extends a different version of {parent.name!r} (content {recorded.content[:12]}; "
-                f"this one has {here[:12]}): {parent.name!r} was trained or changed since. Attach the version that "
-                f"{task.name!r} was trained with, or train {task.name!r} again."
-            )
 
 
 def _snapshot(task: Task, hashes: Mapping[int, str], device: torch.device) -> Task:

@@ -53,7 +53,7 @@ class ExportModule(nn.Module):
         self.images = images
         self.preprocessing = _one_preprocessing(model)
         for name in ("mean", "std"):
-            self.register_buffer(name, torch.tensor(getattr(self.preprocessing, name)).view(3, 1, 1))
+            self.register_buffer(name, torch.tensor(getattr(self.preprocessing, name), device="cpu").view(3, 1, 1))
 
     @property
     def input_name(self) -> str:
@@ -64,8 +64,8 @@ class ExportModule(nn.Module):
         backbone = self.model.backbone
         height, width = self.preprocessing.size or backbone.image_size
         if self.images:
-            return torch.zeros(2, height, width, 3, dtype=torch.uint8)
-        return torch.zeros(2, backbone.channels, height, width)
+            return torch.zeros(2, height, width, 3, dtype=torch.uint8, device="cpu")
+        return torch.zeros(2, backbone.channels, height, width, device="cpu")
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.outputs(pixels).values())

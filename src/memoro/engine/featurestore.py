@@ -211,7 +211,8 @@ class FeatureStore:
         """Memory for a batch of records. Use it again: touching fresh memory takes longer than reading."""
         form = self.format
         pairs = (form.layers, 2, batch, form.heads, form.tokens, form.dim // form.heads)
-        return torch.empty(form.layers + 1, batch, form.dim, dtype=dtype), torch.empty(pairs, dtype=dtype)
+        how: dict[str, Any] = {"dtype": dtype, "device": "cpu"}
+        return torch.empty(form.layers + 1, batch, form.dim, **how), torch.empty(pairs, **how)
 
     def read(
         self,
@@ -272,8 +273,8 @@ class Writer:
         keys, tokens, pairs = zip(*self._records, strict=True)
         self._records = []
         index = (
-            torch.tensor([list(key) for key in keys], dtype=torch.uint8),
-            torch.tensor([checksum(*record) for record in zip(tokens, pairs, strict=True)]),
+            torch.tensor([list(key) for key in keys], dtype=torch.uint8, device="cpu"),
+            torch.tensor([checksum(*record) for record in zip(tokens, pairs, strict=True)], device="cpu"),
         )
         parts = zip(TENSORS, (*index, torch.stack(tokens), torch.stack(pairs)), strict=True)
         data = save(dict(parts), metadata={INDEX: str(checksum(*index))})

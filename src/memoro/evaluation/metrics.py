@@ -93,6 +93,20 @@ def score(kind: HeadKind, metrics: dict[str, Any]) -> tuple[float, float]:
     return (-math.inf if value is None else value), -metrics["loss"]
 
 
+def add_folds(
+    history: Sequence[dict[str, Any]], folds: Sequence[Sequence[dict[str, Any]]], images: Sequence[int]
+) -> list[dict[str, Any]]:
+    """The history of a run on all images, with what the folds have on those that they hold out: `fold_loss` and the
+    like are means of their `val_loss` and the like, weighted by their numbers of `images`."""
+    found = [dict(entry) for entry in history]
+    for entry, parts in zip(found, zip(*folds, strict=False), strict=False):
+        for name in parts[0]:
+            if name.startswith("val_") and all(name in part for part in parts):
+                total = sum(part[name] * count for part, count in zip(parts, images, strict=True))
+                entry[f"fold_{name.removeprefix('val_')}"] = total / sum(images)
+    return found
+
+
 def name_split(split: str) -> str:
     """What a split is called in tables."""
     return "validation" if split == "val" else split

@@ -113,7 +113,7 @@ def _curves(report: TaskReport) -> Iterator[Html]:
     charts = []
     for name in [name for name in names if name in COLUMNS and name in {"loss", MAIN_FIGURE[report.task.kind]}]:
         lines = []
-        for split, look in (("train", "dashed"), ("val", "")):
+        for split, look in (("train", "dashed"), ("val", ""), ("fold", "")):
             key = f"{split}_{name}"
             points = [(float(entry["epoch"]), float(entry[key])) for entry in report.history if key in entry]
             lines += [(look, points)] if points else []
@@ -123,8 +123,11 @@ def _curves(report: TaskReport) -> Iterator[Html]:
     if charts:
         yield tag("h2", "Training")
         yield tag("div", *charts, class_="charts")
-        solid = " Solid: validation images." if any("val_loss" in entry for entry in report.history) else ""
-        yield tag("p", f"Dashed: training images.{solid}", class_="soft")
+        of = {"val_loss": "validation images", "fold_loss": "images that a fold held out (mean over the folds)"}
+        solid = [f" Solid: {text}." for name, text in of.items() if any(name in entry for entry in report.history)]
+        members = report.task.spec.training.get("ensemble")
+        first = f" These curves are of the first of the {members} runs that the task averages." if members else ""
+        yield tag("p", f"Dashed: training images.{''.join(solid)}{first}", class_="soft")
 
 
 def _confusions(report: TaskReport) -> Iterator[Html]:

@@ -42,7 +42,7 @@ def collect_outputs(
     """What tasks give for all images of a set, and the targets; one pass for each preprocessing."""
     logits: dict[str, Tensor] = {}
     judged: dict[str, Judged] = {}
-    targets = torch.empty(0)
+    targets = torch.empty(0, device="cpu")
     for preprocessing, together in model.passes(names).items():
         known = [name for name in together if model.tasks[name].spec.familiarity is not None]
 

@@ -63,6 +63,13 @@ class Preprocessing:
         return self.resize if isinstance(self.resize, tuple) else None
 
     @property
+    def nbytes(self) -> int:
+        """Of an image that comes out; where its size depends on the image, of a square one."""
+        side = self.resize if isinstance(self.resize, int) else MAX_SIDE
+        height, width = self.size or (side, side)
+        return 3 * height * width * torch.float32.itemsize
+
+    @property
     def draft(self) -> int | None:
         """The shortest edge that a decoder has to deliver: twice what is needed, so that `resample` still decides."""
         if self.resize is None:

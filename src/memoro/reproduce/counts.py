@@ -57,7 +57,7 @@ def count_flops(run: Callable[[Tensor], Any], pixels: Tensor) -> int:
 def count_costs() -> dict[str, Any]:
     """Counts of all rows at 224 px, and the FLOPs of a plain pass at other sizes."""
     backbone = load_backbone(random_vit(32))
-    pixels = {size: torch.zeros(1, 3, size, size) for size in (112, 224, 384)}
+    pixels = {size: torch.zeros(1, 3, size, size, device="cpu") for size in (112, 224, 384)}
     return {
         "passes": {
             str(size): count_flops(partial(run_dense, backbone.anatomy, {}), some) for size, some in pixels.items()

@@ -300,7 +300,7 @@ def keep_classes(splits: Splits, groups: Mapping[str, Sequence[int]]) -> Splits:
             return None
         at = [index for index, target in enumerate(images.targets.tolist()) if target in number]
         part = images.subset(at)
-        targets = torch.tensor([number[target] for target in part.targets.tolist()])
+        targets = torch.tensor([number[target] for target in part.targets.tolist()], device="cpu")
         return replace(part, labels=labels, targets=targets)
 
     return replace(splits, labels=labels, train=change(splits.train), val=change(splits.val), test=change(splits.test))

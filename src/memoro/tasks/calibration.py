@@ -132,7 +132,7 @@ def _threshold(found: Tensor, truth: Tensor) -> float:
     order = found.argsort(descending=True)
     ranked = found[order].double()
     hits = truth[order].cumsum(0)
-    f1 = 2 * hits / (torch.arange(1, len(truth) + 1) + truth.sum())
+    f1 = 2 * hits / (torch.arange(1, len(truth) + 1, device=truth.device) + truth.sum())
     f1[:-1][ranked[:-1] == ranked[1:]] = -1.0  # equal images cannot be told apart
     best = int(f1.argmax())
     below = ranked[best + 1] if best + 1 < len(ranked) else ranked.new_zeros(())

@@ -156,7 +156,7 @@ def _read_confusion(task: Task) -> Tensor | None:
     for row in matrix:
         if not isinstance(row, list) or len(row) != count or not all(type(n) is int and 0 <= n < 1 << 40 for n in row):
             return None
-    return torch.tensor(matrix)
+    return torch.tensor(matrix, device="cpu")
 
 
 def _plain(value: object) -> str:

@@ -88,7 +88,7 @@ class Familiarity:
 
     def limit(self, false_alarms: float = FALSE_ALARMS) -> float:
         """The distance beyond which an image is unfamiliar, as `Routing.apply` decides; infinite where none is."""
-        shares = torch.arange(len(self.distances)) / len(self.distances)
+        shares = torch.arange(len(self.distances), device=self.distances.device) / len(self.distances)
         below = int((shares < false_alarms).sum())
         return float(self.distances[-below]) if below else math.inf
 
@@ -146,7 +146,8 @@ class FamiliarityBank:
     def __init__(self, items: Sequence[Familiarity], device: torch.device | str = "cpu") -> None:
         origin = torch.stack([one.center.double() for one in items]).mean(dim=0)
         lengths = [len(one.distances) for one in items]
-        held_out = torch.full((len(items), max(lengths)), -1.0)  # no distance is smaller, so these are never counted
+        # No distance is smaller than -1, so these are never counted.
+        held_out = torch.full((len(items), max(lengths)), -1.0, device="cpu")
         offsets, readers, shifts, squares = [], [], [], []
         for at, one in enumerate(items):
             held_out[at, : lengths[at]] = one.distances.float()
@@ -181,10 +182,10 @@ class FamiliarityBank:
         """Prepares what `judge` compares tasks with: all class means, in a space where the mean of all covariances is
         the identity."""
         directions = torch.cat([one.directions.double() for one in items])
-        residuals = torch.tensor([one.residual for one in items], dtype=torch.double)
+        residuals = torch.tensor([one.residual for one in items], dtype=torch.double, device="cpu")
         excess = torch.cat([one.variances.double() - one.residual for one in items])
         covariance = (directions.T * excess) @ directions / len(items)
-        covariance += residuals.mean() * torch.eye(len(covariance), dtype=torch.double)
+        covariance += residuals.mean() * torch.eye(len(covariance), dtype=torch.double, device="cpu")
         values, vectors = torch.linalg.eigh(covariance)
         whiten = vectors * values.clamp(min=SMALLEST).rsqrt()
         found = [(one.means.double() @ one.directions.double() + one.center - origin) @ whiten for one in items]
@@ -262,19 +263,19 @@ def fit_familiarity(tokens: Tensor, classes: Tensor | None, background: Tensor) 
     count = len(tokens)
     if count < MIN_IMAGES or not bool(torch.isfinite(tokens).all()):
         return None
-    groups = torch.zeros(count, dtype=torch.long) if classes is None else classes.cpu()
+    groups = torch.zeros(count, dtype=torch.long, device="cpu") if classes is None else classes.cpu()
     if count < 2 * len(set(groups.tolist())):  # images of their own class tell nothing about how much a class varies
         groups = torch.zeros_like(groups)
     background = background.float().cpu()
     whole = {**_describe(tokens, groups), "background": background}
-    if not Familiarity(**whole, distances=torch.ones(1), images=0).valid:
+    if not Familiarity(**whole, distances=torch.ones(1, device="cpu"), images=0).valid:
         return None
     fold = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu") % FOLDS
-    found = torch.empty(count)
+    found = torch.empty(count, device="cpu")
     for number in range(FOLDS):
         own = fold == number
         fields = {**_describe(tokens[~own], groups[~own]), "background": background}
-        part = Familiarity(**fields, distances=torch.ones(1), images=0)
+        part = Familiarity(**fields, distances=torch.ones(1, device="cpu"), images=0)
         found[own] = FamiliarityBank([part]).measure(tokens[own])[:, 0]
     known = Familiarity(**whole, distances=_quantiles(found), images=count, out_of_fold=found)
     return known if known.valid else None
@@ -284,7 +285,7 @@ def _quantiles(distances: Tensor) -> Tensor:
     """The distances in ascending order; at most `MAX_SCORES` of them."""
     found = distances.sort().values
     if len(found) > MAX_SCORES:
-        found = found[torch.linspace(0, len(found) - 1, MAX_SCORES).round().long()]
+        found = found[torch.linspace(0, len(found) - 1, MAX_SCORES, device="cpu").round().long()]
     return found
 
 
@@ -295,7 +296,7 @@ def _describe(tokens: Tensor, groups: Tensor) -> dict[str, Any]:
     tokens = tokens - center
     numbers, groups = torch.unique(groups, return_inverse=True)
     sizes = groups.bincount(minlength=len(numbers)).unsqueeze(1)
-    means = torch.zeros(len(numbers), dim, dtype=tokens.dtype).index_add_(0, groups, tokens) / sizes
+    means = tokens.new_zeros(len(numbers), dim).index_add_(0, groups, tokens) / sizes
     k = max(1, min(MAX_DIRECTIONS, MAX_BYTES // (2 * (dim + len(numbers))), dim, count - 1))
     directions = torch.linalg.eigh(tokens.T @ tokens).eigenvectors[:, -k:].T.half()
     own = directions.to(tokens.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -84,6 +85,7 @@ class CachedLoader:
             "functions": backbone.functions,
             "computed": str(backbone.dtype),
             "preprocessing": loader.preprocessing.to_json(),
+            "versions": _versions(backbone),
         }
         shape = (from_layer, backbone.depth, backbone.dim, backbone.heads, tokens.shape[1])
         self.store = FeatureStore(cache.folder, RecordFormat(*shape, cache.dtype), about)
@@ -156,6 +158,12 @@ class CachedLoader:
         if place not in self.buffers:
             self.buffers[place] = self.store.buffer(self.batch_size, self._backbone.dtype)
         return self.store.read(keys, self._biases, self._backbone.device, self.buffers[place])
+
+
+def _versions(backbone: Backbone) -> dict[str, str]:
+    """Of Pillow and of the libraries that the backbone's parts come from: another one may compute other features."""
+    names = {"PIL", *(type(part).__module__.partition(".")[0] for part in backbone.module.modules())}
+    return {name: str(getattr(sys.modules[name], "__version__", None)) for name in sorted(names)}
 
 
 def keep_features(backbone: Backbone, pixels: Tensor, from_layer: int) -> Features:

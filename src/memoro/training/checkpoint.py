@@ -34,18 +34,21 @@ KEY, CHECKSUM = "memoro-checkpoint", "crc32"
 
 
 def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, Any], seconds: float) -> None:
-    """Writes the state of all runs. `identity` must be the same for a resume."""
+    """Writes the state of all runs: of those that are done, only the best weights. `identity` must be the same for a
+    resume."""
     tensors: dict[str, Tensor] = {}
     records = []
-    for number, run in enumerate(run for group in groups for run in group.runs):
-        state = run.optimizer.state_dict()["state"]
+    for number, (run, finished) in enumerate((run, group.finished) for group in groups for run in group.runs):
+        going = run.stopped is None and not finished
+        state = run.optimizer.state_dict()["state"] if going else {}
         for index, (name, parameter) in enumerate(run.trained.items()):
-            tensors[f"{number}.now.{name}"] = parameter.detach()
-            if name in run.best:
+            if going:
+                tensors[f"{number}.now.{name}"] = parameter.detach()
+            if name in run.best and not (going and torch.equal(run.best[name], parameter)):
                 tensors[f"{number}.best.{name}"] = run.best[name]
             for key, value in state.get(index, {}).items():
                 if value is not None:
-                    tensors[f"{number}.optimizer.{index}.{key}"] = torch.as_tensor(value)
+                    tensors[f"{number}.optimizer.{index}.{key}"] = torch.as_tensor(value, device="cpu")
         records.append(
             {
                 "history": run.history,
@@ -131,9 +134,11 @@ def _restore(record: dict[str, Any], tensors: Mapping[str, Tensor], groups: Sequ
         state: dict[int, dict[str, Any]] = {}
         with torch.no_grad():
             for index, (name, parameter) in enumerate(run.trained.items()):
-                parameter.copy_(tensors[f"{number}.now.{name}"])
-                if f"{number}.best.{name}" in tensors:
-                    run.best[name] = tensors[f"{number}.best.{name}"].to(parameter)
+                now, best = f"{number}.now.{name}", f"{number}.best.{name}"
+                if now in tensors:
+                    parameter.copy_(tensors[now])
+                if state_of["best_score"] is not None:  # weights that are the best until now are there once
+                    run.best[name] = tensors[best if best in tensors else now].to(parameter)
                 prefix = f"{number}.optimizer.{index}."
                 entries = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
                 if entries:

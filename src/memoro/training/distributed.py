@@ -54,7 +54,7 @@ class Processes:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in at least one process."""
-        return bool(self.all_reduce([torch.tensor(float(flag))])[0])
+        return bool(self.all_reduce([torch.tensor(float(flag), device="cpu")])[0])
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every process's value, by rank. No process continues before all have sent theirs."""

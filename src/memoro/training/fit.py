@@ -15,8 +15,8 @@ from memoro.backbones import Backbone, require_backbone
 from memoro.console import bar, format_bytes, quoted
 from memoro.data import ImageSet, ImageStream, Splits, Streams, load_data
 from memoro.data.augment import output_size
-from memoro.engine.composition import check_versions
 from memoro.engine.featurestore import default_folder, total_bytes
+from memoro.engine.parents import check_versions
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
@@ -44,7 +44,7 @@ class FitResult:
     task: Any
     """The Task or Baseline, with its best weights."""
     history: list[dict[str, Any]] = field(repr=False)
-    """One entry per epoch."""
+    """One entry per epoch. Where folds were held out, `fold_loss` and the like are the means over their runs."""
     metrics: dict[str, Any]
     """Of the test split, or of the validation split where there is none; `split` says which. Empty for a run that
     diverged while others did not; the last note says why."""
@@ -255,7 +255,7 @@ def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
         check_versions(task, [parent for parent in task.extends if isinstance(parent, Task)], hashes)
     for spec in specs:
         check_labels(spec.task, spec.splits)
-        backbone.check_pixels(torch.empty(1, 3, *output_size(spec.preprocessing)))
+        backbone.check_pixels(torch.empty(1, 3, *output_size(spec.preprocessing), device="cpu"))
 
 
 def build_trainer(backbone: Backbone, specs: Sequence[RunSpec], options: TrainOptions, processes: Processes) -> Trainer:

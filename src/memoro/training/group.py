@@ -88,7 +88,7 @@ class RunSpec:
         """The run before its first step, in a group whose batches are those of the `first` spec."""
         sample_weight = balance = None
         if self.held_out is not None:
-            sample_weight = torch.ones(len(self._known_train))
+            sample_weight = torch.ones(len(self._known_train), device="cpu")
             sample_weight[torch.from_numpy(self.held_out)] = 0.0
         if self.recipe.balance:
             targets = self._known_train.targets

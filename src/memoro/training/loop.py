@@ -48,6 +48,8 @@ class Trainer:
 
     checkpoint_seconds = 60.0
     """Seconds between checkpoints within an epoch; every epoch ends with one."""
+    checkpoint_quick, checkpoint_pause = 1.0, 10.0
+    """A checkpoint that takes more than so many seconds to write is followed by a pause, so many times as long."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Trainer:
         self.on_validation: Callable[[], None] = lambda: None
         """Called after every batch of validation images."""
         self._started = 0.0  # on the monotonic clock, as if there had been no interruption
+        self._saved, self._writing = 0.0, 0.0  # on the same clock, when and how long
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -103,20 +106,20 @@ class Trainer:
             return self._train()
 
     def _train(self) -> float:
-        seconds, saved = 0.0, time.monotonic()
+        seconds, self._saved = 0.0, time.monotonic()
         found = self.options.resume and self.checkpoint is not None and self.checkpoint.is_file()
         self._check_agreement(found)
+        for run in self.runs:
+            run.keep_initial()
         if found:
             assert self.checkpoint is not None
             seconds = load_checkpoint(self.checkpoint, self.groups, self.identity)
             self.options.phases.add("training", seconds)
             self.options.note(self._where_it_continues(seconds))
-        self.processes.broadcast([parameter for run in self.runs for parameter in run.trained.values()])
+        self._share_tasks()
         self._started = time.monotonic() - seconds
         if not found:
             self._start_afresh()
-            for run in self.runs:
-                run.keep_initial()
         for callback in self.callbacks:
             callback.on_train_begin(self.groups)
         with deferred_interrupts() as interrupted:
@@ -127,29 +130,45 @@ class Trainer:
                 for group, batches in taken:
                     if not batches:
                         self.end_epoch(group)
-                        self.save()
+                        if self._is_due() or all(group.finished for group in self.groups):
+                            self.save()
                 if self.processes.any(interrupted()):
                     self.save()
                     self.processes.all_gather("saved")  # a launcher ends all processes when the first one exits
                     done = ", ".join(f"{group.progress.step} of {group.total_steps}" for group in self.groups)
                     saved_too = "" if self.checkpoint is None else " and saved"
                     raise KeyboardInterrupt(f"stopped{saved_too} after step {done}")
-                if time.monotonic() - saved > self.checkpoint_seconds:
+                if self._is_due(self.checkpoint_seconds):
                     self.save()
-                    saved = time.monotonic()
         for run in self.runs:
             run.restore_best()
             run.task.requires_grad_(False)
+        self._share_tasks()
         return time.monotonic() - self._started
+
+    def _share_tasks(self) -> None:
+        """Gives every process the main one's tasks: what is not trained decides their answers too."""
+        tasks = [run.task for run in self.runs]
+        for task, spec in zip(tasks, self.processes.all_gather([task.spec for task in tasks])[0], strict=True):
+            task.spec = spec
+        self.processes.broadcast([tensor for task in tasks for tensor in task.state_dict().values()])
+
+    def _is_due(self, seconds: float = 0.0) -> bool:
+        """Whether the last checkpoint is so many seconds old, and old enough for the time that writing one takes."""
+        pause = self._writing * self.checkpoint_pause if self._writing > self.checkpoint_quick else 0.0
+        return time.monotonic() - self._saved >= max(seconds, pause)
 
     def save(self) -> None:
         """Writes a checkpoint, unless every run has diverged: then the last good one is kept."""
         if self.checkpoint is None or not self.processes.main or all(run.diverged for run in self.runs):
             return
+        started = time.monotonic()
         try:
-            save_checkpoint(self.checkpoint, self.groups, self.identity, time.monotonic() - self._started)
+            save_checkpoint(self.checkpoint, self.groups, self.identity, started - self._started)
         except TaskFileError as error:
             raise TrainingError(f"{error} Fix the problem, then run the same command with --resume.") from None
+        self._saved = time.monotonic()
+        self._writing = self._saved - started
 
     def _where_it_continues(self, seconds: float) -> str:
         assert self.checkpoint is not None
@@ -334,7 +353,7 @@ class _StepSums:
     @classmethod
     def over(cls, group: RunGroup, batches: Sequence[AnyBatch], processes: Processes) -> _StepSums:
         runs = group.active
-        zeros = torch.zeros(len(runs), dtype=torch.float64)
+        zeros = torch.zeros(len(runs), dtype=torch.float64, device="cpu")
         images = torch.full_like(zeros, sum(batch.total for batch in batches))
         index = torch.cat([batch.index for batch in batches])
         weighted = {at: run.sample_weight[index].sum() for at, run in enumerate(runs) if run.sample_weight is not None}

@@ -163,7 +163,7 @@ def forward_together(forwards: Sequence[SharedForward], inputs: Sequence[Tensor 
         finals[number] = given.token
     for numbers in sizes.values():
         pixels = [given for number in numbers if isinstance(given := inputs[number], Tensor)]
-        ends = torch.tensor([len(part) for part in pixels]).cumsum(0).tolist()
+        ends = torch.tensor([len(part) for part in pixels], device="cpu").cumsum(0).tolist()
         own = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         base = BasePass(forwards[0].backbone.anatomy, pixels[0] if len(pixels) == 1 else torch.cat(pixels))
         for layer, found in enumerate(base):

@@ -203,7 +203,7 @@ def draw_run(folder: Path, suffix: str, result: FitResult) -> None:
 
 
 def draw_curve(path: Path, title: str, history: list[dict[str, Any]]) -> Path:
-    """Loss, and accuracy where there is one, over epochs; training and validation."""
+    """Loss, and accuracy where there is one, over epochs: of training, and of validation or of the folds."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -211,7 +211,8 @@ def draw_curve(path: Path, title: str, history: list[dict[str, Any]]) -> Path:
     figure = Figure(figsize=(5.2 * len(panels), 3.6), layout="constrained")
     for place, name in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), place)
-        for split, label, style in (("train", "train", "o--"), ("val", "validation", "o-")):
+        looks = (("train", "train", "o--"), ("val", "validation", "o-"), ("fold", "held out (mean of folds)", "o-"))
+        for split, label, style in looks:
             points = [(e["epoch"], e[f"{split}_{name}"]) for e in history if f"{split}_{name}" in e]
             if points:
                 axes.plot(*zip(*points, strict=True), style, markersize=3, label=label)

@@ -17,7 +17,7 @@ from memoro.console import make_table
 from memoro.data import ImageSet, Splits, Streams
 from memoro.data.splits import SINGLE_IMAGES, Index, fold_numbers
 from memoro.errors import TrainingError
-from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, measure, measure_task, recorded, score
+from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, add_folds, measure, measure_task, recorded, score
 from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
 from memoro.regimes.regime import RATES
@@ -348,6 +348,8 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
         return None
     logits = torch.cat([fold.logits for fold in folds if fold.logits is not None])
     targets = torch.cat([fold.targets for fold in folds if fold.targets is not None])
+    counts = [fold.metrics["images"] for fold in folds]
+    whole = replace(whole, history=add_folds(whole.history, [fold.history for fold in folds], counts))
     judged = score(splits.kind, measure(splits.kind, splits.labels, logits, targets))
     add_calibration(whole.task, (logits, targets), f"{len(folds)} folds", seen=sweep.start is not None)
     add_answers(whole.task, logits, np.concatenate(sweep.held_out))

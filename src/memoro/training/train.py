@@ -15,7 +15,7 @@ from memoro.backbones.load import TINY, own_device
 from memoro.console import quoted
 from memoro.data import Augment, ImageSet
 from memoro.data.dataset import MAX_UNREADABLE
-from memoro.engine.composition import check_together
+from memoro.engine.parents import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.files import keep_copy, left_behind
 from memoro.regimes import BASELINES, Baseline, Regime, TaskPlan, find_regime

@@ -88,7 +88,7 @@ class Describer:
         else:
             key = (content_key(images), spec.preprocessing)
             if (*key, id(spec.splits)) not in self._done:
-                samples = torch.linspace(0, len(images) - 1, min(len(images), MOST_IMAGES)).round().long()
+                samples = torch.linspace(0, len(images) - 1, min(len(images), MOST_IMAGES), device="cpu").round().long()
                 if key not in self._tokens:
                     group = next(group for group in self._trainer.groups if any(run is other for other in group.runs))
                     tokens = self._read(spec, group.loader, images, samples)
@@ -114,7 +114,7 @@ class Describer:
         images = spec.splits.val
         assert isinstance(images, ImageSet)
         if id(found) not in self._far:
-            tokens = self._read(spec, run.val_loader, images, torch.arange(len(images)))
+            tokens = self._read(spec, run.val_loader, images, torch.arange(len(images), device="cpu"))
             self._far[id(found)] = FamiliarityBank([found]).measure(tokens)[:, 0]
         return self._far[id(found)]
 
