@@ -24,6 +24,7 @@ from memoro.data.annotations import (
 from memoro.data.augment import Purpose, order
 from memoro.data.columns import check_numbers
 from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, refuse_many
+from memoro.data.near import digest_keys, first_copies
 from memoro.data.screening import drop_unreadable
 from memoro.errors import DataError
 
@@ -252,7 +253,7 @@ def hold_out(splits: Splits, fraction: float, seed: int, *, like: Splits | None 
     outdated = _rare_classes(train)  # train is about to have fewer images
     notes = [note for note in splits.notes if note not in outdated]
     # Copies of an image stay together.
-    first = _first_copies(by)
+    first = first_copies(by)
     unique = np.unique(first)
     chosen = stratified_split(strata(by.targets)[unique], fraction, seed)[1]
     held, val = np.isin(first, unique[chosen]), None
@@ -268,19 +269,11 @@ def hold_out(splits: Splits, fraction: float, seed: int, *, like: Splits | None 
 
 def fold_numbers(train: ImageSet, folds: int, seed: int) -> Index:
     """The fold in which each image is held out, -1 for never; copies of an image are in the same fold."""
-    first = _first_copies(train)
+    first = first_copies(train)
     unique = np.unique(first)
     number = np.full(len(train), -1, dtype=np.int64)
     number[unique] = stratified_folds(strata(train.targets)[unique], folds, seed)
     return number[first]
-
-
-def _first_copies(images: ImageSet) -> Index:
-    """For every image the position of the first one with the same content."""
-    if images.digests is None:
-        return np.arange(len(images))
-    _, first, inverse = np.unique(_keys(images), return_index=True, return_inverse=True)
-    return first[inverse]
 
 
 def _rare_classes(train: ImageSet) -> list[str]:
@@ -305,22 +298,17 @@ def _duplicates(splits: Splits) -> list[str]:
     for split, other in (("test", "train"), ("val", "train"), ("test", "val")):
         if split not in known or other not in known:
             continue
-        _, here, there = np.intersect1d(_keys(known[split]), _keys(known[other]), return_indices=True)
+        _, here, there = np.intersect1d(digest_keys(known[split]), digest_keys(known[other]), return_indices=True)
         if len(here):
             pair = known[split].where(int(here[0])), known[other].where(int(there[0]))
             count = f"{format_count(len(here), 'image')} of {split} {'is' if len(here) == 1 else 'are'}"
             notes.append(f"{count} in {other} too, such as {pair[0]} = {pair[1]}.")
     train = known.get("train")
     if train is not None and train.kind == "softmax":
-        pairs = np.stack([_first_copies(train), train.targets.numpy()], axis=1)
+        pairs = np.stack([first_copies(train), train.targets.numpy()], axis=1)
         _, labels = np.unique(np.unique(pairs, axis=0)[:, 0], return_counts=True)
         if (labels > 1).any():
             first = np.unique(np.unique(pairs, axis=0)[:, 0])[labels > 1]
             where = first_few([train.where(int(at)) for at in first])
             notes.append(f"{format_count(len(first), 'image')} with two or more labels in train: {where}.")
     return notes
-
-
-def _keys(images: ImageSet) -> npt.NDArray[np.bytes_]:
-    assert images.digests is not None
-    return np.ascontiguousarray(images.digests).view("S32").ravel()
