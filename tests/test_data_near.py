@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from memoro.data import ImageSet, load_data
+import memoro
+from memoro.backbones import Backbone
+from memoro.data import ImageSet, fold_numbers, load_data
 from memoro.data.near import near_groups
 
 
@@ -89,3 +92,34 @@ def test_classes_that_differ_by_a_detail_are_not_joined(tmp_path: Path) -> None:
     assert found.near == 8
     assert len(set(found.numbers.tolist())) == 8
     assert len(set(zip(found.numbers.tolist(), images.targets.tolist(), strict=True))) == 8
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_film_is_on_one_side_of_a_split(films: Path, seed: int) -> None:
+    splits = load_data(films, val_fraction=0.15, seed=seed, workers=0, quiet=True)
+    assert splits.train is not None
+    assert splits.val is not None
+    sides = [{film(images, at) for at in range(len(images))} for images in (splits.train, splits.val)]
+    assert not sides[0] & sides[1]
+    assert set(splits.val.targets.tolist()) == {0, 1}
+    assert 0.08 <= len(splits.val) / 72 <= 0.25
+    assert any("held out together" in note for note in splits.notes)
+    plain = load_data(films, val_fraction=0.15, seed=seed, workers=0, quiet=True, screen=False)
+    assert plain.val is not None
+    assert not any("held out together" in note for note in plain.notes)
+
+
+def test_a_film_is_in_one_fold(films: Path) -> None:
+    images = load(films)
+    number = fold_numbers(images, 4, 0)
+    assert len({(film(images, at), fold) for at, fold in enumerate(number.tolist())}) == 12
+    assert set(number.tolist()) == {0, 1, 2, 3}
+    for label in (0, 1):  # 12, 12, 5, 5, 1 and 1 frames
+        assert sorted(np.bincount(number[images.targets.numpy() == label], minlength=4).tolist()) == [6, 6, 12, 12]
+
+
+def test_a_training_says_that_films_stay_together(films: Path, backbone: Backbone) -> None:
+    how: dict[str, Any] = {"backbone": backbone, "epochs": 1, "workers": 0, "quiet": True}
+    result = memoro.train(films, lr=(0.001, 0.01), **how)
+    assert result.metrics["split"] == "4 folds"
+    assert any("68 training images are near-duplicates" in note for note in result.notes)

@@ -24,7 +24,7 @@ from memoro.data.annotations import (
 from memoro.data.augment import Purpose, order
 from memoro.data.columns import check_numbers
 from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, refuse_many
-from memoro.data.near import digest_keys, first_copies
+from memoro.data.near import digest_keys, first_copies, near_groups
 from memoro.data.screening import drop_unreadable
 from memoro.errors import DataError
 
@@ -50,55 +50,75 @@ def strata(targets: Tensor) -> Index:
     return (ranks * bins // max(len(values), 1)).astype(np.int64)
 
 
-def stratified_split(groups: Index, fraction: float, seed: int) -> tuple[Index, Index]:
+def stratified_split(groups: Index, fraction: float, seed: int, sizes: Index | None = None) -> tuple[Index, Index]:
     """(kept, held out) positions, in order: about `fraction` of every group is held out.
 
     A group never loses its last image, so one with a single image is kept. What rounding leaves over is taken from
-    the groups with the largest remainders.
+    the groups with the largest remainders. With `sizes`, each position stands for that many images which stay together.
     """
     if not 0.0 <= fraction < 1.0:
         raise DataError(f"the held-out fraction is {fraction}: choose one from 0 to below 1.")
-    groups = np.asarray(groups, dtype=np.int64)
-    shuffled = _by_group(groups, seed)
-    names, counts = np.unique(groups, return_counts=True)
+    groups, sizes = _sized(groups, sizes)
+    parts = _by_group(groups, seed)
+    counts, most = (np.array([pick(sizes[part]) for part in parts], dtype=np.int64) for pick in (np.sum, _all_but_one))
     owed = counts * fraction
-    take = np.minimum(np.floor(owed).astype(np.int64), counts - 1)
-    free = counts - 1 - take
+    take = np.minimum(np.floor(owed).astype(np.int64), most)
+    free = most - take
     left = min(round(float(owed.sum())) - int(take.sum()), int(free.sum()))
     if fraction > 0 and take.sum() == 0 and free.sum() > 0:
         left = max(left, 1)
     # Ties between groups are broken at random: the alphabet must not decide which classes are measured.
-    tie = order(len(names), seed, Purpose.SPLIT, epoch=1)
-    for position in sorted(range(len(names)), key=lambda at: (take[at] - owed[at], tie[at])):
+    tie = order(len(parts), seed, Purpose.SPLIT, epoch=1)
+    for position in sorted(range(len(parts)), key=lambda at: (take[at] - owed[at], tie[at])):
         if left > 0 and free[position] > 0:
             take[position] += 1
             left -= 1
     held = np.zeros(len(groups), dtype=bool)
-    start = 0
-    for count, taken in zip(counts, take, strict=True):
-        held[shuffled[start : start + taken]] = True
-        start += count
+    for part, wanted in zip(parts, take.tolist(), strict=True):
+        rest = wanted
+        for at in part:
+            if sizes[at] <= rest:
+                held[at] = True
+                rest -= sizes[at]
+        if rest == wanted > 0:  # none is as small as that
+            held[part[sizes[part].argmin()]] = True
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
-def stratified_folds(groups: Index, folds: int, seed: int) -> Index:
-    """The fold (0 to folds - 1) in which each image is held out; -1 for a group's only image, which never is."""
-    groups = np.asarray(groups, dtype=np.int64)
+def stratified_folds(groups: Index, folds: int, seed: int, sizes: Index | None = None) -> Index:
+    """The fold (0 to folds - 1) in which each image is held out; -1 for a group's only image, which never is.
+
+    `sizes` as for `stratified_split`.
+    """
+    groups, sizes = _sized(groups, sizes)
     if folds < 2 or folds > len(groups):
         raise DataError(f"{folds} folds of {len(groups)} images: choose a number from 2 to {max(len(groups), 2)}.")
     fold = np.full(len(groups), -1, dtype=np.int64)
-    shuffled = _by_group(groups, seed)
-    _, counts = np.unique(groups, return_counts=True)
-    several = shuffled[np.repeat(counts > 1, counts)]
-    # Dealt in turn across all groups, so that both groups and folds come out even.
-    fold[several] = np.arange(len(several)) % folds
+    total = [0] * folds
+    for part in _by_group(groups, seed):
+        own = [0] * folds
+        # The largest first, each to the fold with the fewest images, so that both groups and folds come out even.
+        for at in part[np.argsort(-sizes[part], kind="stable")] if len(part) > 1 else ():
+            fold[at] = fewest = min(range(folds), key=lambda number: (own[number], total[number]))
+            own[fewest] += int(sizes[at])
+            total[fewest] += int(sizes[at])
     return fold
 
 
-def _by_group(groups: Index, seed: int) -> Index:
-    """All positions, sorted by group, in random order within each."""
+def _sized(groups: Index, sizes: Index | None) -> tuple[Index, Index]:
+    groups = np.asarray(groups, dtype=np.int64)
+    return groups, np.ones(len(groups), dtype=np.int64) if sizes is None else sizes
+
+
+def _all_but_one(sizes: Index) -> int:
+    return int(sizes.sum() - sizes.min())
+
+
+def _by_group(groups: Index, seed: int) -> list[Index]:
+    """The positions of each group, in random order."""
     shuffled = order(len(groups), seed, Purpose.SPLIT)
-    return shuffled[np.argsort(groups[shuffled], kind="stable")]
+    several = shuffled[np.argsort(groups[shuffled], kind="stable")]
+    return np.split(several, np.flatnonzero(np.diff(groups[several])) + 1) if len(groups) else []
 
 
 def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Splits | None = None) -> Splits:
@@ -252,13 +272,12 @@ def hold_out(splits: Splits, fraction: float, seed: int, *, like: Splits | None 
         by = like.train
     outdated = _rare_classes(train)  # train is about to have fewer images
     notes = [note for note in splits.notes if note not in outdated]
-    # Copies of an image stay together.
-    first = first_copies(by)
-    unique = np.unique(first)
-    chosen = stratified_split(strata(by.targets)[unique], fraction, seed)[1]
-    held, val = np.isin(first, unique[chosen]), None
+    near = near_groups(by)
+    _, first, sizes = np.unique(near.numbers, return_index=True, return_counts=True)
+    chosen = stratified_split(strata(by.targets)[first], fraction, seed, sizes)[1]
+    held, val = np.isin(near.numbers, chosen), None
     if held.any():
-        notes.append(f"{fraction:.0%} of train (stratified, seed {seed}) became the validation split.")
+        notes += [f"{fraction:.0%} of train (stratified, seed {seed}) became the validation split.", *near.notes]
         # Unreadable images are listed once, with train.
         val = replace(train.subset(np.flatnonzero(held)), name=train.name.removesuffix("train") + "val", skipped=())
         train = train.subset(np.flatnonzero(~held))
@@ -268,12 +287,10 @@ def hold_out(splits: Splits, fraction: float, seed: int, *, like: Splits | None 
 
 
 def fold_numbers(train: ImageSet, folds: int, seed: int) -> Index:
-    """The fold in which each image is held out, -1 for never; copies of an image are in the same fold."""
-    first = first_copies(train)
-    unique = np.unique(first)
-    number = np.full(len(train), -1, dtype=np.int64)
-    number[unique] = stratified_folds(strata(train.targets)[unique], folds, seed)
-    return number[first]
+    """The fold in which each image is held out, -1 for never; copies and near-duplicates are in the same fold."""
+    numbers = near_groups(train).numbers
+    _, first, sizes = np.unique(numbers, return_index=True, return_counts=True)
+    return stratified_folds(strata(train.targets)[first], folds, seed, sizes)[numbers]
 
 
 def _rare_classes(train: ImageSet) -> list[str]:
