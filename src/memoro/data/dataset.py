@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memoro.errors import DataError
 from memoro.heads import HeadKind, find_kind
-from memoro.images import Draft, open_image
+from memoro.images import Draft, Levels, open_image
 from memoro.phases import Phases
 
 SplitName = Literal["train", "val", "test"]
@@ -113,6 +113,9 @@ class ImageSet(Labelled):
     """SHA-256 of each encoded image (n, 32), once all have been read."""
     looks: npt.NDArray[np.uint8] | None = field(default=None, repr=False)
     """What `near.hash_look` gives for each image (n, 32), once all have been read."""
+    levels: Levels | None = None
+    """The values of its images of more than 8 bits, if there are any, once all have been read. All splits of a data set
+    have those of its training images."""
 
     def __repr__(self) -> str:
         return f"ImageSet({self.name!r}, {len(self)} images, {len(self.labels)} labels)"
@@ -128,7 +131,8 @@ class ImageSet(Labelled):
 
     def open(self, index: int, *, draft: Draft = None) -> Image.Image:
         """The image, upright, in RGB. `draft` as in `open_image`."""
-        return open_image(self.read(index), draft=draft, name=self.where(index))
+        white = None if self.levels is None else self.levels.white
+        return open_image(self.read(index), draft=draft, name=self.where(index), white=white)
 
     def key(self, index: int) -> str:
         """SHA-256 of the encoded image: equal for copies under other names."""

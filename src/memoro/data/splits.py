@@ -27,6 +27,7 @@ from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits
 from memoro.data.near import digest_keys, first_copies, near_groups
 from memoro.data.screening import drop_unreadable
 from memoro.errors import DataError
+from memoro.images import Levels
 
 Index = npt.NDArray[np.int64]
 
@@ -163,6 +164,9 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
             readable = drop_unreadable([sets[split] for split in new], options.workers, quiet=options.quiet)
         sets |= {split: images for split, images in known.items() if images is not None}
         sets |= dict(zip(new, readable, strict=True))
+        levels = next((images.levels for images in sets.values() if images.levels is not None), None)  # train is first
+        sets = {split: replace(images, levels=levels) for split, images in sets.items()}
+        notes += [] if levels is None else _deep_images(levels)
     else:
         notes.append("images were not screened: duplicates are not found, and an unreadable image stops the run.")
     skipped = (*raw.skipped, *(skip for images in sets.values() for skip in images.skipped))
@@ -249,15 +253,17 @@ def _drop_unseen(parts: dict[SplitName, RawSplit]) -> list[str]:
 def _known_images(images: ImageSet, checked: Splits | None) -> ImageSet | None:
     """The images with their hashes where all have been checked already, else None."""
     known: dict[int, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
+    levels: Levels | None = None
     for other in (checked.train, checked.val, checked.test) if checked is not None else ():
         if other is not None and other.source == images.source and other.digests is not None:
             assert other.looks is not None
+            levels = other.levels if levels is None else levels
             known |= dict(zip(other.rows.tolist(), zip(other.digests, other.looks, strict=True), strict=True))
     rows = images.rows.tolist()
     if not rows or not all(row in known for row in rows):
         return None
     digests, looks = (np.stack(column) for column in zip(*(known[row] for row in rows), strict=True))
-    return replace(images, digests=digests, looks=looks)
+    return replace(images, digests=digests, looks=looks, levels=levels)
 
 
 def hold_out(splits: Splits, fraction: float, seed: int, *, like: Splits | None = None) -> Splits:
@@ -304,6 +310,17 @@ def _rare_classes(train: ImageSet) -> list[str]:
         if labels:
             text = f"{len(labels)} of {len(train.labels)} classes have {what} in train: {first_few(labels)}."
             notes.append(f"warning: {text}" if number else text)
+    return notes
+
+
+def _deep_images(levels: Levels) -> list[str]:
+    """Notes on images of more than 8 bits: one value is white in all of them."""
+    notes = [
+        f"{format_count(levels.images, 'image')} with more than 8 bits per pixel, values from {levels.low:,.6g} to "
+        f"{levels.high:,.6g}: a task that is trained on these takes 0 as black and {levels.white:,.6g} as white."
+    ]
+    if 0 < levels.floats < levels.images:
+        notes.append(f"warning: {levels.floats} of these contain floats, the others integers, on one scale.")
     return notes
 
 

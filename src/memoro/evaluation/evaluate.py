@@ -20,6 +20,7 @@ from memoro.evaluation.metrics import measure_task, warn_of
 from memoro.evaluation.report import TaskReport, write_report
 from memoro.evaluation.training_images import SKETCH, learned_from
 from memoro.heads import HeadKind
+from memoro.images import Preprocessing
 from memoro.regimes.baseline import Baseline
 from memoro.tasks.spec import by_name
 from memoro.tasks.task import Task
@@ -94,6 +95,9 @@ def evaluate(
             if name not in composition.names:
                 passes.append((models[name].spec.preprocessing or backbone.preprocessing, [name]))
         for preprocessing, together in passes:
+            if (scaled := _check_levels(images, preprocessing, together)) is not None:
+                notes.append(scaled.removeprefix("warning: "))
+                log(scaled)
             log(f"{images.name}: one pass over {format_count(len(images), 'image')} for {', '.join(together)}")
             loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
             with bar(f"evaluating on {images.name}", len(images), quiet=quiet) as tick:
@@ -110,6 +114,19 @@ def evaluate(
     if report is not None:
         write_report(Path(report), ", ".join(sources), backbone, [reports[name] for name in sources])
     return {name: results[name] for name in sources}
+
+
+def _check_levels(images: ImageSet, preprocessing: Preprocessing, names: Sequence[str]) -> str | None:
+    """What to know if the tasks of a pass have another scale for pixels of more than 8 bits than these images."""
+    levels, white = images.levels, preprocessing.white
+    if levels is None or (white is not None and levels.high <= white):
+        return None
+    found = f"warning: {images.name} has pixels of more than 8 bits, with values up to {levels.high:,.6g}, but"
+    if white is None:
+        return (
+            f"{found} no such images were among the training images of {', '.join(names)}, so their scale is a guess."
+        )
+    return f"{found} {white:,.6g} is white in the training images of {', '.join(names)}: brighter pixels become white."
 
 
 def _check_new(images: ImageSet, split: str, models: Sequence[Task | Baseline], splits: Splits) -> str | None:

@@ -115,7 +115,7 @@ def fit_tasks(
     for (task, data), own_regime, own_recipe in zip(tasks, regimes, recipes, strict=True):
         with options.phases.during("reading"):
             splits = data if isinstance(data, (Splits, Streams)) else _load(data, task, own_recipe, options)
-        preprocessing = preprocessing_of(backbone, options, task.spec.preprocessing)
+        preprocessing = preprocessing_of(backbone, options, splits, task.spec.preprocessing)
         specs.append(RunSpec(task, own_recipe, own_regime, splits, preprocessing))
     stages = _stages(specs)
     done: dict[int, FitResult] = {}
@@ -138,11 +138,26 @@ def judge(result: FitResult, options: TrainOptions) -> FitResult:
     return replace(result, notes=(*result.notes, text))
 
 
-def preprocessing_of(backbone: Backbone, options: TrainOptions, own: Preprocessing | None = None) -> Preprocessing:
-    """The backbone's preprocessing at the wanted size; without one, the task's `own` if it was trained before."""
+def preprocessing_of(
+    backbone: Backbone, options: TrainOptions, splits: Splits | Streams, own: Preprocessing | None = None
+) -> Preprocessing:
+    """The backbone's preprocessing at the wanted size; without one, the task's `own` if it was trained before.
+
+    Images of more than 8 bits have the scale that the task was trained with before, else that of its data set.
+    """
+    steps = own or backbone.preprocessing
     if options.image_size is not None:
-        return backbone.preprocessing.at(options.image_size)
-    return own or backbone.preprocessing
+        steps = backbone.preprocessing.at(options.image_size)
+    levels = splits.train.levels if isinstance(splits, Splits) and splits.train is not None else None
+    white = None if own is None else own.white
+    if white is None:
+        white = None if levels is None else levels.white
+    elif levels is not None and levels.high > white:
+        options.note(
+            f"warning: the task was trained with {white:,.6g} as white, and {splits.name} has values up to "
+            f"{levels.high:,.6g}: brighter pixels become white. Train a new task where that matters."
+        )
+    return replace(steps, white=white)
 
 
 def regime_of(task: Task | Baseline, name: str | None) -> Regime:
