@@ -35,6 +35,8 @@ _BINS = 10
 _BIN_IMAGES = 4
 """Numbers of a bin, at least, so that some can be held out."""
 
+ENOUGH = 10
+"""Images that a class should have."""
 SINGLE_IMAGES = "no validation split could be made: every class has a single image."
 
 
@@ -300,16 +302,17 @@ def fold_numbers(train: ImageSet, folds: int, seed: int) -> Index:
 
 
 def _rare_classes(train: ImageSet) -> list[str]:
-    """Notes on classes with one training image, which is hardly enough to learn from, or none."""
+    """Notes on classes with three training images or fewer, which is hardly enough to learn from, or none."""
     if train.kind == "regression":
         return []
     counts = train.targets.bincount(minlength=len(train.labels)) if train.kind == "softmax" else train.targets.sum(0)
     notes = []
-    for number, what in ((1, "a single image"), (0, "no image")):
-        labels = [label for label, count in zip(train.labels, counts.tolist(), strict=True) if count == number]
+    for low, high, what in ((2, 3, "two or three images"), (1, 1, "a single image"), (0, 0, "no image")):
+        labels = [label for label, count in zip(train.labels, counts.tolist(), strict=True) if low <= count <= high]
         if labels:
             text = f"{len(labels)} of {len(train.labels)} classes have {what} in train: {first_few(labels)}."
-            notes.append(f"warning: {text}" if number else text)
+            text += f" Aim for {ENOUGH} or more of each." if high else ""
+            notes.append(f"warning: {text}" if high == 1 else text)
     return notes
 
 

@@ -107,7 +107,7 @@ def evaluate(
                 results[name] = {**found, **({"unknown_classes": unknown} if unknown else {})}
                 if splits.skipped:
                     results[name]["skipped"] = len(splits.skipped)
-                if (warning := warn_of(found)) is not None:
+                if (warning := warn_of(found, balanced=bool(models[name].spec.training.get("balance")))) is not None:
                     log(f"warning: {name}: {warning}")
                 about = (models[name], results[name], out, targets, images, splits, [*notes, *filter(None, [warning])])
                 reports[name] = TaskReport(*about, model=composition if name in composition.names else None)

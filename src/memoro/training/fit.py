@@ -131,7 +131,7 @@ def fit_tasks(
 
 def judge(result: FitResult, options: TrainOptions) -> FitResult:
     """The result with a warning among its notes where its metrics call for one; the user is told."""
-    text = warn_of(result.metrics)
+    text = warn_of(result.metrics, balanced=bool(result.task.spec.training.get("balance")))
     if text is None:
         return result
     options.note(f"warning: {result.task.name}: {text}")
@@ -378,6 +378,7 @@ def _describe(spec: RunSpec, run: Run) -> None:
             "optimizer": run.recipe.optimizer,
             "lr": run.recipe.lr,
             "batch_size": run.recipe.batch_size,
+            **({"balance": True} if run.recipe.balance else {}),
             "epochs": len(run.history),
             "steps": run.history[-1]["step"],
             "best_epoch": run.best_epoch,
