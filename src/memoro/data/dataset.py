@@ -148,6 +148,12 @@ class ImageSet(Labelled):
         return replace(self, rows=self.rows[at], targets=targets, digests=digests, looks=looks)
 
 
+def digest_keys(images: ImageSet) -> npt.NDArray[np.bytes_]:
+    """(n,) SHA-256 of each image."""
+    assert images.digests is not None
+    return np.ascontiguousarray(images.digests).view("S32").ravel()
+
+
 Images = TypeVar("Images")
 
 
@@ -169,6 +175,14 @@ class AnySplits(Labelled, Generic[Images]):
 @dataclass(frozen=True, eq=False)
 class Splits(AnySplits[ImageSet]):
     """The splits of a map-style dataset."""
+
+    @property
+    def new_test(self) -> ImageSet | None:
+        """The test images without those that are in train too; None where there are none."""
+        if self.test is None or self.train is None or self.test.digests is None or self.train.digests is None:
+            return self.test
+        new = ~np.isin(digest_keys(self.test), digest_keys(self.train))
+        return self.test if new.all() else self.test.subset(np.flatnonzero(new)) if new.any() else None
 
     def to_measure(self) -> tuple[str, ImageSet]:
         """The images to measure on and the name of their split: test, else val, else `all`, which is train."""

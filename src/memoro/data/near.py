@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from memoro.data.annotations import first_few
-from memoro.data.dataset import ImageSet
+from memoro.data.dataset import ImageSet, digest_keys
 from memoro.errors import ImageError
 
 _SIDE = 16
@@ -168,12 +168,6 @@ def first_copies(images: ImageSet) -> Index:
         return np.arange(len(images))
     _, first, inverse = np.unique(digest_keys(images), return_index=True, return_inverse=True)
     return np.asarray(first[inverse], dtype=np.int64)
-
-
-def digest_keys(images: ImageSet) -> npt.NDArray[np.bytes_]:
-    """(n,) SHA-256 of each image."""
-    assert images.digests is not None
-    return np.ascontiguousarray(images.digests).view("S32").ravel()
 
 
 def _small_versions(images: ImageSet, positions: Index) -> Tensor:

@@ -23,8 +23,8 @@ from memoro.data.annotations import (
 )
 from memoro.data.augment import Purpose, order
 from memoro.data.columns import check_numbers
-from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, refuse_many
-from memoro.data.near import digest_keys, first_copies, near_groups
+from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, digest_keys, refuse_many
+from memoro.data.near import first_copies, near_groups
 from memoro.data.screening import drop_unreadable
 from memoro.errors import DataError
 from memoro.images import Levels
@@ -335,11 +335,14 @@ def _duplicates(splits: Splits) -> list[str]:
     for split, other in (("test", "train"), ("val", "train"), ("test", "val")):
         if split not in known or other not in known:
             continue
-        _, here, there = np.intersect1d(digest_keys(known[split]), digest_keys(known[other]), return_indices=True)
+        own, others = digest_keys(known[split]), digest_keys(known[other])
+        here = np.flatnonzero(np.isin(own, others))
         if len(here):
-            pair = known[split].where(int(here[0])), known[other].where(int(there[0]))
+            there = int(np.flatnonzero(others == own[here[0]])[0])
+            pair = known[split].where(int(here[0])), known[other].where(there)
             count = f"{format_count(len(here), 'image')} of {split} {'is' if len(here) == 1 else 'are'}"
-            notes.append(f"{count} in {other} too, such as {pair[0]} = {pair[1]}.")
+            rest = " A training is scored without these." if (split, other) == ("test", "train") else ""
+            notes.append(f"{count} in {other} too, such as {pair[0]} = {pair[1]}.{rest}")
     train = known.get("train")
     if train is not None and train.kind == "softmax":
         pairs = np.stack([first_copies(train), train.targets.numpy()], axis=1)

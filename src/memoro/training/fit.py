@@ -21,7 +21,7 @@ from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
 from memoro.evaluation.metrics import measure_task, recorded, warn_of
-from memoro.evaluation.training_images import sketch_images
+from memoro.evaluation.training_images import learned_from, sketch_images
 from memoro.extras import need
 from memoro.images import Preprocessing
 from memoro.phases import Phases
@@ -34,7 +34,7 @@ from memoro.training.group import RunSpec
 from memoro.training.loop import Trainer
 from memoro.training.recipe import Recipe, TrainOptions, find_recipe, merge_options
 from memoro.training.run import Run, ancestors, build_forward
-from memoro.training.trust import Describer, add_calibration
+from memoro.training.trust import Describer, add_calibration, was_seen
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,15 @@ def fit_tasks(
 
 
 def judge(result: FitResult, options: TrainOptions) -> FitResult:
-    """The result with a warning among its notes where its metrics call for one; the user is told."""
-    text = warn_of(result.metrics, balanced=bool(result.task.spec.training.get("balance")))
-    if text is None:
-        return result
-    options.note(f"warning: {result.task.name}: {text}")
-    return replace(result, notes=(*result.notes, text))
+    """The result with warnings among its notes where its metrics call for them; the user is told."""
+    found = [warn_of(result.metrics, balanced=bool(result.task.spec.training.get("balance")))]
+    if result.metrics.get("split", "train") != "train":
+        learned = learned_from(result.task, result.images, parents_only=True)
+        found.append(None if learned is None else f"{learned}, so its metrics are too good for new images.")
+    texts = [text for text in found if text is not None]
+    for text in texts:
+        options.note(f"warning: {result.task.name}: {text}")
+    return replace(result, notes=(*result.notes, *texts))
 
 
 def preprocessing_of(
@@ -354,6 +357,7 @@ def evaluate_runs(trainer: Trainer) -> list[FitResult]:
             continue
         out, targets = answers[id(run), spec.final[0]]
         seen = bool(run.task.spec.training.keys() - {"seed"})  # it was trained before, on images that may be these
+        seen = seen or was_seen(run.task, spec.splits.val)
         _describe(spec, run)
         validated = answers.get((id(run), "val"))
         add_calibration(run.task, validated, "validation", seen=seen)
