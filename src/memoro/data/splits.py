@@ -176,7 +176,7 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
     if skipped:
         notes.append(f"{left_out(len(skipped), 'unreadable image')}, such as {skipped[0].where} ({skipped[0].reason}).")
     train, val, test = map(sets.get, SPLITS)
-    notes += [] if train is None else _rare_classes(train)
+    notes += [] if train is None or options.drop_unknown else _rare_classes(train)  # nothing is learned from those
     splits = Splits(name, labels, raw.kind, train, val, test, tuple(notes), skipped, unknown)
     splits = hold_out(splits, options.val_fraction, options.seed)
     return replace(splits, notes=(*splits.notes, *_duplicates(splits)))
