@@ -202,12 +202,12 @@ def test_evaluate_says_what_it_left_out_and_what_was_learned(
     [found] = memoro.evaluate(backbone, task, tmp_path / "set", workers=0, log=said.append).values()
     assert found["skipped"] == 1
     assert any(text.startswith("note: 1 unreadable image was left out") for text in said)
-    assert any(
-        "squares was trained on some of these images, so this overestimates accuracy on new images" in text
-        for text in said
-    )
+    assert any("warning: squares: 14 images of set:test" in text for text in said)
+    assert (found["images"], found["learned_images"]) == (2, 14), "two were held out"
+    shutil.rmtree(tmp_path / "set" / "test")
     memoro.evaluate(backbone, task, tmp_path / "set", workers=0)
-    assert "trained on some of these images" in capsys.readouterr().err, "without a log too"
+    said_there = capsys.readouterr().err
+    assert "squares was trained on some of these images, so this overestimates accuracy on new images" in said_there
 
 
 @pytest.mark.parametrize("how", ["csv", "object", "saved", "metadata"])

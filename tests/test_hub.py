@@ -144,7 +144,7 @@ def test_commands_take_hub_ids(pets: Task, backbone: Backbone, publish: Publish,
     for colour in ("red", "blue"):
         Path("set", colour).mkdir(parents=True)
         for at in range(4):
-            Image.new("RGB", (20, 20), colour).save(f"set/{colour}/{at}.png")
+            Image.new("RGB", (20 + at, 20), colour).save(f"set/{colour}/{at}.png")
     run(tmp_path, "train", "set", "-b", "vit", "--extends", "me/pets", "--task", "colours", "--lr", 0.1, "--epochs", 1,
         "--image-size", 20, "--workers", 0, "--no-cache")  # fmt: skip
     trained = memoro.load_task("colours.safetensors")

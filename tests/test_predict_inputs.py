@@ -104,9 +104,10 @@ def test_pixels_do_not_depend_on_the_image_sizes_of_other_tasks(
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8))
     photo = [("photo", encoded(noise, form))]
     sizes = [Preprocessing(resize=edge) for edge in (20, 60, 21, None)]  # 1/4, 1/2, 1/4, whole
+    sizes.append(Preprocessing(resize=20, white=4095.0))  # for images of more bits only
     alone = [Decoder((size,))(photo).pixels[0] for size in sizes]
     opened, upright = list[Image.Image](), opening._upright_rgb
-    monkeypatch.setattr(opening, "_upright_rgb", lambda image: opened.append(image) or upright(image))
+    monkeypatch.setattr(opening, "_upright_rgb", lambda image, white: opened.append(image) or upright(image, white))
     together = Decoder(tuple(sizes))(photo).pixels
     assert all(torch.equal(one, other) for [one], [other] in zip(alone, together, strict=True))
     assert len(opened) == decodes

@@ -82,7 +82,8 @@ def test_the_client(server: Running, expected: list[dict[str, Any]], tmp_path: P
 def test_the_client_sends_pil_images_as_the_library_sees_them(server: Running) -> None:
     photo = Image.open(io.BytesIO(IMAGES[0]))
     photo.getexif()[ExifTags.Base.Orientation] = 6
-    modes = [photo.convert(mode) for mode in ("CMYK", "YCbCr", "HSV", "F", "I", "P", "1", "RGBA")]
+    modes = [photo.convert(mode) for mode in ("CMYK", "YCbCr", "HSV", "I", "P", "1", "RGBA")]
+    modes.append(Image.fromarray(np.asarray(photo.convert("F")) / 255))
     with memoro.Client(server.url) as client:
         for image in (photo, *modes, Image.new("LAB", (24, 24), (200, 30, 60))):
             [right] = server.store.current.model.predict([image])

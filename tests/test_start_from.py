@@ -143,7 +143,7 @@ def test_images_that_may_have_been_seen_do_not_calibrate(shell: Callable[..., An
         said: list[str] = []
         done = memoro.train("more", lr=rates, start_from=fresh, log=said.append, **common)
         assert done.task.spec.calibration is None
-        assert "earlier training may have seen these images" in done.task.spec.training["calibration"]
+        assert "an earlier training may have seen these images" in done.task.spec.training["calibration"]
         assert any("scores may be optimistic" in text for text in said)
         assert any("scores may be optimistic" in text for text in done.notes)
     again = memoro.fit(backbone, fresh, "more", val_fraction=0.4, **how).task

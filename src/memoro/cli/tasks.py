@@ -126,7 +126,7 @@ def verify(
     members = gather_tasks(tasks)
     loaded = load(backbone, device, members[0].spec.backbone)
     model = compose(loaded, members)
-    receipt = model.verify(sample_pixels(loaded, list(find_images(images)) if images else []))
+    receipt = model.verify(sample_pixels(loaded, list(find_images(images)) if images else [], members))
     sets = dict(one.split("=", 1) for one in data or [])
     reading = reading_options(label_column, image_column, allow_absolute, max_unreadable)
     found = verify_tasks(model, sets, **reading) if sets else {}

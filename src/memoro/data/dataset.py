@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memoro.errors import DataError
 from memoro.heads import HeadKind, find_kind
-from memoro.images import Draft, open_image
+from memoro.images import Draft, Levels, open_image
 from memoro.phases import Phases
 
 SplitName = Literal["train", "val", "test"]
@@ -113,6 +113,9 @@ class ImageSet(Labelled):
     """SHA-256 of each encoded image (n, 32), once all have been read."""
     looks: npt.NDArray[np.uint8] | None = field(default=None, repr=False)
     """What `near.hash_look` gives for each image (n, 32), once all have been read."""
+    levels: Levels | None = None
+    """The values of its images of more than 8 bits, if there are any, once all have been read. All splits of a data set
+    have those of its training images."""
 
     def __repr__(self) -> str:
         return f"ImageSet({self.name!r}, {len(self)} images, {len(self.labels)} labels)"
@@ -128,7 +131,8 @@ class ImageSet(Labelled):
 
     def open(self, index: int, *, draft: Draft = None) -> Image.Image:
         """The image, upright, in RGB. `draft` as in `open_image`."""
-        return open_image(self.read(index), draft=draft, name=self.where(index))
+        white = None if self.levels is None else self.levels.white
+        return open_image(self.read(index), draft=draft, name=self.where(index), white=white)
 
     def key(self, index: int) -> str:
         """SHA-256 of the encoded image: equal for copies under other names."""
@@ -142,6 +146,12 @@ class ImageSet(Labelled):
         digests, looks = (None if table is None else table[at] for table in (self.digests, self.looks))
         targets = self.targets[torch.from_numpy(at)]
         return replace(self, rows=self.rows[at], targets=targets, digests=digests, looks=looks)
+
+
+def digest_keys(images: ImageSet) -> npt.NDArray[np.bytes_]:
+    """(n,) SHA-256 of each image."""
+    assert images.digests is not None
+    return np.ascontiguousarray(images.digests).view("S32").ravel()
 
 
 Images = TypeVar("Images")
@@ -165,6 +175,14 @@ class AnySplits(Labelled, Generic[Images]):
 @dataclass(frozen=True, eq=False)
 class Splits(AnySplits[ImageSet]):
     """The splits of a map-style dataset."""
+
+    @property
+    def new_test(self) -> ImageSet | None:
+        """The test images without those that are in train too; None where there are none."""
+        if self.test is None or self.train is None or self.test.digests is None or self.train.digests is None:
+            return self.test
+        new = ~np.isin(digest_keys(self.test), digest_keys(self.train))
+        return self.test if new.all() else self.test.subset(np.flatnonzero(new)) if new.any() else None
 
     def to_measure(self) -> tuple[str, ImageSet]:
         """The images to measure on and the name of their split: test, else val, else `all`, which is train."""

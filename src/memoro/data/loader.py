@@ -216,9 +216,9 @@ class _Decoder:
     def _view(self, data: bytes, sample: int, view: int) -> Tensor:
         spec, augment, where = self.preprocessing, self.augment, self.images.where(sample)
         if augment is None or (self.plain_first and view == 0):
-            return spec.to_tensor(open_image(data, draft=spec.draft, name=where))
+            return spec.to_tensor(open_image(data, draft=spec.draft, name=where, white=spec.white))
         address = (spec, self.seed, view, sample)
-        image = open_image(data, draft=lambda size: augment.edge(size, *address), name=where)
+        image = open_image(data, draft=lambda size: augment.edge(size, *address), name=where, white=spec.white)
         return spec.normalise(np.asarray(augment.apply(image, *address)))
 
 

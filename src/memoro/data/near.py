@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
 
-from memoro.data.dataset import ImageSet
+from memoro.data.annotations import first_few
+from memoro.data.dataset import ImageSet, digest_keys
 from memoro.errors import ImageError
 
 _SIDE = 16
@@ -25,6 +30,14 @@ SAME = 0.95
 Copies as above are over 0.99."""
 MAX_PAIRS = 500_000_000
 MAX_OPENED = 500
+_SMALL = 32
+"""Pixels of an edge of the small versions."""
+LARGEST = 0.75
+"""Of a class's images: a larger group tells what the class looks like (a fixed camera, a single film), and held out as
+a whole it would leave nothing to learn the class from."""
+_ROWS = 256
+
+Index = npt.NDArray[np.int64]
 
 
 def hash_look(image: Image.Image) -> bytes:
@@ -45,24 +58,136 @@ def near_duplicates(first: ImageSet, second: ImageSet) -> list[tuple[int, int, f
     other = _bits(second.looks)
     pairs: list[tuple[int, int, float]] = []
     for start in range(0, len(first), 1024):
-        own = _bits(first.looks[start : start + 1024])
-        edges = own.sum(dim=1).unsqueeze(1) + other.sum(dim=1)
-        alike = 2 * (own @ other.T) / edges.clamp(min=2 * _FLAT)
-        best, place = alike.max(dim=1)
+        best, place = _compare_edges(_bits(first.looks[start : start + 1024]), other).max(dim=1)
         found = (best >= ALIKE).nonzero().flatten().tolist()
         pairs += [(start + at, int(place[at]), float(best[at])) for at in found]
     pairs = sorted(pairs, key=lambda pair: -pair[2])[:MAX_OPENED]
-    return [(a, b, alike) for a, b, alike in pairs if _correlation(first, a, second, b) >= SAME]
+    ours = _small_versions(first, np.array([a for a, _, _ in pairs], dtype=np.int64))
+    theirs = _small_versions(second, np.array([b for _, b, _ in pairs], dtype=np.int64))
+    return [pair for pair, same in zip(pairs, (ours * theirs).sum(dim=1).tolist(), strict=True) if same >= SAME]
 
 
-def _correlation(first: ImageSet, a: int, second: ImageSet, b: int) -> float:
-    """Of the colours of both images at 32 x 32 pixels; 0 where one cannot be read any more."""
-    try:
-        images = first.open(a, draft=64), second.open(b, draft=64)
-    except ImageError:
-        return 0.0
-    small = [image.resize((32, 32), Image.Resampling.BILINEAR, reducing_gap=3) for image in images]
-    return float(np.corrcoef([np.asarray(image, dtype=np.float64).ravel() for image in small])[0, 1])
+class NearGroups(NamedTuple):
+    """Which images of a set look the same."""
+
+    numbers: Index
+    """(n,) the group of each image. Most images are alone in theirs."""
+    near: int
+    """Images that look like another one whose file differs."""
+    alike: tuple[str, ...]
+    """The classes (or the set, without classes) most of whose images look the same, so that they are not grouped."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What to know about splits that keep each group together."""
+        found = []
+        if self.near:
+            count = f"{self.near:,} training images are near-duplicates of others (frames of a film, bursts, copies)"
+            found.append(f"{count}: they are held out together, or not at all.")
+        if self.alike:
+            found.append(
+                f"warning: most images of {first_few(self.alike)} look the same, so their near-duplicates are both "
+                "learned from and held out. The score may be too high: test on images that were taken apart from these."
+            )
+        return found
+
+
+_groups: WeakKeyDictionary[ImageSet, NearGroups] = WeakKeyDictionary()
+
+
+def near_groups(images: ImageSet) -> NearGroups:
+    """The groups of copies and of near-duplicates, so that none of them is measured with what was learned from another.
+
+    A group is all images that are connected by pairs that look the same, so a film is one group. Near-duplicates of
+    different classes are not: a class may differ from another by a detail only. Groups of copies alone where the images
+    are too many to compare; every image is alone where they were not screened.
+    """
+    if images not in _groups:  # it is asked for when a split is chosen, made and described
+        _groups[images] = _find_groups(images)
+    return _groups[images]
+
+
+def _find_groups(images: ImageSet) -> NearGroups:
+    numbers = first_copies(images)
+    unique = np.unique(numbers)
+    classes = images.targets.numpy()[unique] if images.kind == "softmax" else np.zeros(len(unique), dtype=np.int64)
+    near, alike = 0, []
+    if images.looks is not None and (np.unique(classes, return_counts=True)[1].astype(float) ** 2).sum() <= MAX_PAIRS:
+        for number in np.unique(classes):
+            members = unique[classes == number]
+            groups = _connected(images, members)
+            if groups and max(map(len, groups)) > LARGEST * len(members):
+                alike.append(images.labels[number] if images.kind == "softmax" else images.name)
+                continue
+            for group in groups:
+                near += len(group)
+                numbers[np.isin(numbers, group)] = group[0]
+    return NearGroups(np.unique(numbers, return_inverse=True)[1].astype(np.int64), near, tuple(alike))
+
+
+def _connected(images: ImageSet, members: Index) -> list[Index]:
+    """The groups of two or more among these images, each in order."""
+    assert images.looks is not None
+    bits = _bits(images.looks[members])
+    alone = np.ones(len(members), dtype=bool)
+    for start in range(0, len(members), _ROWS):
+        block = np.arange(start, min(start + _ROWS, len(members)))
+        edges = _compare_edges(bits[block], bits) >= ALIKE
+        edges[np.arange(len(block)), block] = False
+        alone[block] = ~edges.any(dim=1).numpy()
+    left = np.flatnonzero(~alone)  # only these are opened
+    small = _small_versions(images, members[left])
+    bits = bits[left]
+
+    def is_near(some: Index, others: Index) -> npt.NDArray[np.bool_]:
+        edges = _compare_edges(bits[some], bits[others]) >= ALIKE
+        both = edges & (small[some] @ small[others].T >= SAME)
+        return np.asarray(both.any(dim=0).numpy())
+
+    return [members[left[np.sort(part)]] for part in _components(len(left), is_near) if len(part) > 1]
+
+
+def _components(count: int, is_near: Callable[[Index, Index], npt.NDArray[np.bool_]]) -> list[Index]:
+    """The connected components of a graph; `is_near` tells which of the others are neighbours of one of some nodes."""
+    found = []
+    others = np.arange(count)
+    while len(others):
+        part, others, at = others[:1], others[1:], 0
+        while at < len(part) and len(others):
+            some = part[at : at + _ROWS]
+            at += len(some)
+            reached = is_near(some, others)
+            part, others = np.concatenate([part, others[reached]]), others[~reached]
+        found.append(part)
+    return found
+
+
+def first_copies(images: ImageSet) -> Index:
+    """For every image the position of the first one with the same content."""
+    if images.digests is None:
+        return np.arange(len(images))
+    _, first, inverse = np.unique(digest_keys(images), return_index=True, return_inverse=True)
+    return np.asarray(first[inverse], dtype=np.int64)
+
+
+def _small_versions(images: ImageSet, positions: Index) -> Tensor:
+    """(n, values) of the images' colours, of which a product is a correlation; zeros for one that cannot be read."""
+    table = torch.zeros(len(positions), 3 * _SMALL * _SMALL)
+    for row, at in enumerate(positions.tolist()):
+        try:
+            image = images.open(at, draft=2 * _SMALL)
+        except ImageError:
+            continue
+        small = image.resize((_SMALL, _SMALL), Image.Resampling.BILINEAR, reducing_gap=3)
+        values = torch.from_numpy(np.asarray(small, dtype=np.float32).ravel())
+        table[row] = torch.nn.functional.normalize(values - values.mean(), dim=0)
+    return table
+
+
+def _compare_edges(first: Tensor, second: Tensor) -> Tensor:
+    """(n, m) Dice coefficients of the edges of images."""
+    edges = first.sum(dim=1).unsqueeze(1) + second.sum(dim=1)
+    return 2 * (first @ second.T) / edges.clamp(min=2 * _FLAT)
 
 
 def _bits(hashes: npt.NDArray[np.uint8]) -> Tensor:

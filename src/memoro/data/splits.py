@@ -23,9 +23,11 @@ from memoro.data.annotations import (
 )
 from memoro.data.augment import Purpose, order
 from memoro.data.columns import check_numbers
-from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, refuse_many
+from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, digest_keys, refuse_many
+from memoro.data.near import first_copies, near_groups
 from memoro.data.screening import drop_unreadable
 from memoro.errors import DataError
+from memoro.images import Levels
 
 Index = npt.NDArray[np.int64]
 
@@ -33,6 +35,8 @@ _BINS = 10
 _BIN_IMAGES = 4
 """Numbers of a bin, at least, so that some can be held out."""
 
+ENOUGH = 10
+"""Images that a class should have."""
 SINGLE_IMAGES = "no validation split could be made: every class has a single image."
 
 
@@ -49,55 +53,75 @@ def strata(targets: Tensor) -> Index:
     return (ranks * bins // max(len(values), 1)).astype(np.int64)
 
 
-def stratified_split(groups: Index, fraction: float, seed: int) -> tuple[Index, Index]:
+def stratified_split(groups: Index, fraction: float, seed: int, sizes: Index | None = None) -> tuple[Index, Index]:
     """(kept, held out) positions, in order: about `fraction` of every group is held out.
 
     A group never loses its last image, so one with a single image is kept. What rounding leaves over is taken from
-    the groups with the largest remainders.
+    the groups with the largest remainders. With `sizes`, each position stands for that many images which stay together.
     """
     if not 0.0 <= fraction < 1.0:
         raise DataError(f"the held-out fraction is {fraction}: choose one from 0 to below 1.")
-    groups = np.asarray(groups, dtype=np.int64)
-    shuffled = _by_group(groups, seed)
-    names, counts = np.unique(groups, return_counts=True)
+    groups, sizes = _sized(groups, sizes)
+    parts = _by_group(groups, seed)
+    counts, most = (np.array([pick(sizes[part]) for part in parts], dtype=np.int64) for pick in (np.sum, _all_but_one))
     owed = counts * fraction
-    take = np.minimum(np.floor(owed).astype(np.int64), counts - 1)
-    free = counts - 1 - take
+    take = np.minimum(np.floor(owed).astype(np.int64), most)
+    free = most - take
     left = min(round(float(owed.sum())) - int(take.sum()), int(free.sum()))
     if fraction > 0 and take.sum() == 0 and free.sum() > 0:
         left = max(left, 1)
     # Ties between groups are broken at random: the alphabet must not decide which classes are measured.
-    tie = order(len(names), seed, Purpose.SPLIT, epoch=1)
-    for position in sorted(range(len(names)), key=lambda at: (take[at] - owed[at], tie[at])):
+    tie = order(len(parts), seed, Purpose.SPLIT, epoch=1)
+    for position in sorted(range(len(parts)), key=lambda at: (take[at] - owed[at], tie[at])):
         if left > 0 and free[position] > 0:
             take[position] += 1
             left -= 1
     held = np.zeros(len(groups), dtype=bool)
-    start = 0
-    for count, taken in zip(counts, take, strict=True):
-        held[shuffled[start : start + taken]] = True
-        start += count
+    for part, wanted in zip(parts, take.tolist(), strict=True):
+        rest = wanted
+        for at in part:
+            if sizes[at] <= rest:
+                held[at] = True
+                rest -= sizes[at]
+        if rest == wanted > 0:  # none is as small as that
+            held[part[sizes[part].argmin()]] = True
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
-def stratified_folds(groups: Index, folds: int, seed: int) -> Index:
-    """The fold (0 to folds - 1) in which each image is held out; -1 for a group's only image, which never is."""
-    groups = np.asarray(groups, dtype=np.int64)
+def stratified_folds(groups: Index, folds: int, seed: int, sizes: Index | None = None) -> Index:
+    """The fold (0 to folds - 1) in which each image is held out; -1 for a group's only image, which never is.
+
+    `sizes` as for `stratified_split`.
+    """
+    groups, sizes = _sized(groups, sizes)
     if folds < 2 or folds > len(groups):
         raise DataError(f"{folds} folds of {len(groups)} images: choose a number from 2 to {max(len(groups), 2)}.")
     fold = np.full(len(groups), -1, dtype=np.int64)
-    shuffled = _by_group(groups, seed)
-    _, counts = np.unique(groups, return_counts=True)
-    several = shuffled[np.repeat(counts > 1, counts)]
-    # Dealt in turn across all groups, so that both groups and folds come out even.
-    fold[several] = np.arange(len(several)) % folds
+    total = [0] * folds
+    for part in _by_group(groups, seed):
+        own = [0] * folds
+        # The largest first, each to the fold with the fewest images, so that both groups and folds come out even.
+        for at in part[np.argsort(-sizes[part], kind="stable")] if len(part) > 1 else ():
+            fold[at] = fewest = min(range(folds), key=lambda number: (own[number], total[number]))
+            own[fewest] += int(sizes[at])
+            total[fewest] += int(sizes[at])
     return fold
 
 
-def _by_group(groups: Index, seed: int) -> Index:
-    """All positions, sorted by group, in random order within each."""
+def _sized(groups: Index, sizes: Index | None) -> tuple[Index, Index]:
+    groups = np.asarray(groups, dtype=np.int64)
+    return groups, np.ones(len(groups), dtype=np.int64) if sizes is None else sizes
+
+
+def _all_but_one(sizes: Index) -> int:
+    return int(sizes.sum() - sizes.min())
+
+
+def _by_group(groups: Index, seed: int) -> list[Index]:
+    """The positions of each group, in random order."""
     shuffled = order(len(groups), seed, Purpose.SPLIT)
-    return shuffled[np.argsort(groups[shuffled], kind="stable")]
+    several = shuffled[np.argsort(groups[shuffled], kind="stable")]
+    return np.split(several, np.flatnonzero(np.diff(groups[several])) + 1) if len(groups) else []
 
 
 def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Splits | None = None) -> Splits:
@@ -142,6 +166,9 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
             readable = drop_unreadable([sets[split] for split in new], options.workers, quiet=options.quiet)
         sets |= {split: images for split, images in known.items() if images is not None}
         sets |= dict(zip(new, readable, strict=True))
+        levels = next((images.levels for images in sets.values() if images.levels is not None), None)  # train is first
+        sets = {split: replace(images, levels=levels) for split, images in sets.items()}
+        notes += [] if levels is None else _deep_images(levels)
     else:
         notes.append("images were not screened: duplicates are not found, and an unreadable image stops the run.")
     skipped = (*raw.skipped, *(skip for images in sets.values() for skip in images.skipped))
@@ -149,7 +176,7 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
     if skipped:
         notes.append(f"{left_out(len(skipped), 'unreadable image')}, such as {skipped[0].where} ({skipped[0].reason}).")
     train, val, test = map(sets.get, SPLITS)
-    notes += [] if train is None else _rare_classes(train)
+    notes += [] if train is None or options.drop_unknown else _rare_classes(train)  # nothing is learned from those
     splits = Splits(name, labels, raw.kind, train, val, test, tuple(notes), skipped, unknown)
     splits = hold_out(splits, options.val_fraction, options.seed)
     return replace(splits, notes=(*splits.notes, *_duplicates(splits)))
@@ -228,15 +255,17 @@ def _drop_unseen(parts: dict[SplitName, RawSplit]) -> list[str]:
 def _known_images(images: ImageSet, checked: Splits | None) -> ImageSet | None:
     """The images with their hashes where all have been checked already, else None."""
     known: dict[int, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
+    levels: Levels | None = None
     for other in (checked.train, checked.val, checked.test) if checked is not None else ():
         if other is not None and other.source == images.source and other.digests is not None:
             assert other.looks is not None
+            levels = other.levels if levels is None else levels
             known |= dict(zip(other.rows.tolist(), zip(other.digests, other.looks, strict=True), strict=True))
     rows = images.rows.tolist()
     if not rows or not all(row in known for row in rows):
         return None
     digests, looks = (np.stack(column) for column in zip(*(known[row] for row in rows), strict=True))
-    return replace(images, digests=digests, looks=looks)
+    return replace(images, digests=digests, looks=looks, levels=levels)
 
 
 def hold_out(splits: Splits, fraction: float, seed: int, *, like: Splits | None = None) -> Splits:
@@ -251,13 +280,12 @@ def hold_out(splits: Splits, fraction: float, seed: int, *, like: Splits | None 
         by = like.train
     outdated = _rare_classes(train)  # train is about to have fewer images
     notes = [note for note in splits.notes if note not in outdated]
-    # Copies of an image stay together.
-    first = _first_copies(by)
-    unique = np.unique(first)
-    chosen = stratified_split(strata(by.targets)[unique], fraction, seed)[1]
-    held, val = np.isin(first, unique[chosen]), None
+    near = near_groups(by)
+    _, first, sizes = np.unique(near.numbers, return_index=True, return_counts=True)
+    chosen = stratified_split(strata(by.targets)[first], fraction, seed, sizes)[1]
+    held, val = np.isin(near.numbers, chosen), None
     if held.any():
-        notes.append(f"{fraction:.0%} of train (stratified, seed {seed}) became the validation split.")
+        notes += [f"{fraction:.0%} of train (stratified, seed {seed}) became the validation split.", *near.notes]
         # Unreadable images are listed once, with train.
         val = replace(train.subset(np.flatnonzero(held)), name=train.name.removesuffix("train") + "val", skipped=())
         train = train.subset(np.flatnonzero(~held))
@@ -267,33 +295,35 @@ def hold_out(splits: Splits, fraction: float, seed: int, *, like: Splits | None 
 
 
 def fold_numbers(train: ImageSet, folds: int, seed: int) -> Index:
-    """The fold in which each image is held out, -1 for never; copies of an image are in the same fold."""
-    first = _first_copies(train)
-    unique = np.unique(first)
-    number = np.full(len(train), -1, dtype=np.int64)
-    number[unique] = stratified_folds(strata(train.targets)[unique], folds, seed)
-    return number[first]
-
-
-def _first_copies(images: ImageSet) -> Index:
-    """For every image the position of the first one with the same content."""
-    if images.digests is None:
-        return np.arange(len(images))
-    _, first, inverse = np.unique(_keys(images), return_index=True, return_inverse=True)
-    return first[inverse]
+    """The fold in which each image is held out, -1 for never; copies and near-duplicates are in the same fold."""
+    numbers = near_groups(train).numbers
+    _, first, sizes = np.unique(numbers, return_index=True, return_counts=True)
+    return stratified_folds(strata(train.targets)[first], folds, seed, sizes)[numbers]
 
 
 def _rare_classes(train: ImageSet) -> list[str]:
-    """Notes on classes with one training image, which is hardly enough to learn from, or none."""
+    """Notes on classes with three training images or fewer, which is hardly enough to learn from, or none."""
     if train.kind == "regression":
         return []
     counts = train.targets.bincount(minlength=len(train.labels)) if train.kind == "softmax" else train.targets.sum(0)
     notes = []
-    for number, what in ((1, "a single image"), (0, "no image")):
-        labels = [label for label, count in zip(train.labels, counts.tolist(), strict=True) if count == number]
+    for low, high, what in ((2, 3, "two or three images"), (1, 1, "a single image"), (0, 0, "no image")):
+        labels = [label for label, count in zip(train.labels, counts.tolist(), strict=True) if low <= count <= high]
         if labels:
             text = f"{len(labels)} of {len(train.labels)} classes have {what} in train: {first_few(labels)}."
-            notes.append(f"warning: {text}" if number else text)
+            text += f" Aim for {ENOUGH} or more of each." if high else ""
+            notes.append(f"warning: {text}" if high == 1 else text)
+    return notes
+
+
+def _deep_images(levels: Levels) -> list[str]:
+    """Notes on images of more than 8 bits: one value is white in all of them."""
+    notes = [
+        f"{format_count(levels.images, 'image')} with more than 8 bits per pixel, values from {levels.low:,.6g} to "
+        f"{levels.high:,.6g}: a task that is trained on these takes 0 as black and {levels.white:,.6g} as white."
+    ]
+    if 0 < levels.floats < levels.images:
+        notes.append(f"warning: {levels.floats} of these contain floats, the others integers, on one scale.")
     return notes
 
 
@@ -305,22 +335,20 @@ def _duplicates(splits: Splits) -> list[str]:
     for split, other in (("test", "train"), ("val", "train"), ("test", "val")):
         if split not in known or other not in known:
             continue
-        _, here, there = np.intersect1d(_keys(known[split]), _keys(known[other]), return_indices=True)
+        own, others = digest_keys(known[split]), digest_keys(known[other])
+        here = np.flatnonzero(np.isin(own, others))
         if len(here):
-            pair = known[split].where(int(here[0])), known[other].where(int(there[0]))
+            there = int(np.flatnonzero(others == own[here[0]])[0])
+            pair = known[split].where(int(here[0])), known[other].where(there)
             count = f"{format_count(len(here), 'image')} of {split} {'is' if len(here) == 1 else 'are'}"
-            notes.append(f"{count} in {other} too, such as {pair[0]} = {pair[1]}.")
+            rest = " A training is scored without these." if (split, other) == ("test", "train") else ""
+            notes.append(f"{count} in {other} too, such as {pair[0]} = {pair[1]}.{rest}")
     train = known.get("train")
     if train is not None and train.kind == "softmax":
-        pairs = np.stack([_first_copies(train), train.targets.numpy()], axis=1)
+        pairs = np.stack([first_copies(train), train.targets.numpy()], axis=1)
         _, labels = np.unique(np.unique(pairs, axis=0)[:, 0], return_counts=True)
         if (labels > 1).any():
             first = np.unique(np.unique(pairs, axis=0)[:, 0])[labels > 1]
             where = first_few([train.where(int(at)) for at in first])
             notes.append(f"{format_count(len(first), 'image')} with two or more labels in train: {where}.")
     return notes
-
-
-def _keys(images: ImageSet) -> npt.NDArray[np.bytes_]:
-    assert images.digests is not None
-    return np.ascontiguousarray(images.digests).view("S32").ravel()

@@ -256,17 +256,17 @@ class Decoder:
                 failures[at] = str(error).removeprefix(f"{name}: ")
                 continue
             for own, preprocessing in zip(pixels, self.preprocessings, strict=True):
-                own.append(preprocessing.to_tensor(images[preprocessing.draft]))
+                own.append(preprocessing.to_tensor(images[preprocessing.draft, preprocessing.white]))
         return Decoded([_stack(own) for own in pixels], failures)
 
-    def _open(self, name: str, picture: Picture | ImageError) -> dict[int | None, Image.Image]:
-        """The image by draft. Big JPEGs are decoded at a fraction of their size, as in training: at that of each pass,
-        so that an answer does not depend on the other tasks."""
+    def _open(self, name: str, picture: Picture | ImageError) -> dict[Any, Image.Image]:
+        """The image by draft and white. Big JPEGs are decoded at a fraction of their size, as in training: at that of
+        each pass, so that an answer does not depend on the other tasks."""
         if isinstance(picture, ImageError):
             raise picture
-        drafts = dict.fromkeys(preprocessing.draft for preprocessing in self.preprocessings)
+        wanted = dict.fromkeys((preprocessing.draft, preprocessing.white) for preprocessing in self.preprocessings)
         how: dict[str, Any] = {"name": name, "max_pixels": self.max_pixels, "opened": {}}
-        return {draft: open_image(picture, draft=draft, **how) for draft in drafts}
+        return {(draft, white): open_image(picture, draft=draft, white=white, **how) for draft, white in wanted}
 
 
 def _stack(images: list[Tensor]) -> list[Tensor]:

@@ -90,7 +90,7 @@ def read_views(images: Pictures, preprocessing: Preprocessing) -> tuple[Tensor, 
     pixels: list[Tensor] = []
     views: list[Image.Image] = []
     for name, picture in list_pictures(images):
-        how: dict[str, Any] = {"name": name, "opened": {}}
+        how: dict[str, Any] = {"name": name, "opened": {}, "white": preprocessing.white}
         pixels.append(preprocessing.to_tensor(open_image(picture, draft=preprocessing.draft, **how)))
         views.append(view.fit(open_image(picture, draft=view.draft, **how)))
     if not pixels:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from memoro.backbones import Backbone
 from memoro.console import format_count
 from memoro.errors import ImageError
 from memoro.images import open_image
+from memoro.tasks.spec import TaskModule
 
 if TYPE_CHECKING:
     from memoro.engine.composition import Composition
@@ -94,10 +95,15 @@ def verify_composition(model: Composition, pixel_values: Tensor) -> Verification
     )
 
 
-def sample_pixels(backbone: Backbone, images: Sequence[str | Path]) -> Tensor:
-    """The images as the backbone takes them, or two of random pixels where there are none."""
+def sample_pixels(backbone: Backbone, images: Sequence[str | Path], tasks: Iterable[TaskModule[Any]] = ()) -> Tensor:
+    """The images as the backbone takes them, or two of random pixels where there are none.
+
+    Images of more than 8 bits have the scale of the first of the tasks that has one.
+    """
     if images:
-        pixels = [backbone.preprocessing.to_tensor(open_image(image)) for image in images]
+        whites = [task.spec.preprocessing.white for task in tasks if task.spec.preprocessing is not None]
+        white = next((white for white in whites if white is not None), None)
+        pixels = [backbone.preprocessing.to_tensor(open_image(image, white=white)) for image in images]
         if len({one.shape for one in pixels}) > 1:
             raise ImageError("these images differ in size, and the preprocessing has no crop: give one of them.")
         return torch.stack(pixels)

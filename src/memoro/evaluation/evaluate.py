@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from memoro.arguments import several
@@ -18,8 +21,9 @@ from memoro.errors import DataError, TrainingError
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure_task, warn_of
 from memoro.evaluation.report import TaskReport, write_report
-from memoro.evaluation.training_images import SKETCH, learned_from
+from memoro.evaluation.training_images import learned_from, learned_images, on_record
 from memoro.heads import HeadKind
+from memoro.images import Preprocessing
 from memoro.regimes.baseline import Baseline
 from memoro.tasks.spec import by_name
 from memoro.tasks.task import Task
@@ -85,7 +89,11 @@ def evaluate(
         if unknown:
             notes.append(_not_known(unknown, models[names[0]].kind, images, names))
             log(f"note: {notes[-1]}")
-        told = _check_new(images, split, [models[name] for name in names], splits)
+        left_out = _find_learned(images, split, [models[name] for name in names], tasks)
+        for name, learned in left_out.items():
+            notes.append(f"{name}: {_describe_learned(images, learned)}")
+            log(f"warning: {notes[-1]}")
+        told = _check_new(images, split, [models[name] for name in names if name not in left_out], tasks)
         if told is not None:
             notes.append(told.removeprefix("note: "))
             log(told)
@@ -94,33 +102,76 @@ def evaluate(
             if name not in composition.names:
                 passes.append((models[name].spec.preprocessing or backbone.preprocessing, [name]))
         for preprocessing, together in passes:
+            if (scaled := _check_levels(images, preprocessing, together)) is not None:
+                notes.append(scaled.removeprefix("warning: "))
+                log(scaled)
             log(f"{images.name}: one pass over {format_count(len(images), 'image')} for {', '.join(together)}")
             loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
             with bar(f"evaluating on {images.name}", len(images), quiet=quiet) as tick:
                 logits, targets = collect_logits(forward(together), backbone, loader, tick=tick)
             for name, out in zip(together, logits, strict=True):
-                found = {"split": split, **measure_task(models[name], out, targets)}
+                own_images, own_targets, counted = images, targets, {}
+                if name in left_out:
+                    new = ~left_out[name]
+                    own_images = images.subset(np.flatnonzero(new))
+                    out, own_targets = out[torch.from_numpy(new)], targets[torch.from_numpy(new)]
+                    counted = {"learned_images": int(left_out[name].sum())}
+                found = {"split": split, **measure_task(models[name], out, own_targets), **counted}
                 results[name] = {**found, **({"unknown_classes": unknown} if unknown else {})}
                 if splits.skipped:
                     results[name]["skipped"] = len(splits.skipped)
-                if (warning := warn_of(found)) is not None:
+                if (warning := warn_of(found, balanced=bool(models[name].spec.training.get("balance")))) is not None:
                     log(f"warning: {name}: {warning}")
-                about = (models[name], results[name], out, targets, images, splits, [*notes, *filter(None, [warning])])
+                told_of = [*notes, *filter(None, [warning])]
+                about = (models[name], results[name], out, own_targets, own_images, splits, told_of)
                 reports[name] = TaskReport(*about, model=composition if name in composition.names else None)
     if report is not None:
         write_report(Path(report), ", ".join(sources), backbone, [reports[name] for name in sources])
     return {name: results[name] for name in sources}
 
 
-def _check_new(images: ImageSet, split: str, models: Sequence[Task | Baseline], splits: Splits) -> str | None:
+def _check_levels(images: ImageSet, preprocessing: Preprocessing, names: Sequence[str]) -> str | None:
+    """What to know if the tasks of a pass have another scale for pixels of more than 8 bits than these images."""
+    levels, white = images.levels, preprocessing.white
+    if levels is None or (white is not None and levels.high <= white):
+        return None
+    found = f"warning: {images.name} has pixels of more than 8 bits, with values up to {levels.high:,.6g}, but"
+    if white is None:
+        return (
+            f"{found} no such images were among the training images of {', '.join(names)}, so their scale is a guess."
+        )
+    return f"{found} {white:,.6g} is white in the training images of {', '.join(names)}: brighter pixels become white."
+
+
+def _find_learned(
+    images: ImageSet, split: str, models: Sequence[Task | Baseline], tasks: Sequence[Task | Baseline]
+) -> dict[str, npt.NDArray[np.bool_]]:
+    """By the model's name which images of a test split it or its ancestors learned from, where that is known exactly
+    and is a part of them only."""
+    found = {model.name: learned_images(model, images, tasks) for model in models} if split == "test" else {}
+    return {name: learned for name, learned in found.items() if learned is not None and 0 < learned.sum() < len(images)}
+
+
+def _describe_learned(images: ImageSet, learned: npt.NDArray[np.bool_]) -> str:
+    count = format_count(int(learned.sum()), "image")
+    first = images.where(int(learned.argmax()))
+    return f"{count} of {images.name}, such as {first}, were learned from: the metrics are those of the others."
+
+
+def _check_new(
+    images: ImageSet,
+    split: str,
+    models: Sequence[Task | Baseline],
+    tasks: Sequence[Task | Baseline],
+) -> str | None:
     """What to know if a model may have been trained on the images; None if there is nothing to say."""
+    if not models:
+        return None
     names = [model.name for model in models]
-    on_record = [model for model in models if SKETCH in model.spec.training]
-    learned = [model.name for model in on_record if learned_from(model, images, splits) is not None]
-    was = "was" if len(learned) == 1 else "were"
-    optimistic = (
-        f"{', '.join(learned)} {was} trained on some of these images, so this overestimates accuracy on new images."
-    )
+    recorded = [model for model in models if on_record(model, tasks)]
+    reasons = [learned_from(model, images, others=tasks) for model in models]
+    learned = [reason for reason in reasons if reason is not None]
+    optimistic = f"{'; '.join(learned)}, so this overestimates accuracy on new images."
     if split == "test":
         return f"warning: {images.name}: {optimistic}" if learned else None
     count = format_count(len(images), "image")
@@ -128,7 +179,7 @@ def _check_new(images: ImageSet, split: str, models: Sequence[Task | Baseline], 
     text = f"{images.name.rpartition(':')[0] or images.name} has no test split: evaluated on {used}."
     if learned:
         return f"warning: {text} {optimistic}"
-    if split == "all" and len(on_record) == len(models):
+    if split == "all" and len(recorded) == len(models):
         return f"note: {text} None of them is among the recorded training images."
     were = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} were"
     return f"note: {text} If {were} {how} on them, this overestimates accuracy on new images."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 from torch import Tensor
 
-from memoro.console import make_table, printable
+from memoro.console import format_count, make_table, printable
 from memoro.heads import HeadKind, loss_sum, probabilities
 from memoro.plots import MAX_CONFUSION
 from memoro.tasks.calibration import decide_unseen
@@ -39,6 +39,9 @@ COLUMNS = {
 }
 """The metrics that are shown, in this order, and what they are called everywhere."""
 
+UNEVEN = 10
+"""Where the largest class has this many times the images of the smallest, accuracy is mostly that of the large ones."""
+
 NO_BETTER = 0.05
 """An R² below this is no better than always predicting the mean."""
 
@@ -46,7 +49,8 @@ NO_BETTER = 0.05
 def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tensor) -> dict[str, Any]:
     """JSON-ready metrics over a whole set.
 
-    softmax: accuracy, balanced accuracy, expected calibration error (15 bins), recall of the five worst classes.
+    softmax: accuracy, balanced accuracy, expected calibration error (15 bins), recall of the five worst classes, how
+    many times the images of the smallest class the largest one has.
     multilabel: mean average precision and F1 (at a threshold of one half), both means over the labels that occur; exact
     match, label accuracy (over all yes/no answers). regression: R² and mean absolute error, means over outputs.
     """
@@ -112,12 +116,43 @@ def name_split(split: str) -> str:
     return "validation" if split == "val" else split
 
 
-def warn_of(metrics: dict[str, Any]) -> str | None:
-    """What a user must know before using a model with these metrics; None: nothing."""
+def reported(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics without scores on images that were learned from: these are not a result."""
+    return {
+        name: value for name, value in metrics.items() if metrics["split"] != "train" or name in {"split", "images"}
+    }
+
+
+def shown_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Of the metrics those that people are shown, the most telling one first."""
+    keys = [key for key in COLUMNS if metrics.get(key) is not None]
+    if _is_uneven(metrics):
+        keys.sort(key=lambda key: key != "balanced_accuracy")
+    return {key: metrics[key] for key in keys}
+
+
+def _is_uneven(metrics: Mapping[str, Any]) -> bool:
+    return bool(metrics.get("imbalance", 1) >= UNEVEN)
+
+
+def warn_of(metrics: dict[str, Any], *, balanced: bool = False) -> str | None:
+    """What a user must know before using a model with these metrics; None: nothing. `balanced`: whether it was trained
+    with weights against uneven classes."""
     split, most = name_split(metrics.get("split", "")), metrics.get("majority_accuracy")
+    if split == "train":
+        return (
+            f"all {format_count(metrics['images'], 'image')} were learned from, so nothing tells how good it is: add "
+            "test images, or more images of each class, so that some can be held out (--val-fraction above 0)."
+        )
+    advice = "" if balanced else " --balance (in Python, balance=True) gives rare classes more weight."
     if most is not None and metrics["accuracy"] <= most < 1:  # 1: all images are of one class
         right = metrics["accuracy"]
-        return f"accuracy is {right:.3f} ({split}): no better than always predicting the most frequent class."
+        text = f"accuracy is {right:.3f} ({split}): no better than always predicting the most frequent class."
+        return text + advice if _is_uneven(metrics) else text
+    if _is_uneven(metrics):
+        right, even = metrics["accuracy"], metrics["balanced_accuracy"]
+        times = f"the largest class has {metrics['imbalance']:.0f} times the images of the smallest"
+        return f"balanced accuracy is {even:.3f} ({split}); accuracy, {right:.3f}, says little, as {times}.{advice}"
     value = metrics.get("r2")
     if value is None or value >= NO_BETTER:
         return None
@@ -133,8 +168,11 @@ def confusion(logits: Tensor, targets: Tensor) -> Tensor:
 
 def recorded(kind: HeadKind, metrics: dict[str, Any], logits: Tensor | None, targets: Tensor | None) -> dict[str, Any]:
     """The metrics as a task's file keeps them: without those that are undefined, with the confusion of few classes."""
-    found = {name: value for name, value in metrics.items() if value is not None}
-    if kind == "softmax" and logits is not None and targets is not None and logits.shape[-1] <= MAX_CONFUSION:
+    found = {name: value for name, value in reported(metrics).items() if value is not None}
+    known = logits is not None and targets is not None and logits.shape[-1] <= MAX_CONFUSION
+    if kind == "softmax" and known and metrics["split"] != "train":
+        assert logits is not None
+        assert targets is not None
         found["confusion"] = confusion(logits, targets).tolist()
     return found
 
@@ -143,7 +181,7 @@ def metrics_tables(results: dict[str, dict[str, Any]]) -> list[RenderableType]:
     """Metrics of several tasks, a row each, in a table for each kind of task; then the worst classes of each."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, metrics in results.items():
-        alike.setdefault(tuple(key for key in COLUMNS if metrics.get(key) is not None), []).append(name)
+        alike.setdefault(tuple(shown_metrics(metrics)), []).append(name)
     shown: list[RenderableType] = []
     for keys, names in alike.items():
         columns = ["task", "split", "images", *(COLUMNS[key].replace("calibration", "calib.") for key in keys)]
@@ -176,6 +214,7 @@ def _softmax(labels: Sequence[str], probabilities: Tensor, targets: Tensor) -> d
         "balanced_accuracy": sum(recall.values()) / len(recall),
         "calibration_error": _calibration_error(probabilities.amax(dim=-1), right),
         "majority_accuracy": float(counts.max() / counts.sum()),
+        "imbalance": float(counts.max() / counts[counts > 0].min()),
         "worst_classes": {label: recall[label] for label in worst},
     }
 

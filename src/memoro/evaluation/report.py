@@ -19,7 +19,7 @@ from memoro.engine.composition import Composition
 from memoro.engine.explain import OWN_TOKEN
 from memoro.errors import ImageError
 from memoro.evaluation.breakdown import Mistake, class_figures, find_mistakes
-from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion
+from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion, reported, shown_metrics
 from memoro.files import write_whole
 from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
 from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
@@ -84,9 +84,7 @@ def _task_parts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     where = {"all": "on all", "val": "on the validation split of", "train": "on the training split of"}
     on = where.get(split, f"on the {split} split of" if split == "test" else f"by {split} on")
     yield tag("p", f"{verb} {on} {format_count(report.metrics['images'], 'image')}. Backbone: {backbone}.")
-    figures = [(name, report.metrics[name]) for name in COLUMNS if report.metrics.get(name) is not None]
-    first = MAIN_FIGURE[task.kind]
-    figures.sort(key=lambda figure: figure[0] != first)
+    figures = shown_metrics(reported(report.metrics)).items()
     shown = (tag("div", tag("b", f"{value:.4g}"), COLUMNS[name]) for name, value in figures)
     yield tag("div", *shown, class_="figures")
     if report.notes:

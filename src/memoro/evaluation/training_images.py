@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from memoro.data import ImageSet, ImageStream, Splits
+import numpy as np
+import numpy.typing as npt
+
+from memoro.data import ImageSet, ImageStream, Splits, Streams
 from memoro.regimes import Baseline
 from memoro.tasks.task import Task
 
@@ -37,8 +40,58 @@ def _short_hash(images: ImageSet, index: int) -> str:
     return images.key(index)[:16]
 
 
-def learned_from(task: Task | Baseline, images: ImageSet, splits: Splits) -> str | None:
-    """That a task learned from some images of a set, or may have; None where it did not."""
+def learned_from(
+    task: Task | Baseline,
+    images: ImageSet | ImageStream | None,
+    splits: Splits | Streams | None = None,
+    others: Iterable[Task | Baseline] = (),
+    *,
+    parents_only: bool = False,
+) -> str | None:
+    """That a task, or one that it extends, learned from some images of a set, or may have; None where none did.
+
+    `others` are tasks among which its ancestors are found where it has mere records of them. With `parents_only`, what
+    the task itself learned from does not count.
+    """
+    if not isinstance(images, ImageSet):
+        return None
+    for one in _lineage(task, others)[1 if parents_only else 0 :]:
+        reason = _learned_from(one, images, splits if isinstance(splits, Splits) else None)
+        if reason is not None:
+            return reason if one is task else f"{task.name} extends {one.name}, and {reason}"
+    return None
+
+
+def on_record(task: Task | Baseline, others: Iterable[Task | Baseline] = ()) -> bool:
+    """Whether the images that a task and its ancestors learned from are recorded."""
+    return all(isinstance(one.spec.training.get(SKETCH), list) for one in _lineage(task, others))
+
+
+def learned_images(
+    task: Task | Baseline, images: ImageSet, others: Iterable[Task | Baseline] = ()
+) -> npt.NDArray[np.bool_] | None:
+    """(n,) which images a task or its ancestors learned from; None where only some of them are recorded."""
+    sketches = [one.spec.training.get(SKETCH) for one in _lineage(task, others)]
+    if not all(isinstance(sketch, list) and len(sketch) < SKETCH_SIZE for sketch in sketches):
+        return None
+    known = {str(key) for sketch in sketches if isinstance(sketch, list) for key in sketch}
+    return np.array([_short_hash(images, index) in known for index in range(len(images))], dtype=bool)
+
+
+def _lineage(task: Task | Baseline, others: Iterable[Task | Baseline] = ()) -> list[Task | Baseline]:
+    """The task and its ancestors, each once, as far as they are known."""
+    named = {other.name: other for other in others}
+    found, waiting = [task], list(getattr(task, "extends", ()))
+    while waiting:
+        parent = waiting.pop()
+        older = parent if isinstance(parent, Task) else named.get(parent.name)
+        if older is not None and not any(older is one for one in found):
+            found.append(older)
+            waiting += getattr(older, "extends", ())
+    return found
+
+
+def _learned_from(task: Task | Baseline, images: ImageSet, splits: Splits | None) -> str | None:
     training = task.spec.training
     sketch = training.get(SKETCH)
     if isinstance(sketch, list):
@@ -48,7 +101,8 @@ def learned_from(task: Task | Baseline, images: ImageSet, splits: Splits) -> str
         return None
     history = training.get("history")
     earlier = [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
-    if splits.val is None and splits.name in [entry.get("data") for entry in (training, *earlier)]:
+    names = [entry.get("data") for entry in (training, *earlier)]
+    if splits is not None and splits.val is None and splits.name in names:
         return (
             f"{task.name} may have been trained on these images, because its training data was also called "
             f"{splits.name} (if they are new, rename the folder or file)"

@@ -335,7 +335,7 @@ def calibrate(
         raise DataError(
             f"{splits.name} has only a test split, which is not used for calibration. Rename test/ to train/ to use it."
         )
-    reason = learned_from(task, parts[-1], splits)
+    reason = learned_from(task, parts[-1], splits, parents)
     if reason is not None and task.spec.familiarity is not None:
         log(f"{reason}: nothing is changed. Pass images that the task was not trained on.")
         return

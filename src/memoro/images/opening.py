@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ MAX_PIXELS = 170_000_000
 # The shortest edge that a caller needs, as a number or as a function of the upright (width, height).
 Draft = int | Callable[[tuple[int, int]], int] | None
 
+White = float | Callable[["Levels"], float] | None
+"""The value of a pixel of more than 8 bits that becomes white, as a number or as a function of the image's values."""
+
 Picture = str | Path | bytes | bytearray | io.IOBase | Image.Image | npt.NDArray[Any] | Tensor
 """A path, an encoded image or an open file of one, or a decoded image: see `open_image`."""
 PICTURE_TYPES = (str, Path, bytes, bytearray, io.IOBase, Image.Image, np.ndarray, Tensor)
@@ -39,7 +42,8 @@ def open_image(
     draft: Draft = None,
     name: str | None = None,
     max_pixels: int = MAX_PIXELS,
-    opened: dict[tuple[int, int], Image.Image] | None = None,
+    opened: dict[Any, Image.Image] | None = None,
+    white: White = None,
 ) -> Image.Image:
     """The image of a path, of encoded bytes, of an open file, of a PIL image or of an array as upright RGB, its first
     frame if it is animated.
@@ -48,6 +52,9 @@ def open_image(
     from 0 to 1. `draft` is the shortest edge that the caller needs: big JPEGs are then decoded at a fraction of their
     size. Errors call the image by its `name`. A file of more than `max_pixels` is refused before it is decoded.
     `opened` holds what was decoded of this image, by size: another draft is decoded only if it has another size.
+    `white` is the value that becomes white in an image of more than 8 bits (of integers or floats), and black is 0. A
+    data set has one such value, a task keeps it. Without one, white is 65,535 for integers and 1 for floats, and a
+    brighter image is refused: an image alone does not tell its scale.
     """
     opened = {} if opened is None else opened
     name = name or (str(source) if isinstance(source, (str, Path)) else "image")
@@ -55,9 +62,9 @@ def open_image(
         if isinstance(source, Image.Image):
             if not all(source.size):
                 raise ImageError("the image is empty (0 pixels).")
-            return _decode(source, opened)
+            return _decode(source, opened, white)
         if isinstance(source, (np.ndarray, Tensor)):
-            return _decode(_from_array(source), opened)
+            return _decode(_from_array(source), opened, white)
         with _open_encoded(source) as image:
             width, height = image.size
             if width * height > max_pixels:
@@ -67,7 +74,7 @@ def open_image(
             if draft is not None and image.format == "JPEG":
                 edge = draft(_upright_size(image)) if callable(draft) else draft
                 image.draft("RGB", (edge, edge))
-            return _decode(image, opened)
+            return _decode(image, opened, white)
     except ImageError as error:
         raise ImageError(f"{name}: {error}") from None
     except FileNotFoundError:
@@ -146,19 +153,19 @@ def _from_array(array: npt.NDArray[Any] | Tensor) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(values, dtype=np.uint8))
 
 
-def _decode(image: Image.Image, opened: dict[tuple[int, int], Image.Image]) -> Image.Image:
-    size = image.size  # before it is turned
-    if size not in opened:
-        opened[size] = _upright_rgb(image)
-    return opened[size]
+def _decode(image: Image.Image, opened: dict[Any, Image.Image], white: White) -> Image.Image:
+    key = image.size, white if is_deep(image) else None  # the size before it is turned
+    if key not in opened:
+        opened[key] = _upright_rgb(image, white)
+    return opened[key]
 
 
-def _upright_rgb(image: Image.Image) -> Image.Image:
+def _upright_rgb(image: Image.Image, white: White) -> Image.Image:
     if getattr(image, "is_animated", False) and image.format != "HEIF":  # which opens at its primary image
         image.seek(0)
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16") or image.mode in {"I", "F"}:
-        image = _eight_bit(image)
+    if is_deep(image):
+        image = _eight_bit(image, white)
     if image.mode in {"LA", "PA", "RGBA"} or "transparency" in image.info:
         # Composited on white, as a viewer shows it: Pillow's own conversion reveals hidden colours.
         rgba = image.convert("RGBA")
@@ -178,16 +185,49 @@ def _lazy(image: Image.Image) -> bool:
     return getattr(image, "fp", None) is not None
 
 
-def _eight_bit(image: Image.Image) -> Image.Image:
-    """16-bit and float images scaled to 0..255; Pillow's own conversion clips them to white."""
+def is_deep(image: Image.Image) -> bool:
+    """Whether its pixels are single values of more than 8 bits."""
+    return image.mode.startswith("I;16") or image.mode in {"I", "F"}
+
+
+class Levels(NamedTuple):
+    """The values of pixels of more than 8 bits: of an image, or of all such images of a set."""
+
+    low: float
+    high: float
+    floats: int
+    """How many of the images have floats; the others have integers."""
+    images: int = 1
+
+    @property
+    def white(self) -> float:
+        """The value that becomes white: the brightest one, for integers with all of its bits; for floats 1 at least."""
+        if self.floats:
+            return max(self.high, 1.0)
+        return float(2 ** max(8, int(self.high).bit_length()) - 1)
+
+    def join(self, other: Levels | None) -> Levels:
+        """Of both together."""
+        if other is None:
+            return self
+        low, high = min(self.low, other.low), max(self.high, other.high)
+        return Levels(low, high, self.floats + other.floats, self.images + other.images)
+
+
+def _eight_bit(image: Image.Image, white: White) -> Image.Image:
+    """The image with its values from 0 to white as bytes; Pillow's own conversion clips them at 255."""
     values = np.array(image, dtype=np.float32)
     if not np.isfinite(values).all():
         raise ImageError("some pixels are NaN or infinite; export the image again.")
-    top = values.max(initial=0.0)
-    # Dark images of 16 bits are scaled as bright ones; the range of the other modes is not known.
-    sixteen = image.mode.startswith("I;16") or top > 255.0
-    scale = 255.0 / 65535.0 if sixteen else 255.0 if 0.0 < top <= 1.0 and image.mode == "F" else 1.0
+    floats = image.mode == "F"
+    levels = Levels(float(values.min(initial=0.0)), float(values.max(initial=0.0)), int(floats))
+    top = white(levels) if callable(white) else (1.0 if floats else 65535.0) if white is None else white
+    if white is None and levels.high > top:
+        raise ImageError(
+            f"its brightest pixel is {levels.high:,.6g}, more than {top:,.0f}, and no task that was trained on such "
+            "images tells which value is white. Train a task on them, or convert them to 8 bits."
+        )
     # In place: the image may be large.
-    np.clip(values, 0.0, 255.0 / scale, out=values)
-    values *= scale
+    np.clip(values, 0.0, top, out=values)
+    values *= 255.0 / top
     return Image.fromarray(np.rint(values, out=values).astype(np.uint8))

@@ -33,6 +33,9 @@ class Preprocessing:
     scale: float = 1 / 255
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    white: float | None = None
+    """The value that becomes white in images of more than 8 bits, of the data set that a task was trained on; None
+    where it has no such images."""
 
     def __post_init__(self) -> None:
         resize = self.resize if self.resize is None else _side_or_pair(self.resize, "resize")
@@ -44,7 +47,10 @@ class Preprocessing:
             "scale": _number(self.scale, "scale"),
             "mean": _triple(self.mean, "mean"),
             "std": _triple(self.std, "std"),
+            "white": self.white if self.white is None else _number(self.white, "white"),
         }
+        if self.white is not None and self.white < 1:
+            raise DataError("preprocessing: white is not a number of at least 1.")
         for name, value in values.items():
             object.__setattr__(self, name, value)
         with np.errstate(all="ignore"):
@@ -130,12 +136,14 @@ class Preprocessing:
         return (self.resize, longest) if width <= height else (longest, self.resize)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """All fields; white only where there is one, so that other tasks keep their hash."""
+        return {name: value for name, value in asdict(self).items() if name != "white" or value is not None}
 
     @classmethod
     def from_json(cls, record: object) -> Preprocessing:
         """The spec of a task file's record, which is untrusted: every value is checked."""
-        if not isinstance(record, Mapping) or set(record) != {"resize", "crop", "resample", "scale", "mean", "std"}:
+        names = {"resize", "crop", "resample", "scale", "mean", "std"}
+        if not isinstance(record, Mapping) or set(record) - {"white"} != names:
             raise TaskFileError("preprocessing: not a record of resize, crop, resample, scale, mean and std.")
         try:
             return cls(**record)

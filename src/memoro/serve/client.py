@@ -232,9 +232,14 @@ def _encode(image: Picture) -> tuple[str, bytes]:
             return Path(image).name, Path(image).read_bytes()
         except OSError as error:
             raise ImageError(f"{image}: cannot be read ({error.strerror}).") from None
-    from memoro.images import open_image  # for these only: it takes long to import
+    from PIL import Image, ImageOps  # for these only: it takes long to import
+
+    from memoro.images import is_deep, open_image
 
     buffer = io.BytesIO()
+    if isinstance(image, Image.Image) and is_deep(image):  # as it is: each task has a scale of its own
+        ImageOps.exif_transpose(image).save(buffer, "TIFF")
+        return "image.tif", buffer.getvalue()
     open_image(image).save(buffer, "PNG")
     return "image.png", buffer.getvalue()
 

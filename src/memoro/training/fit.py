@@ -21,7 +21,7 @@ from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.logits import Batches, collect_logits
 from memoro.evaluation.metrics import measure_task, recorded, warn_of
-from memoro.evaluation.training_images import sketch_images
+from memoro.evaluation.training_images import learned_from, sketch_images
 from memoro.extras import need
 from memoro.images import Preprocessing
 from memoro.phases import Phases
@@ -34,7 +34,7 @@ from memoro.training.group import RunSpec
 from memoro.training.loop import Trainer
 from memoro.training.recipe import Recipe, TrainOptions, find_recipe, merge_options
 from memoro.training.run import Run, ancestors, build_forward
-from memoro.training.trust import Describer, add_calibration
+from memoro.training.trust import Describer, add_calibration, was_seen
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def fit_tasks(
     for (task, data), own_regime, own_recipe in zip(tasks, regimes, recipes, strict=True):
         with options.phases.during("reading"):
             splits = data if isinstance(data, (Splits, Streams)) else _load(data, task, own_recipe, options)
-        preprocessing = preprocessing_of(backbone, options, task.spec.preprocessing)
+        preprocessing = preprocessing_of(backbone, options, splits, task.spec.preprocessing)
         specs.append(RunSpec(task, own_recipe, own_regime, splits, preprocessing))
     stages = _stages(specs)
     done: dict[int, FitResult] = {}
@@ -130,19 +130,37 @@ def fit_tasks(
 
 
 def judge(result: FitResult, options: TrainOptions) -> FitResult:
-    """The result with a warning among its notes where its metrics call for one; the user is told."""
-    text = warn_of(result.metrics)
-    if text is None:
-        return result
-    options.note(f"warning: {result.task.name}: {text}")
-    return replace(result, notes=(*result.notes, text))
+    """The result with warnings among its notes where its metrics call for them; the user is told."""
+    found = [warn_of(result.metrics, balanced=bool(result.task.spec.training.get("balance")))]
+    if result.metrics.get("split", "train") != "train":
+        learned = learned_from(result.task, result.images, parents_only=True)
+        found.append(None if learned is None else f"{learned}, so its metrics are too good for new images.")
+    texts = [text for text in found if text is not None]
+    for text in texts:
+        options.note(f"warning: {result.task.name}: {text}")
+    return replace(result, notes=(*result.notes, *texts))
 
 
-def preprocessing_of(backbone: Backbone, options: TrainOptions, own: Preprocessing | None = None) -> Preprocessing:
-    """The backbone's preprocessing at the wanted size; without one, the task's `own` if it was trained before."""
+def preprocessing_of(
+    backbone: Backbone, options: TrainOptions, splits: Splits | Streams, own: Preprocessing | None = None
+) -> Preprocessing:
+    """The backbone's preprocessing at the wanted size; without one, the task's `own` if it was trained before.
+
+    Images of more than 8 bits have the scale that the task was trained with before, else that of its data set.
+    """
+    steps = own or backbone.preprocessing
     if options.image_size is not None:
-        return backbone.preprocessing.at(options.image_size)
-    return own or backbone.preprocessing
+        steps = backbone.preprocessing.at(options.image_size)
+    levels = splits.train.levels if isinstance(splits, Splits) and splits.train is not None else None
+    white = None if own is None else own.white
+    if white is None:
+        white = None if levels is None else levels.white
+    elif levels is not None and levels.high > white:
+        options.note(
+            f"warning: the task was trained with {white:,.6g} as white, and {splits.name} has values up to "
+            f"{levels.high:,.6g}: brighter pixels become white. Train a new task where that matters."
+        )
+    return replace(steps, white=white)
 
 
 def regime_of(task: Task | Baseline, name: str | None) -> Regime:
@@ -339,6 +357,7 @@ def evaluate_runs(trainer: Trainer) -> list[FitResult]:
             continue
         out, targets = answers[id(run), spec.final[0]]
         seen = bool(run.task.spec.training.keys() - {"seed"})  # it was trained before, on images that may be these
+        seen = seen or was_seen(run.task, spec.splits.val)
         _describe(spec, run)
         validated = answers.get((id(run), "val"))
         add_calibration(run.task, validated, "validation", seen=seen)
@@ -363,6 +382,7 @@ def _describe(spec: RunSpec, run: Run) -> None:
             "optimizer": run.recipe.optimizer,
             "lr": run.recipe.lr,
             "batch_size": run.recipe.batch_size,
+            **({"balance": True} if run.recipe.balance else {}),
             "epochs": len(run.history),
             "steps": run.history[-1]["step"],
             "best_epoch": run.best_epoch,

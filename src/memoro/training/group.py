@@ -66,8 +66,8 @@ class RunSpec:
         """The split that its metrics are measured on: one that it did not learn from, if there is one."""
         if self.held_out is not None:
             return "fold", self._known_train.subset(self.held_out)
-        if self.splits.test:
-            return "test", self.splits.test
+        if test := self.splits.new_test if isinstance(self.splits, Splits) else self.splits.test:
+            return "test", test
         return ("val", self.splits.val) if self.splits.val else ("train", self.train)
 
     @property

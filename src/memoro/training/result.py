@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from memoro.console import finite, format_bytes, format_count, make_table
-from memoro.evaluation.metrics import COLUMNS, format_worst, name_split
+from memoro.evaluation.metrics import COLUMNS, format_worst, name_split, reported, shown_metrics
 from memoro.evaluation.training_images import SKETCH
 from memoro.training.fit import FitResult
 from memoro.training.recipe import REPORT
@@ -45,7 +45,7 @@ class TrainResult(FitResult):
             "bytes": None if self.file is None else self.file.stat().st_size,
             "previous": None if self.previous is None else str(self.previous),
             "folder": None if self.folder is None else str(self.folder),
-            "metrics": self.metrics,
+            "metrics": reported(self.metrics),
             "training": {name: value for name, value in task.spec.training.items() if name != SKETCH},
             "notes": list(self.notes),
             "skipped": [list(entry) for entry in self.skipped],
@@ -74,11 +74,9 @@ class TrainResult(FitResult):
 
 def fit_table(result: TrainResult) -> Table:
     """Metrics of the chosen run, its file and its training, for people."""
-    task, metrics, training = result.task, result.metrics, result.task.spec.training
+    task, metrics, training = result.task, reported(result.metrics), result.task.spec.training
     where = f"{name_split(metrics['split'])}, {format_count(metrics['images'], 'image')}"
-    rows = [
-        (f"{shown} ({where})", f"{metrics[key]:.4f}") for key, shown in COLUMNS.items() if metrics.get(key) is not None
-    ]
+    rows = [(f"{COLUMNS[key]} ({where})", f"{value:.4f}") for key, value in shown_metrics(metrics).items()]
     rows += [
         ("worst classes", format_worst(metrics, 5)),
         ("file", "" if result.file is None else format_bytes(result.file.stat().st_size)),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memoro.data import ImageSet, Splits, Streams, load_columns, load_data, load_stream
+from memoro.data.near import near_groups
 from memoro.data.splits import fold_numbers, hold_out
 from memoro.errors import DataError, TrainingError
 from memoro.tasks.spec import check_name
@@ -115,5 +116,5 @@ def cut_validation(splits: Splits | Streams, folds: int, sets: Sets, recipe: Rec
         return splits
     if folds:
         text = f"only {len(splits.train)} training images: runs are compared by {folds}-fold cross-validation."
-        return replace(splits, notes=(*splits.notes, text))
+        return replace(splits, notes=(*splits.notes, text, *near_groups(splits.train).notes))
     return hold_out(splits, recipe.val_fraction, recipe.data_seed, like=_shared_table(list(sets.values())))

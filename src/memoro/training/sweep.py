@@ -27,7 +27,7 @@ from memoro.tasks.task import Task
 from memoro.training.fit import FitResult, train_runs
 from memoro.training.group import RunSpec
 from memoro.training.recipe import Recipe, TrainOptions
-from memoro.training.trust import add_answers, add_calibration, add_validation_answers
+from memoro.training.trust import add_answers, add_calibration, add_validation_answers, was_seen
 from memoro.training.warmstart import start_from
 
 Sizes = tuple[int | None, ...]
@@ -312,7 +312,7 @@ def _join_members(sweep: SweepSpec, members: Sequence[Sequence[FitResult]]) -> F
         assert scored is not None
         return scored[1]
     if whole.validated is not None:
-        add_calibration(task, whole.validated, "validation", seen=sweep.start is not None)
+        add_calibration(task, whole.validated, "validation", seen=was_seen(task, sweep.splits.val))
         add_validation_answers(task, whole.validated[0])
     assert whole.logits is not None
     assert whole.targets is not None
@@ -351,16 +351,17 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
     counts = [fold.metrics["images"] for fold in folds]
     whole = replace(whole, history=add_folds(whole.history, [fold.history for fold in folds], counts))
     judged = score(splits.kind, measure(splits.kind, splits.labels, logits, targets))
-    add_calibration(whole.task, (logits, targets), f"{len(folds)} folds", seen=sweep.start is not None)
+    add_calibration(whole.task, (logits, targets), f"{len(folds)} folds", seen=was_seen(whole.task, splits.train))
     add_answers(whole.task, logits, np.concatenate(sweep.held_out))
-    if splits.test is None:
+    tested = whole.metrics["split"] == "test"
+    if not tested:
         assert isinstance(splits.train, ImageSet)
         images = splits.train.subset(np.concatenate(sweep.held_out))
         whole = replace(whole, logits=logits, targets=targets, images=images)
     assert whole.logits is not None
     assert whole.targets is not None
-    split = f"{len(folds)} folds" if splits.test is None else whole.metrics["split"]
-    found = measure_task(whole.task, whole.logits, whole.targets, fitted_on=splits.test is None)
+    split = "test" if tested else f"{len(folds)} folds"
+    found = measure_task(whole.task, whole.logits, whole.targets, fitted_on=not tested)
     whole = replace(whole, metrics={"split": split, **found})
     whole.task.update_spec(metrics=recorded(splits.kind, whole.metrics, whole.logits, whole.targets))
     return judged, whole

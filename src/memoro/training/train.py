@@ -164,11 +164,12 @@ def train(
     files = {} if target is None else {name: file_of(name, target, several=len(sets) > 1) for name in sets}
     leftovers = [part for file in files.values() for part in left_behind(file)]
     compared = choose_folds(list(sets.values()), grid, folds, recipe, options)
-    preprocessing = preprocessing_of(backbone, options, None if start is None else start.spec.preprocessing)
+    own_steps = None if start is None else start.spec.preprocessing
     sweeps = [
         SweepSpec(
             replace(plan, name=name, labels=splits.labels, head=splits.kind),
-            chosen, cut_validation(splits, number, sets, recipe), preprocessing, grid, recipe, number, start,
+            chosen, cut_validation(splits, number, sets, recipe),
+            preprocessing_of(backbone, options, splits, own_steps), grid, recipe, number, start,
         )
         for (name, splits), number in zip(sets.items(), compared, strict=True)
     ]  # fmt: skip

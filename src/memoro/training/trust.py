@@ -10,10 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from memoro.data import ImageSet
+from memoro.data import ImageSet, ImageStream
 from memoro.engine.background import background_token
 from memoro.engine.streams import entering_token
 from memoro.evaluation.logits import Batches, collect_logits
+from memoro.evaluation.training_images import learned_from
 from memoro.heads import energy
 from memoro.regimes import Baseline
 from memoro.tasks.calibration import describe_calibration, fit_calibration
@@ -28,7 +29,13 @@ MOST_IMAGES = 10_000
 """Training images that a description is made from."""
 
 
-SEEN = "none: the earlier training may have seen these images; use memoro calibrate with new ones"
+SEEN = "none: an earlier training may have seen these images; use memoro calibrate with new ones"
+
+
+def was_seen(task: Task | Baseline, images: ImageSet | ImageStream | None) -> bool:
+    """Whether an earlier training may have learned from images: of the task that this one started from, or of an
+    ancestor."""
+    return "history" in task.spec.training or learned_from(task, images, parents_only=True) is not None
 
 
 def add_calibration(
@@ -36,7 +43,7 @@ def add_calibration(
 ) -> None:
     """Calibrates a task on logits and targets of images that it did not learn from; records whether it was possible.
 
-    `seen`: an earlier training may have learned from these images.
+    `seen`: an earlier training, or that of a task that it extends, may have learned from these images.
     """
     if isinstance(task, Baseline):
         return
