@@ -97,6 +97,8 @@ def serve(
     store = open_store(tasks or [], partial(load, backbone, device))
     model = store.current.model
     console.print(f"{format_count(len(model.names), 'task')} on {model.backbone.name}: {', '.join(model.names) or '-'}")
+    for name, reason in store.skipped.items():
+        console.print(f"not served: {name}: {reason}")
     if not store.writable:
         console.print("attaching is off: it needs --tasks FOLDER")
     elif not options.may_write:

@@ -132,10 +132,10 @@ def _add_tasks(app: FastAPI) -> None:
 
     @app.get("/v1/tasks", response_model=schemas.TaskList, summary="All tasks")
     async def list_tasks() -> Response:
-        attached: Attached = app.state.service.store.current
-        options = app.state.service.options
+        store: TaskStore = app.state.service.store
+        attached, options = store.current, app.state.service.options
         backbone = attached.model.backbone
-        reason = OFF if not app.state.service.store.writable else None if options.may_write else NO_TOKEN
+        reason = OFF if not store.writable else None if options.may_write else NO_TOKEN
         return _json(
             {
                 "backbone": {
@@ -148,6 +148,7 @@ def _add_tasks(app: FastAPI) -> None:
                 "token_needed": reason is None and options.write_token is not None,
                 "max_body": options.max_body,
                 "tasks": list(attached.info.values()),
+                "skipped": [{"file": name, "reason": why} for name, why in store.skipped.items()],
             }
         )
 

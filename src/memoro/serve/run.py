@@ -14,17 +14,18 @@ import uvicorn
 from memoro.backbones import Backbone, BackboneRecord
 from memoro.errors import ServeError
 from memoro.serve.app import create_app
+from memoro.serve.folder import read_task_files
 from memoro.serve.options import ServeOptions
-from memoro.serve.store import TaskStore, find_tasks
+from memoro.serve.store import TaskStore
 
 MAX_CONNECTIONS = 1024
 
 
 def open_store(places: Sequence[str | Path], load: Callable[[BackboneRecord | None], Backbone]) -> TaskStore:
-    """The tasks of a folder, or of anything else that `-t` takes, on the backbone that `load` gives for the first."""
-    found, folder = find_tasks(places)
-    first = next((task.spec.backbone for _, task in found.values()), None)
-    return TaskStore(load(first), found, folder)
+    """The tasks of a folder, or of anything else that `-t` takes, on the backbone that `load` gives for most of
+    them."""
+    given = read_task_files(places)
+    return TaskStore(load(given.backbone), given)
 
 
 def run_server(store: TaskStore, options: ServeOptions, started: Callable[[str], None] = lambda url: None) -> None:
