@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import tempfile
 import threading
@@ -198,13 +199,15 @@ class TaskStore:
 
 def read_upload(data: bytes) -> list[Task]:
     """The tasks of an uploaded file, which nobody trusts."""
-    with tempfile.TemporaryDirectory(prefix="memoro-") as folder:
-        path = Path(folder) / "upload.safetensors"
-        path.write_bytes(data)
-        try:
-            return load_tasks(path)
-        except TaskFileError as error:
-            raise ServeError(str(error).replace(str(path), "the task file"), 422) from None
+    handle, name = tempfile.mkstemp(".safetensors", "memoro-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        return load_tasks(Path(name))
+    except TaskFileError as error:
+        raise ServeError(str(error).replace(name, "the task file"), 422) from None
+    finally:
+        os.unlink(name)
 
 
 def file_bytes(task: Task) -> bytes:
