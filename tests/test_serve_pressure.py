@@ -199,7 +199,7 @@ def test_answers_that_nobody_reads(backbone: Backbone, tmp_path: Path) -> None:
         assert (status, headers["retry-after"], "busy" in told["error"]) == (503, "1", True)
         assert server.predict(IMAGE, "?tasks=large")
         assert server.request("GET", "/healthz")[0] == 200
-        wait_until(lambda: server.request("GET", "/v1/tasks/large/file")[0] == 200)
+        wait_until(lambda: not server.server.server_state.connections)
         assert server.request("GET", "/v1/tasks/large/file")[2] == right
         rest = [read_all(one) for one in deaf]
         assert all(len(one) < len(right) for one in rest), "cut, not kept"
