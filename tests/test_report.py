@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from families import CASES
-from PIL import Image
+from PIL import Image, ImageFont
 from test_cli_words import Shell, shell  # noqa: F401
 from test_train_recipe import save_square, save_squares
 
@@ -19,7 +19,7 @@ import memoro
 from memoro.data.near import near_duplicates
 from memoro.evaluation.breakdown import class_figures, find_mistakes
 from memoro.images import open_image
-from memoro.pages.charts import histogram_chart, line_chart, matrix_chart, scatter_chart, text_width
+from memoro.pages.charts import histogram_chart, line_chart, matrix_chart, scatter_chart, shorten, text_width
 from memoro.pages.page import Html, render_page, tag
 from memoro.tasks.calibration import Calibration, decide_unseen
 
@@ -273,6 +273,30 @@ def test_a_small_matrix_has_room_for_its_heading() -> None:
     assert width - start >= text_width("predicted →")
     assert "b, predicted a" not in chart
     assert "a, predicted b: 1 of 4" in chart
+
+
+def test_no_label_is_cut() -> None:
+    """Text is at most as wide as it is taken for: a label of wide letters began outside of the chart."""
+    matplotlib = pytest.importorskip("matplotlib")
+    font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", 110)
+    labels = [
+        "common",
+        "mummy WWW",
+        "Mammoth",
+        "illicit",
+        "hadamard",
+        "KÄFER",
+        "Жужжащий",
+        "0123456789",
+        "a_b-c (d) [e]",
+    ]
+    for label in labels:
+        assert font.getlength(label) / 10 <= text_width(label) < 3 * len(label) + font.getlength(label) / 10, label
+    for label in labels:
+        shown = shorten(label * 5, 104)
+        assert shown.endswith("…")
+        assert text_width(shown) <= 104
+        assert shorten(label, text_width(label)) == label
 
 
 @pytest.mark.parametrize("values", [[], [2.0], [3.0, 3.0], [0.0, 1e-9], [-1e6, 1e6], [1e-12, 2e-12]])

@@ -44,10 +44,10 @@ def test_an_empty_folder_and_no_tasks_at_all(backbone: Backbone, tmp_path: Path)
 
 def test_problems_at_the_start_are_named(backbone: Backbone, tmp_path: Path) -> None:
     fill(tmp_path / "tasks", backbone)
-    (tmp_path / "tasks" / "copy.safetensors").write_bytes((tmp_path / "tasks" / "tags.safetensors").read_bytes())
-    with pytest.raises(CompositionError, match=r"'tags', in .*copy.safetensors and in .*tags.safetensors: remove one"):
-        open_store([tmp_path / "tasks"], lambda _: backbone)
-    (tmp_path / "tasks" / "copy.safetensors").unlink()
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes((tmp_path / "tasks" / "tags.safetensors").read_bytes())
+    with pytest.raises(CompositionError, match=r"'tags', in .*tags.safetensors and in .*copy.safetensors: give one"):
+        open_store([tmp_path / "tasks" / "tags.safetensors", copy], lambda _: backbone)
     for places in (
         [f"{tmp_path}/tasks", f"other={tmp_path}/tasks/tags.safetensors"],
         [f"{tmp_path}/tasks/*.safetensors", f"other={tmp_path}/tasks/tags.safetensors"],

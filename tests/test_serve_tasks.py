@@ -16,11 +16,12 @@ import pytest
 from conftest import in_fork, random_task
 from families import CASES
 from safetensors.torch import load, save
-from serving import Running, backbone, fill, know, picture, serving
+from serving import Running, backbone, fill, know, picture, serving, wait_until
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import ServeError
+from memoro.evaluation.inspect import inspect_file
 from memoro.serve.run import open_store
 from memoro.serve.store import TaskStore
 from memoro.tasks.calibration import Calibration
@@ -77,6 +78,15 @@ def test_attach_replace_detach_and_restart(server: Running, backbone: Backbone, 
     assert all(file.parent == folder for file in tmp_path.rglob("*.safetensors") if file.name != "upload.safetensors")
     assert in_folder(folder) == contents(server.store)
     assert dict(open_store([folder], lambda _: backbone).current.info) == dict(server.store.current.info)
+
+
+def test_the_size_of_a_task_is_that_of_its_file(server: Running, tmp_path: Path) -> None:
+    sizes = {task["name"]: task["bytes"] for task in server.request("GET", "/v1/tasks")[2]["tasks"]}
+    for name, size in sizes.items():
+        assert len(server.request("GET", f"/v1/tasks/{name}/file")[2]) == size
+        if (file := tmp_path / "tasks" / f"{name}.safetensors").exists():  # the others are in a bundle
+            assert inspect_file(file)["bytes"] == size
+    assert len(set(sizes.values())) > 3
 
 
 def test_bundles_are_taken_apart(server: Running, backbone: Backbone, tmp_path: Path) -> None:
@@ -275,7 +285,7 @@ def test_requests_see_the_old_set_or_the_new_one(server: Running, backbone: Back
         thread.start()
     for _ in range(4):
         assert server.request("PUT", "/v1/tasks", bundle)[0] == 201
-        server.predict(IMAGE)
+        wait_until(lambda: frozenset({"one", "two"}) in seen or problems)
         assert server.request("DELETE", "/v1/tasks/two")[0] == 204
         assert server.request("DELETE", "/v1/tasks/one")[0] == 204
     stop.set()

@@ -22,6 +22,8 @@ torch.set_num_threads(1)
 expect.set_options(timeout=60_000)  # on a busy machine; what is expected comes at once on an idle one
 
 SCREENS = {"desktop": (1280, 900), "phone": (360, 740)}
+KEPT = (360, 390, 430, 768)
+"""Widths of phones and of a tablet."""
 PICTURES = Path(__file__).parent / "screenshots"
 
 
@@ -46,6 +48,48 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+OVERLAPS = """() => {
+    // Boxes of what is seen of each text, without what its surroundings cut off.
+    const boxes = [], problems = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    const range = document.createRange();
+    while (walker.nextNode()) {
+        const node = walker.currentNode, owner = node.parentElement;
+        if (!node.data.trim() || owner.closest('script, title, style, noscript') || !owner.checkVisibility()) continue;
+        let [left, top, right, bottom] = [-Infinity, -Infinity, Infinity, Infinity];
+        for (let one = owner; one; one = one.parentElement) {
+            if (one === document.body || getComputedStyle(one).overflowX === 'visible') continue;
+            const box = one.getBoundingClientRect();
+            [left, top] = [Math.max(left, box.left), Math.max(top, box.top)];
+            [right, bottom] = [Math.min(right, box.right), Math.min(bottom, box.bottom)];
+        }
+        range.selectNodeContents(node);
+        for (const box of range.getClientRects()) {
+            const [x, y] = [Math.max(left, box.left), Math.max(top, box.top)];
+            const own = [x, y, Math.min(right, box.right), Math.min(bottom, box.bottom)];
+            if (own[2] - x > 1 && own[3] - y > 1) boxes.push([own, node]);
+        }
+        if (owner.closest('svg')) continue;
+        for (const word of node.data.matchAll(/(?<![^\\s])[\\p{L}\\d]{1,16}[.,:;]?(?![^\\s])/gu)) {
+            range.setStart(node, word.index);
+            range.setEnd(node, word.index + word[0].length);
+            const lines = new Set([...range.getClientRects()].map(box => Math.round(box.top)));
+            if (lines.size > 1) problems.push(`broken: ${word[0]}`);
+        }
+    }
+    boxes.sort((one, other) => one[0][1] - other[0][1]);
+    boxes.forEach(([box, node], at) => {
+        for (const [other, second] of boxes.slice(at + 1)) {
+            if (other[1] > box[3] - 2) break;
+            const wide = Math.min(box[2], other[2]) - Math.max(box[0], other[0]);
+            const high = Math.min(box[3], other[3]) - Math.max(box[1], other[1]);
+            if (node !== second && wide > 2 && high > 4) problems.push([node.data.trim(), second.data.trim()]);
+        }
+    });
+    return problems;
+}"""
+"""Texts that lie over each other, and short words that are broken in two."""
+
+
 @dataclass
 class Shown:
     """A page in the browser, and what went wrong since it was opened."""
@@ -65,7 +109,6 @@ class Shown:
 
     def check_layout(self) -> None:
         """Nothing is wider than the screen, and no text of a drawing is cut."""
-        assert self.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         outside = self.run(
             """[...document.querySelectorAll('main *')].filter(one => {
                 const box = one.getBoundingClientRect();
@@ -74,6 +117,7 @@ class Shown:
             }).map(one => one.outerHTML.slice(0, 120))"""
         )
         assert outside == []
+        assert self.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         cut = self.run(
             """[...document.querySelectorAll('svg text')].filter(one => {
                 const own = one.getBoundingClientRect(), svg = one.ownerSVGElement.getBoundingClientRect();
@@ -82,6 +126,19 @@ class Shown:
             }).map(one => one.textContent)"""
         )
         assert cut == []
+        assert self.run(f"({OVERLAPS})()") == []
+
+    def check_widths(self, name: str) -> None:
+        """The layout at every width of a screen, and a screenshot at those of phones and of a tablet."""
+        for width in sorted({*range(320, 1601, 8), *KEPT}):
+            self.page.set_viewport_size({"width": width, "height": 900})
+            try:
+                self.check_layout()
+            except AssertionError:
+                self.keep(f"{name}-broken-{width}")
+                raise
+            if width in KEPT:
+                self.keep(f"{name}-{width}")
 
     def check_contrast(self, dark: bool) -> None:
         """All text can be read: WCAG's AA on the page's own ground."""

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import screen_context, watch
 from PIL import Image, ImageDraw
+from playwright.sync_api import Browser
 
 import memoro
 
@@ -16,7 +18,7 @@ HOSTILE = '<img src=x onerror="alert(1)"><script>alert(2)</script>'
 LABELS = {
     HOSTILE.replace("/", "∕"): (200, 40, 40),
     "green & a name that goes on and on " * 3: (60, 170, 60),
-    "b": (40, 60, 200),
+    "common WWW": (40, 60, 200),
 }
 
 
@@ -73,12 +75,38 @@ def test_a_page_is_whole(pages: dict[str, Path], show: Any, name: str) -> None:
     assert scrolling == [], "three classes and a few columns fit a phone"
 
 
+@pytest.mark.parametrize("name", ["classes", "labels", "numbers", "demo"])
+def test_nothing_overlaps_at_any_width(pages: dict[str, Path], browser: Browser, name: str) -> None:
+    context = screen_context(browser, "desktop", "light")
+    shown = watch(context, ("file:", "data:"))
+    shown.page.goto(pages[name].resolve().as_uri())
+    shown.run("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    shown.check_widths(f"width-{name}")
+    context.close()
+
+
+def test_the_check_for_overlaps_can_fail(browser: Browser, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    over, narrow = "<p style='margin-top: -1.2em'>over</p>", "<p style='width: 1em; overflow-wrap: anywhere'>narrow</p>"
+    context = screen_context(browser, "desktop", "light")
+    for part, message in ((over, "over"), (narrow, "broken: narrow"), ("", None)):
+        page.write_text(f"<main><p style='margin: 0'>under</p>{part}</main>")
+        shown = watch(context, ("file:",))
+        shown.page.goto(page.as_uri())
+        if message is None:
+            shown.check_layout()
+        else:
+            with pytest.raises(AssertionError, match=message):
+                shown.check_layout()
+    context.close()
+
+
 def test_the_check_for_cut_parts_can_fail(show: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<main><div style='width: 3000px'>wide</div><img src='missing.png' alt=''></main>")
     shown = show(page, "broken")
     assert shown.problems
-    with pytest.raises(AssertionError, match="scrollWidth"):
+    with pytest.raises(AssertionError, match="wide"):
         shown.check_layout()
 
 

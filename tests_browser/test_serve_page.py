@@ -22,6 +22,7 @@ from serving import Running, fill, know, picture, serving
 
 import memoro
 from memoro.backbones import Backbone
+from memoro.console import format_bytes
 from memoro.tasks.taskfile import load_tasks
 
 HOSTILE = '<img src=x onerror="alert(1)"><script>alert(2)<'
@@ -355,6 +356,31 @@ def test_attach_detach_and_undo(context: BrowserContext, backbone: Backbone, ser
     expect(page.locator("#task-status")).to_contain_text("new one was attached already.")
 
 
+def test_sizes_are_those_of_the_command_line(
+    context: BrowserContext, backbone: Backbone, server: Running, folder: Path
+) -> None:
+    """Those of the files, in the same digits."""
+    for number, letters in enumerate((1, 40, 77, 300)):
+        task = know(random_task(backbone, f"own {number}", seed=number), 1.0)
+        task.update_spec(training={"note": "x" * letters})
+        memoro.save_task(task, folder.parent / "one.safetensors")
+        with memoro.Client(server.url) as client:
+            client.attach(folder.parent / "one.safetensors")
+        shown = visit(context, server.url)
+        for file in (folder.parent / "one.safetensors", folder / "tags.safetensors"):
+            size = format_bytes(file.stat().st_size).replace(" ", "\u00a0")
+            name = memoro.load_task(file).name
+            expect(shown.page.locator(f'.task[data-task="{name}"]')).to_contain_text(f" {size}")
+    formatted = shown.page.evaluate(
+        "async sizes => { const { size } = await import('/page/parts.js'); return sizes.map(size); }", SIZES
+    )
+    assert [text.replace("\u00a0", " ") for text in formatted] == [format_bytes(size) for size in SIZES]
+
+
+SIZES = [0, 1, 49, 50, 51, 149, 150, 250, 350, 403_250, 403_408, 403_750, 752_920, 999_949, 999_950, 10**6, 1_250_000,
+         1_349_999, 26_735_992, 10**9, 2_350_000_000, 5 * 10**12]  # fmt: skip
+
+
 def test_what_others_attach_appears(context: BrowserContext, backbone: Backbone, server: Running, folder: Path) -> None:
     shown = visit(context, server.url)
     new = memoro.save_task(random_task(backbone, "later", seed=9), folder.parent / "later.safetensors")
@@ -392,6 +418,23 @@ def test_what_could_not_be_attached_again_is_not_detached(
         shown = visit(context, server.url)
         shown.page.get_by_role("button", name="Detach tags").click()
         expect(shown.page.locator("#task-status")).to_contain_text("tags detached.")
+
+
+def test_files_that_are_not_served_are_listed(context: BrowserContext, backbone: Backbone, folder: Path) -> None:
+    (folder / "broken.safetensors").write_bytes(b"GIF89a")
+    (folder / f"{HOSTILE.replace('/', '')[:40]}.safetensors").write_bytes(b"")
+    with serving(backbone, folder) as server:
+        shown = visit(context, server.url)
+        assert listed(shown) == TASKS
+        expect(shown.page.locator("#skipped")).to_contain_text("2 files in the server's folder cannot be served")
+        expect(shown.page.locator("#skipped")).to_contain_text("broken.safetensors: broken.safetensors is not a safe")
+        assert shown.run("document.querySelectorAll('[onerror], main script').length") == 0
+        shown.check_layout()
+        shown.keep("state-skipped")
+    (folder / "broken.safetensors").unlink()
+    (folder / f"{HOSTILE.replace('/', '')[:40]}.safetensors").unlink()
+    with serving(backbone, folder) as server:
+        expect(visit(context, server.url).page.locator("#skipped")).to_be_hidden()
 
 
 def test_no_tasks_at_all(context: BrowserContext, backbone: Backbone, tmp_path: Path, folder: Path) -> None:
@@ -580,6 +623,26 @@ def test_the_page_on_every_screen(show: Any, trained: Running, request: pytest.F
             bottom = shown.run("document.querySelector('.columns').getBoundingClientRect().bottom")
             clip = {"x": 0, "y": 0, "width": 1280, "height": bottom + 20}
             page.screenshot(path=DOCS / kept, full_page=True, clip=clip)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("screen", ["desktop", "phone"])
+def test_nothing_overlaps_at_any_width(browser: Browser, trained: Running, screen: str) -> None:
+    context = screen_context(browser, screen, "light")
+    shown = visit(context, trained.url)
+    page = shown.page
+    shown.check_widths(f"width-start-{screen}")
+    page.get_by_role("button", name="the digit 3").click()
+    expect(page.locator("#answers:not([aria-busy]) .answer")).to_have_count(5)
+    page.get_by_role("button", name="Where parity looked").click()
+    expect(page.locator(".looked canvas")).to_be_visible()
+    page.locator(".task summary").first.click()
+    shown.check_widths(f"width-{screen}")
+    page.get_by_role("button", name="Detach parity").click()
+    expect(page.locator(".answer")).to_have_count(4)
+    shown.check_layout()
+    page.get_by_role("button", name="Undo").click()
+    expect(page.locator(".answer")).to_have_count(5)
+    context.close()
 
 
 def test_the_first_answer_comes_soon(context: BrowserContext, trained: Running) -> None:

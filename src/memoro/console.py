@@ -193,9 +193,9 @@ def finite(value: Any) -> Any:
 
 
 def format_bytes(size: float) -> str:
-    if size >= 1e9:
-        return f"{size / 1e9:,.1f} GB"
-    return f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1000:,.1f} kB"
+    """`403.4 kB`. The server's page computes the same (`size` in parts.js), half a digit rounded up."""
+    unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB") if size >= 1e6 else (1e3, "kB")
+    return f"{math.floor(size / (unit / 10) + 0.5) / 10:,.1f} {name}"
 
 
 def format_count(count: int, noun: str) -> str:

@@ -125,6 +125,28 @@ def test_mutated_records(file: Path, backbone: Backbone, tmp_path: Path) -> None
     assert 50 < read < 650  # notes may change, all else may not
 
 
+def test_every_value_of_a_record_replaced(file: Path, backbone: Backbone, tmp_path: Path) -> None:
+    """One value at a time, but for notes: of a chance among all, some are never drawn."""
+    with safe_open(file, "pt") as opened:
+        record = json.loads(opened.metadata()["memoro"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    path, read, seen = tmp_path / "mutated.safetensors", 0, 0
+    for place in places(record):
+        if {"training", "metrics", "sketch"} & set(place):
+            continue
+        for junk in (None, True, 0, "", "x" * 5000, [], {}):
+            changed = copy.deepcopy(record)
+            holder = changed
+            for key in place[:-1]:
+                holder = holder[key]
+            holder[place[-1]] = junk
+            path.write_bytes(save(tensors, metadata={"memoro": json.dumps(changed)}))
+            read += check(path, backbone, tmp_path / "again.safetensors")
+            seen += 1
+    assert seen > 300
+    assert read < seen / 4
+
+
 def test_mutated_bytes(file: Path, backbone: Backbone, tmp_path: Path) -> None:
     data, path, chance, read = file.read_bytes(), tmp_path / "mutated.safetensors", random.Random(3), 0
     header = 8 + int.from_bytes(data[:8], "little")

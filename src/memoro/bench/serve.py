@@ -25,6 +25,7 @@ from memoro.console import make_table
 from memoro.engine.composition import Composition, compose
 from memoro.errors import ServeError
 from memoro.images import Preprocessing
+from memoro.serve.folder import TaskFiles
 from memoro.serve.options import ServeOptions
 from memoro.serve.run import address_of, listen, make_server
 from memoro.serve.store import TaskStore
@@ -147,7 +148,7 @@ def _run_http(
 
 @contextmanager
 def _server(model: Composition, options: ServeOptions) -> Iterator[str]:
-    store = TaskStore(model.backbone, {name: (Path(), task) for name, task in model.tasks.items()}, None)
+    store = TaskStore(model.backbone, TaskFiles({Path(): list(model.tasks.values())}))
     server, listening = make_server(store, options), listen(options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

@@ -56,7 +56,21 @@ def serve(
     max_images: Annotated[int, typer.Option(help="Maximum number of images per request.")] = 64,
     max_body_mb: Annotated[int, typer.Option(min=1, help="Maximum size of a request in MB.")] = 32,
     max_megapixels: Annotated[int, typer.Option(min=1, help="Maximum size of an image in megapixels.")] = 50,
-    timeout: Annotated[float, typer.Option(help="Maximum seconds per request.")] = 30.0,
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            help="Maximum number of connections, at most half of the files that the process may open (ulimit -n)."
+        ),
+    ] = 1024,
+    timeout: Annotated[
+        float, typer.Option(help="Maximum seconds per request, and again for reading the answer.")
+    ] = 30.0,
+    header_timeout: Annotated[
+        float, typer.Option(help="Maximum seconds until the headers of a request are complete.")
+    ] = 10.0,
+    idle_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a connection without requests is closed.")
+    ] = 60.0,
     browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve tasks over HTTP; attach and detach them without a restart.
@@ -90,13 +104,18 @@ def serve(
         max_images=max_images,
         max_body=max_body_mb * 10**6,
         max_pixels=max_megapixels * 1_000_000,
+        max_connections=max_connections,
         timeout=timeout,
+        header_timeout=header_timeout,
+        idle_timeout=idle_timeout,
     )
     quiet_libraries()
     console = plain_console(stderr=True, soft_wrap=True)
     store = open_store(tasks or [], partial(load, backbone, device))
     model = store.current.model
     console.print(f"{format_count(len(model.names), 'task')} on {model.backbone.name}: {', '.join(model.names) or '-'}")
+    for name, reason in store.skipped.items():
+        console.print(f"not served: {name}: {reason}")
     if not store.writable:
         console.print("attaching is off: it needs --tasks FOLDER")
     elif not options.may_write:

@@ -12,7 +12,7 @@ WIDTH, HEIGHT = 310, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 10, 36
 BINS = 24
 """Of a histogram."""
-_CELL, _NAMES, _LETTER = 26, 104, 6.4
+_CELL, _NAMES = 26, 104
 
 Points = Sequence[tuple[float, float]]
 
@@ -118,14 +118,27 @@ def shorten(text: str, width: float) -> str:
     """The text cut to about this many pixels."""
     if text_width(text) <= width:
         return text
-    while text and text_width(text) > width - _LETTER:
+    while text and text_width(f"{text}…") > width:
         text = text[:-1]
     return f"{text}…"
 
 
 def text_width(text: str) -> float:
-    """Roughly, in pixels: letters of East Asian scripts are twice as wide."""
-    return sum(2 * _LETTER if unicodedata.east_asian_width(char) in "WF" else _LETTER for char in text)
+    """At most, in pixels: as in DejaVu Sans and Verdana, the widest of the usual fonts. Less would cut a label."""
+    return sum(map(_letter_width, text))
+
+
+def _letter_width(char: str) -> float:
+    if unicodedata.combining(char):
+        return 0.0
+    if unicodedata.east_asian_width(char) in "WF":
+        return 14.0
+    letter = unicodedata.normalize("NFD", char)[0]
+    if letter in "mwMW@%" or not letter.isascii():
+        return 11.0
+    if letter in "ijlftrIJ.,:;'|! ()[]/\\-":
+        return 4.6
+    return 7.1 if letter.islower() or letter.isdigit() else 9.3
 
 
 class _Scale:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
@@ -20,11 +21,12 @@ from memoro.pages.page import page_policy
 from memoro.serve import schemas
 from memoro.serve.bodies import FORMS, read_images
 from memoro.serve.docspage import docs_page
-from memoro.serve.guard import Guard, unless_gone
+from memoro.serve.guard import BODIES, Guard, unless_gone
 from memoro.serve.metrics import Metrics
 from memoro.serve.open_inference import add_open_inference
-from memoro.serve.options import NO_TOKEN, ServeOptions
+from memoro.serve.options import BUSY, NO_TOKEN, ServeOptions
 from memoro.serve.page import add_page
+from memoro.serve.sending import Sending
 from memoro.serve.service import Service, write_json
 from memoro.serve.store import OFF, Attached, TaskStore, file_bytes
 
@@ -88,7 +90,7 @@ def create_app(store: TaskStore, options: ServeOptions) -> ASGIApp:
         headers = {"content-security-policy": f"{page_policy()}; frame-ancestors 'none'"}
         return Response(docs_page(app.openapi()), media_type="text/html", headers=headers)
 
-    return Guard(app, options, metrics)
+    return Guard(Sending(app, BODIES * options.max_body), options, metrics)
 
 
 def _add_predictions(app: FastAPI) -> None:
@@ -132,10 +134,10 @@ def _add_tasks(app: FastAPI) -> None:
 
     @app.get("/v1/tasks", response_model=schemas.TaskList, summary="All tasks")
     async def list_tasks() -> Response:
-        attached: Attached = app.state.service.store.current
-        options = app.state.service.options
+        store: TaskStore = app.state.service.store
+        attached, options = store.current, app.state.service.options
         backbone = attached.model.backbone
-        reason = OFF if not app.state.service.store.writable else None if options.may_write else NO_TOKEN
+        reason = OFF if not store.writable else None if options.may_write else NO_TOKEN
         return _json(
             {
                 "backbone": {
@@ -148,6 +150,7 @@ def _add_tasks(app: FastAPI) -> None:
                 "token_needed": reason is None and options.write_token is not None,
                 "max_body": options.max_body,
                 "tasks": list(attached.info.values()),
+                "skipped": [{"file": name, "reason": why} for name, why in store.skipped.items()],
             }
         )
 
@@ -187,6 +190,12 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(MemoroError)
     async def ours(_: Request, found: MemoroError) -> Response:
         return error((found.status if isinstance(found, ServeError) else None) or 422, str(found))
+
+    @app.exception_handler(OSError)
+    async def system(_: Request, found: OSError) -> Response:
+        if found.errno in {errno.EMFILE, errno.ENFILE}:  # a large form needs files
+            return error(503, BUSY)
+        raise found
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, found: RequestValidationError) -> Response:

@@ -20,7 +20,7 @@ from memoro.engine.composition import Composition
 from memoro.errors import ServeError
 from memoro.images import Preprocessing
 from memoro.serve.metrics import Metrics
-from memoro.serve.options import ServeOptions
+from memoro.serve.options import BUSY, ServeOptions
 from memoro.tasks.task import Task
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class BusyError(ServeError):
     """The queue is full."""
 
     def __init__(self) -> None:
-        super().__init__("the server is busy: try again in a second.", 503)
+        super().__init__(BUSY, 503)
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memoro.errors import ServeError
 from memoro.serve.metrics import Metrics
-from memoro.serve.options import NO_TOKEN, PROXIED, ServeOptions
+from memoro.serve.options import BUSY, NO_TOKEN, PROXIED, ServeOptions
 
 OPEN = ("/healthz", "/v2/health/live", "/v2/health/ready", "/", "/page/")
 """No token is needed for load balancers and for the page, which asks for it. `/page/` stands for all below it."""
@@ -70,6 +70,7 @@ class Guard:
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
         self._app, self._options, self._metrics = app, options, metrics
         self._held = 0  # bytes of bodies in memory
+        self._requests = 0  # in progress
         self._hosts = {"localhost", "127.0.0.1", "[::1]", options.host.lower(), f"[{options.host.lower()}]"}
         self._hosts |= {host.lower() for host in options.allowed_hosts}
 
@@ -78,7 +79,8 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        start, status, held = perf_counter(), 0, 0
+        start, status, held, deadline = perf_counter(), 0, 0, asyncio.timeout(None)
+        self._requests += 1
         headers = {name.lower(): value for name, value in scope["headers"]}
 
         async def limited() -> Message:
@@ -90,7 +92,7 @@ class Guard:
                 held, self._held = held + size, self._held + size
                 self._check_size(held)
                 if self._held > BODIES * self._options.max_body:
-                    raise ServeError("the server is busy: try again in a second.", 503)
+                    raise ServeError(BUSY, 503)
             return message
 
         async def secured(message: Message) -> None:
@@ -102,10 +104,16 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
+        async def answering(message: Message) -> None:
+            if not deadline.expired():  # how long the client may take to read the answer is the connection's concern
+                deadline.reschedule(None)
+            await secured(message)
+
         try:
             self._check(scope, headers)
-            async with asyncio.timeout(self._timeout(headers)):
-                await self._app(scope, limited, secured)
+            async with deadline:
+                deadline.reschedule(asyncio.get_running_loop().time() + self._timeout(headers))
+                await self._app(scope, limited, answering)
         except ServeError as error:
             await answer(secured, error.status or 500, str(error))
         except TimeoutError:
@@ -121,6 +129,7 @@ class Guard:
                 await answer(secured, 500, "internal error; the server's log has the details.")
         finally:
             self._held -= held
+            self._requests -= 1
             endpoint = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(endpoint, str(status)).inc()
             self._metrics.request_seconds.labels(endpoint).observe(perf_counter() - start)
@@ -150,9 +159,11 @@ class Guard:
         given = headers.get(b"authorization", b"")
         # All are compared, whatever the first one gives: the time says nothing about any of them.
         matches = [hmac.compare_digest(given, f"Bearer {token}".encode()) for token in needed if token is not None]
-        path = scope["path"]
-        if matches and not any(matches) and path not in OPEN and not path.startswith(OPEN[-1]):
-            raise ServeError("send a valid token: 'Authorization: Bearer TOKEN'.", 401)
+        if scope["path"] not in OPEN and not scope["path"].startswith(OPEN[-1]):
+            if matches and not any(matches):
+                raise ServeError("send a valid token: 'Authorization: Bearer TOKEN'.", 401)
+            if self._requests > max(1, options.max_connections * 3 // 4):
+                raise ServeError(BUSY, 503)
         stated = headers.get(b"content-length", b"0")
         self._check_size(int(stated) if stated.isdigit() and len(stated) < 20 else 0)
 

@@ -11,6 +11,7 @@ from memoro.errors import ServeError
 MAX_INPUT_SIDE = 1024
 """Pixels of a model's input: attention grows with the fourth power, and a task file may name any size."""
 MAX_TASKS = 1000
+BUSY = "the server is busy: try again in a second."
 NO_TOKEN = "attaching is off: start the server with --token, or let it listen on loopback only."
 PROXIED = "attaching through a proxy needs a token: start the server with --token."
 
@@ -41,14 +42,22 @@ class ServeOptions:
     max_pixels: int = 50_000_000
     """Of one image, by its header."""
     timeout: float = 30.0
-    """Seconds for a request, from its headers on; it may ask for less with the header `x-request-timeout-ms`."""
+    """Seconds for a request, from its headers to its answer; it may ask for less with the header
+    `x-request-timeout-ms`. The client has as long again to read the answer."""
+    header_timeout: float = 10.0
+    """Seconds until the headers of a request must be complete."""
+    idle_timeout: float = 60.0
+    """Seconds after which a connection is closed, if no other request comes."""
+    max_connections: int = 1024
+    """At most half as many as the process may open files; the ones that have waited longest without a request make room
+    for others. Three quarters of them may have a request at a time; more requests are refused with 503."""
     decoders: int = max(1, min(8, os.cpu_count() or 1))
     """Threads that decode images and write answers."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name in {"port", "max_delay_ms"} else 1e-3 if field.name == "timeout" else 1
+            least = 0 if field.name in {"port", "max_delay_ms"} else 1e-3 if field.name.endswith("timeout") else 1
             if isinstance(value, (int, float)) and not least <= value < float("inf"):
                 raise ServeError(f"{field.name.replace('_', '-')} must be at least {least}, not {value}.")
         if self.max_queue < max(self.max_batch, self.max_images):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -14,17 +15,17 @@ import uvicorn
 from memoro.backbones import Backbone, BackboneRecord
 from memoro.errors import ServeError
 from memoro.serve.app import create_app
+from memoro.serve.connections import BACKLOG, Connection, Limits, Server, quiet_logs
+from memoro.serve.folder import read_task_files
 from memoro.serve.options import ServeOptions
-from memoro.serve.store import TaskStore, find_tasks
-
-MAX_CONNECTIONS = 1024
+from memoro.serve.store import TaskStore
 
 
 def open_store(places: Sequence[str | Path], load: Callable[[BackboneRecord | None], Backbone]) -> TaskStore:
-    """The tasks of a folder, or of anything else that `-t` takes, on the backbone that `load` gives for the first."""
-    found, folder = find_tasks(places)
-    first = next((task.spec.backbone for _, task in found.values()), None)
-    return TaskStore(load(first), found, folder)
+    """The tasks of a folder, or of anything else that `-t` takes, on the backbone that `load` gives for most of
+    them."""
+    given = read_task_files(places)
+    return TaskStore(load(given.backbone), given)
 
 
 def run_server(store: TaskStore, options: ServeOptions, started: Callable[[str], None] = lambda url: None) -> None:
@@ -43,10 +44,11 @@ def run_server(store: TaskStore, options: ServeOptions, started: Callable[[str],
 
 def make_server(store: TaskStore, options: ServeOptions) -> uvicorn.Server:
     """uvicorn with the app. h11 limits the size of headers, which the faster httptools does not."""
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    quiet_logs()
+    limits = Limits(options)
     config = uvicorn.Config(
-        create_app(store, options),
-        http="h11",
+        create_app(store, replace(options, max_connections=limits.connections)),
+        http=partial(Connection, limits),  # type: ignore[arg-type]  # uvicorn only calls it
         loop="asyncio",
         ws="none",
         lifespan="on",
@@ -54,17 +56,18 @@ def make_server(store: TaskStore, options: ServeOptions) -> uvicorn.Server:
         log_config=None,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=MAX_CONNECTIONS,
+        backlog=limits.at_once,
+        timeout_keep_alive=options.idle_timeout,  # type: ignore[arg-type]  # asyncio takes fractions, too
         timeout_graceful_shutdown=int(options.timeout) + 5,
     )
-    return uvicorn.Server(config)
+    return Server(config)
 
 
 def listen(options: ServeOptions) -> socket.socket:
     """The listening socket; port 0 takes a free one."""
     try:
         family, *_, place = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
-        found = socket.create_server(place[:2], family=family, backlog=1024)
+        found = socket.create_server(place[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise ServeError(f"cannot listen on {options.host}:{options.port} ({error.strerror}); try --port 0.") from None
     found.set_inheritable(True)

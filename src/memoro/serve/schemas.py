@@ -100,8 +100,15 @@ class TaskInfo(BaseModel):
     labels: list[str]
     parents: list[str]
     content: str
+    bytes: int
+    """The size of its file."""
     training: dict[str, Any]
     metrics: dict[str, Any]
+
+
+class Skipped(BaseModel):
+    file: str
+    reason: str
 
 
 class TaskList(BaseModel):
@@ -113,6 +120,8 @@ class TaskList(BaseModel):
     max_body: int
     """Bytes of the largest file that can be attached."""
     tasks: list[TaskInfo]
+    skipped: list[Skipped]
+    """Files of the server's folder that are not served, and why."""
 
 
 class Attached(Version):

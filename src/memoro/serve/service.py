@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,12 +20,14 @@ from memoro.engine.answers import Decoder, Routing
 from memoro.engine.explain import Explanation
 from memoro.errors import ImageError, ServeError
 from memoro.images import Preprocessing
-from memoro.serve.batching import Batcher, Group, Item
+from memoro.serve.batching import Batcher, BusyError, Group, Item
 from memoro.serve.metrics import Metrics
 from memoro.serve.options import MAX_INPUT_SIDE, ServeOptions
 from memoro.serve.store import Attached, TaskStore
 
 T = TypeVar("T")
+DESCRIPTORS = 8
+"""Files that a change of the store may open at a time, and some more."""
 READERS = 2
 """Threads that expand and parse bodies. A small body may take a hundred times its size then."""
 
@@ -85,7 +88,12 @@ class Service:
 
     async def change(self, function: Callable[..., T], *given: Any) -> T:
         """Runs a change of the store, after those that came before it: they would wait for each other anyway."""
-        return await asyncio.get_running_loop().run_in_executor(self._changes, function, *given)
+
+        def run() -> T:
+            check_descriptors()
+            return function(*given)
+
+        return await asyncio.get_running_loop().run_in_executor(self._changes, run)
 
     def ask(self, tasks: Sequence[str] | None, **options: Any) -> Question:
         """A question to the tasks of this moment. A name may be several, separated by commas."""
@@ -151,6 +159,19 @@ class Service:
             return error
         self.metrics.stage_seconds.labels("decode").observe(perf_counter() - start)
         return _new_item(question, pixels, question.groups)
+
+
+def check_descriptors() -> None:
+    """Raises BusyError where a change would fail halfway because the process has too many files open."""
+    opened: list[int] = []
+    try:
+        while len(opened) < DESCRIPTORS:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        raise BusyError from None
+    finally:
+        for one in opened:
+            os.close(one)
 
 
 def prepare(upload: Upload, question: Question, max_pixels: int) -> dict[Preprocessing, Tensor]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
 import re
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,18 +22,17 @@ from memoro.backbones import Backbone
 from memoro.engine.composition import Composition
 from memoro.errors import CompositionError, MemoroError, ServeError, TaskFileError
 from memoro.evaluation.inspect import describe_task
-from memoro.files import left_behind, sync_folder
+from memoro.files import sync_folder
 from memoro.serve.batching import run_pass
+from memoro.serve.folder import TaskFiles, explain
 from memoro.serve.options import MAX_INPUT_SIDE, MAX_TASKS
-from memoro.tasks.hub import expand_task_arguments
 from memoro.tasks.sections import write_sections
 from memoro.tasks.task import Task
-from memoro.tasks.taskfile import load_named, load_tasks, save_task, save_tasks
+from memoro.tasks.taskfile import load_tasks, save_tasks, task_bytes
 
 ALL = "all"
 """The model of the Open Inference Protocol that stands for all tasks."""
 OFF = "attaching is off: start the server with --tasks FOLDER, which keeps what is attached."
-STALE_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Attached:
 
     model: Composition
     info: Mapping[str, dict[str, Any]]
-    """What `describe_task` says of each; `content` is the version."""
+    """What `describe_task` says of each, and the `bytes` of its file; `content` is the version."""
 
     def version(self, name: str) -> str:
         """The first digits of a task's content hash, or of all of them together."""
@@ -53,65 +50,54 @@ class Attached:
         return hashlib.sha256("".join(sorted(info["content"] for info in self.info.values())).encode()).hexdigest()[:12]
 
 
-def find_tasks(places: Sequence[str | Path]) -> tuple[dict[str, tuple[Path, Task]], Path | None]:
-    """The tasks by name, each with its file: those of one folder (and that folder, which is created if it ends with a
-    slash), or of anything else that `-t` takes."""
-    folder = Path(places[0]) if len(places) == 1 and _is_folder(places[0]) else None
-    try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            for part in left_behind(folder):
-                if part.stat().st_mtime < time.time() - STALE_SECONDS:
-                    part.unlink()
-            inside = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
-    except OSError as error:
-        raise ServeError(f"cannot use the folder {folder} ({error.strerror}).") from None
-    try:
-        given = list(expand_task_arguments(places)) if folder is None else [(str(file), file, "") for file in inside]
-    except TaskFileError as error:
-        raise ServeError(f"{error}{_advise_folder(places)}") from None
-    found: dict[str, tuple[Path, Task]] = {}
-    for place, file, name in given:
-        if not file.exists():
-            raise ServeError(f"{place}: no such file or folder.{_advise_folder(places)}")
-        for task in load_named(file, name):
-            if task.name in found:
-                other = f"give one of them another name: -t OTHER={place}" if folder is None else "remove one of them"
-                raise CompositionError(
-                    f"two tasks are called {task.name!r}, in {found[task.name][0]} and in {file}: {other}."
-                )
-            found[task.name] = file, task
-    return found, folder
-
-
-def _is_folder(place: str | Path) -> bool:
-    """Whether a place is a folder that is there, or one to create: as text, that ends with a slash."""
-    path = Path(place)
-    new = place.endswith(("/", os.sep)) if isinstance(place, str) else not (path.exists() or path.suffix)
-    return path.is_dir() or new
-
-
-def _advise_folder(places: Sequence[str | Path]) -> str:
-    plain = len(places) == 1 and not glob.has_magic(str(places[0])) and "=" not in str(places[0])
-    return f" For a new folder, write {places[0]}/." if plain else ""
-
-
 class TaskStore:
     """Attach and detach write to the folder first, then swap the whole composition at once.
 
     Every change of the folder is one rename or removal: a crash leaves a task there whole or not at all.
     """
 
-    def __init__(self, backbone: Backbone, found: Mapping[str, tuple[Path, Task]], folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, backbone: Backbone, given: TaskFiles) -> None:
+        self._folder = given.folder
         self._lock = threading.Lock()
-        self._files = {name: file for name, (file, _) in found.items()}
-        tasks = [task for _, task in found.values()]
-        self.current = _attach(_compose(backbone, tasks), {}, tasks)
+        self._files: dict[str, Path] = {}
+        self.current = Attached(_compose(backbone, []), {})
+        self.skipped = dict(given.unreadable)
+        """The names of the folder's files that are not served, and why."""
+        if self._folder is None:
+            self._start(given, list(given.tasks))
+        else:
+            self._start_each(given, list(given.tasks))
 
     @property
     def writable(self) -> bool:
         return self._folder is not None
+
+    def _start(self, given: TaskFiles, files: Sequence[Path]) -> None:
+        """Attaches the tasks of these files, all or none."""
+        places = dict(self._files)
+        for file in files:
+            for task in given.tasks[file]:
+                if (other := places.setdefault(task.name, file)) != file:
+                    raise CompositionError(
+                        f"two tasks are called {task.name!r}, in {other.name} and in {file.name}: remove one of them."
+                    )
+        tasks = [task for file in files for task in given.tasks[file]]
+        model = _compose(self.current.model.backbone, [*self.current.model.tasks.values(), *tasks])
+        self.current, self._files = _attach(model, self.current.info, tasks), places
+
+    def _start_each(self, given: TaskFiles, files: Sequence[Path]) -> None:
+        """Attaches the tasks of all of these files that can be served, and records why the others cannot."""
+        attached = set(self._files.values())
+        new = [file for file in given.with_parents(files) if file not in attached and file.name not in self.skipped]
+        try:
+            self._start(given, new)
+        except Exception as error:
+            if len(files) == 1:
+                self.skipped[files[0].name] = explain(error, files[0])
+            else:  # all at once is fastest, and halves find the few that are the reason
+                half = len(files) // 2
+                self._start_each(given, files[:half])
+                self._start_each(given, files[half:])
 
     def attach(self, data: bytes, name: str | None = None) -> dict[str, dict[str, Any]]:
         """Attaches the tasks of an uploaded file. By name: its `version`, and whether it is new or `changed`.
@@ -201,7 +187,8 @@ class TaskStore:
         # A name may be longer in bytes than a file's may be, or reserved on some system: then its hash is used.
         stem = name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+-]{0,79}", name) else f"task-{_digest(name)}"
         file = self._folder / f"{stem}.safetensors"
-        if any(file.name.lower() == known.name.lower() for known in self._files.values()):
+        known = {*(file.name.lower() for file in self._files.values()), *map(str.lower, self.skipped)}
+        if file.name.lower() in known:
             file = self._folder / f"{stem}-{_digest(name)}.safetensors"
         if file.exists():
             raise ServeError(
@@ -212,19 +199,20 @@ class TaskStore:
 
 def read_upload(data: bytes) -> list[Task]:
     """The tasks of an uploaded file, which nobody trusts."""
-    with tempfile.TemporaryDirectory(prefix="memoro-") as folder:
-        path = Path(folder) / "upload.safetensors"
-        path.write_bytes(data)
-        try:
-            return load_tasks(path)
-        except TaskFileError as error:
-            raise ServeError(str(error).replace(str(path), "the task file"), 422) from None
+    handle, name = tempfile.mkstemp(".safetensors", "memoro-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        return load_tasks(Path(name))
+    except TaskFileError as error:
+        raise ServeError(str(error).replace(name, "the task file"), 422) from None
+    finally:
+        os.unlink(name)
 
 
 def file_bytes(task: Task) -> bytes:
     """The task as a file of its own."""
-    with tempfile.TemporaryDirectory(prefix="memoro-") as folder:
-        return save_task(task, Path(folder) / "task.safetensors").read_bytes()
+    return task_bytes([task])
 
 
 def _compose(backbone: Backbone, tasks: Sequence[Task]) -> Composition:
@@ -236,8 +224,8 @@ def _compose(backbone: Backbone, tasks: Sequence[Task]) -> Composition:
 def _attach(model: Composition, info: Mapping[str, dict[str, Any]], changed: Sequence[Task]) -> Attached:
     """The composition with what is known of its tasks, if the changed ones can be served."""
     _check(model, [task.name for task in changed])
-    new = {task.name: describe_task(task) for task in changed}
     try:
+        new = {task.name: {**describe_task(task), "bytes": len(task_bytes([task]))} for task in changed}
         json.dumps(new, allow_nan=False)
     except (RecursionError, ValueError):
         raise ServeError("the record of the task is nested too deeply.", 422) from None

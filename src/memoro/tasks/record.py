@@ -46,6 +46,12 @@ CONTENTS = {
 
 def write_file(path: str | Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Writes a file whose bytes depend on its content only; returns its path. A crash leaves the old file as it was."""
+    write_whole(Path(path), file_bytes(record, tensors))
+    return Path(path)
+
+
+def file_bytes(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """What `write_file` writes."""
     whole = {"format": PLAIN_FORMAT, **record}
     try:
         text = json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -54,8 +60,8 @@ def write_file(path: str | Path, record: Mapping[str, Any], tensors: Mapping[str
     text = text.encode(errors="backslashreplace").decode()  # a file name that is not UTF-8, as JSON escapes it
     if _count_brackets(text) > MAX_BRACKETS:
         raise TaskFileError("the record would have too many parts to be read again: write fewer tasks to one file.")
-    write_whole(Path(path), save(dict(tensors), metadata={KEY: text}))
-    return Path(path)
+    data: bytes = save(dict(tensors), metadata={KEY: text})
+    return data
 
 
 def _count_brackets(text: str) -> int:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from memoro.arguments import several
 from memoro.errors import TaskFileError
+from memoro.files import write_whole
 from memoro.tasks.card import write_card
 from memoro.tasks.hub import FILE, MAX_FILE, find_task_file
 from memoro.tasks.record import (
     FORMAT,
     check_content,
+    file_bytes,
     open_file,
     read_choice,
     read_list,
@@ -26,7 +28,6 @@ from memoro.tasks.record import (
     read_tensors,
     read_text,
     read_whole,
-    write_file,
     write_spec,
     write_tensors,
 )
@@ -45,6 +46,12 @@ def save_task(task: Task, path: str | Path) -> Path:
 
 def save_tasks(tasks: Task | Iterable[Task], path: str | Path) -> Path:
     """Writes tasks, with or without their parents, to one file: the paper's concatenated model as an artefact."""
+    write_whole(Path(path), task_bytes(tasks))
+    return Path(path)
+
+
+def task_bytes(tasks: Task | Iterable[Task]) -> bytes:
+    """What `save_tasks` writes."""
     tasks = several(tasks)
     if not tasks:
         raise TaskFileError("there is no task to save.")
@@ -59,7 +66,7 @@ def save_tasks(tasks: Task | Iterable[Task], path: str | Path) -> Path:
         tensors |= {**write_tensors(task.name, task.stored_tensors(), f"{number}."), **own}
         records.append({**_write_task(task, hashes), **sections})
     newer = {"format": FORMAT} if any(task.members > 1 for task in tasks) else {}
-    return write_file(path, {"tasks": records, **newer}, tensors)
+    return file_bytes({"tasks": records, **newer}, tensors)
 
 
 def load_task(

@@ -34,7 +34,12 @@ export function percent(share) {
 
 export const milliseconds = (seconds) => `${(seconds * 1000).toFixed(seconds < 0.00995 ? 1 : 0)} ms`;
 export const number = (value) => String(Number(value.toPrecision(4)));
-export const size = (bytes) => (bytes < 1e6 ? `${Math.max(1, Math.round(bytes / 1000))}\u00a0kB` : `${(bytes / 1e6).toFixed(1)}\u00a0MB`);
+/** The same as the command line's `format_bytes`. */
+export function size(bytes) {
+  const [unit, name] = bytes >= 1e9 ? [1e9, "GB"] : bytes >= 1e6 ? [1e6, "MB"] : [1e3, "kB"];
+  const digits = { minimumFractionDigits: 1, maximumFractionDigits: 1 };
+  return `${(Math.floor(bytes / (unit / 10) + 0.5) / 10).toLocaleString("en", digits)}\u00a0${name}`;
+}
 export const count = (amount, noun) => `${amount.toLocaleString("en")} ${noun}${amount === 1 ? "" : "s"}`;
 
 export function shorten(text, most) {

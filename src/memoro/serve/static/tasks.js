@@ -8,6 +8,7 @@ const NAMES = { mean_average_precision: "mAP", r2: "R²", f1: "F1" };
 const LABELS = 12;
 const FACTS = 40;
 const DRAWN = 60;
+const SKIPPED = 20;
 const detached = new Map();
 
 /** Shows the list; `changed` is called after a task was attached or detached. */
@@ -15,8 +16,17 @@ export function showTasks(list, changed) {
   const { backbone, tasks } = list;
   const none = tasks.length ? "" : " Attach a task file, or train a task: memoro train photos/pets.";
   byId("tasks-about").textContent = `${count(tasks.length, "task")} on ${backbone.name}, fingerprint ${backbone.fingerprint.slice(0, 12)}.${none}`;
+  showSkipped(list.skipped);
   byId("graph").replaceChildren(...(tasks.length ? [graph(tasks, backbone.name, byId("graph").clientWidth)] : []));
   byId("tasks").replaceChildren(...tasks.map((task) => card(task, list, changed)));
+}
+
+/** The files of the server's folder that are not served, and why. */
+function showSkipped(files) {
+  const rows = files.slice(0, SKIPPED).map(({ file, reason }) => el("li", null, el("b", null, shorten(file, 80)), `: ${shorten(reason, 400)}`));
+  const more = files.length > SKIPPED ? [el("li", null, `… and ${count(files.length - SKIPPED, "file")} more`)] : [];
+  byId("skipped").hidden = !files.length;
+  byId("skipped").replaceChildren(el("p", null, `${count(files.length, "file")} in the server's folder cannot be served. Repair or remove them, then restart the server.`), el("ul", null, ...rows, ...more));
 }
 
 /** Attaches files one after the other, and says what became of each. */
@@ -73,11 +83,10 @@ function say(text, changed) {
 
 function card(task, list, changed) {
   const labels = task.labels.slice(0, LABELS).join(", ") + (task.labels.length > LABELS ? ", …" : "");
-  const bytes = Object.values(task.parts ?? {}).reduce((sum, part) => sum + part, task.familiarity?.bytes ?? 0);
   return el("article", { class: "card task", "aria-label": `Task ${task.name}`, "data-task": task.name },
     el("h3", null, task.name),
     el("p", null, `${task.kind === "regression" ? count(task.labels.length, "number") : count(task.labels.length, "label")}: ${labels}`),
-    el("p", null, ...measured(task), size(bytes), task.parents.length ? `, extends ${task.parents.join(", ")}` : ""),
+    el("p", null, ...measured(task), size(task.bytes), task.parents.length ? `, extends ${task.parents.join(", ")}` : ""),
     el("details", null, el("summary", null, "Where it came from"),
       el("table", { class: "facts" }, el("tbody", null, ...facts(task).map(([name, value]) =>
         el("tr", null, el("th", { scope: "row", class: "left" }, name), el("td", { class: "left" }, value)))))),
