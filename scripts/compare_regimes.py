@@ -22,16 +22,13 @@ import torch
 
 import memoro
 from memoro.data import Augment
-from memoro.regimes.regime import RATES
 from memoro.reproduce.measure import FOLDS, Bench, Budget, limit_training, measure_methods
 from memoro.reproduce.methods import ADAMW, Method
 from memoro.reproduce.report import format_values
 from memoro.training import Cache, TrainOptions
-from memoro.training.recipe import find_recipe
 from reports import load_results, load_splits, make_parser, table, write_report
 
 SGD = (0.03, 0.1, 0.3)
-HEAD_LR = find_recipe(None, "side")[1].head_lr
 CROPS = {"views": 4, "augment": Augment(scale=(0.5, 1.0))}
 
 
@@ -53,11 +50,9 @@ METHODS = {
         Method("memory, adamw", "memory", (1e-3, 3e-3), {"cells": 5}, recipe=ADAMW),
         Method("memory, adamw, fork 2/3", "memory", (1e-3, 3e-3), {"cells": 5}, 2 / 3, ADAMW),
         _side("side"),
-        _side("side, three rates", RATES["adamw"]),
-        _side("side, own rate for the head", RATES["adamw"], head_lr=HEAD_LR),
-        _side("side, own rate for the head, fork 1/3", RATES["adamw"], 1 / 3, head_lr=HEAD_LR),
-        replace(_side("side, default", RATES["adamw"], rank=4, head_lr=HEAD_LR), average_rates=True),
-        replace(_side("side, default, rank 8", RATES["adamw"], head_lr=HEAD_LR), average_rates=True),
+        Method("readout", "readout", (0.001,), recipe=ADAMW),
+        Method("default", "joint", (0.001,), recipe=ADAMW),
+        _side("side alone", rates=(0.001,), rank=4),
         _side("side, rank 4", rank=4),
         _side("side, rank 16", rank=16),
         _side("side, fork 5/6", fork=5 / 6),
@@ -74,7 +69,6 @@ METHODS = {
         Method("lora", "lora", (1e-3, 2e-3), {"rank": 8}, recipe=ADAMW),
         Method("lora-all", "lora-all", (5e-4, 1e-3), {"rank": 8}, recipe=ADAMW),
         Method("full", "full", (3e-5, 1e-4), recipe=ADAMW),
-        Method("full, own rate for the head", "full", (1e-4,), recipe={**ADAMW, "head_lr": HEAD_LR}),
     )
 }
 

@@ -151,6 +151,19 @@ class Anatomy:
         """Where a fork starts from, (b, dim): the base's class token, or the mean of its tokens where it has none."""
         return tokens.mean(dim=1) if self.class_token is None else tokens[:, 0]
 
+    @property
+    def statistics(self) -> int:
+        """How many vectors `pool` gives."""
+        return 2 if self.class_token is None else 3
+
+    def pool(self, tokens: Tensor) -> Tensor:
+        """The statistics of a layer's tokens (b, n, dim) that read-outs read, (b, statistics, dim) in float32 at least:
+        the class token, and the mean and the standard deviation of the patch tokens. Families without a class token
+        have the last two."""
+        tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
+        std, mean = torch.std_mean(tokens[:, self.prefix :], dim=1, correction=0)
+        return torch.stack([mean, std] if self.class_token is None else [tokens[:, 0], mean, std], dim=1)
+
 
 def name_tensors(parts: Mapping[str, nn.Module | Tensor | None]) -> dict[str, Tensor]:
     """The tensors of a model's parts under memoro's own names. A module's are numbered in its order, so that the names

@@ -20,6 +20,8 @@ from memoro.backbones.processor import read_processor
 from memoro.errors import BackboneError, first_line
 
 TINY = "memoro-tiny"
+WEIGHTS = Path(__file__).parents[1] / "weights" / TINY
+"""Where it ships."""
 """The small backbone that memoro ships; what is used where nobody names one."""
 
 
@@ -57,7 +59,7 @@ def load_checkpoint(
     source: str, dtype: torch.dtype | None, device: torch.device | str | None, processor: Any, **options: Any
 ) -> Backbone:
     """The backbone of a folder, a hub id or `memoro-tiny`; `options` are those of `from_pretrained`."""
-    folder = str(Path(__file__).parents[1] / "weights" / TINY) if source == TINY else source
+    folder = str(WEIGHTS) if source == TINY else source
     model = _from_pretrained(folder, dtype, options)
     if device is not None:
         model.to(device)  # nobody else holds it, so no copy is kept

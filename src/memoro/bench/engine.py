@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.bench.clock import best_times
@@ -15,9 +16,10 @@ from memoro.bench.dense import DenseMask
 from memoro.bench.models import CLASSES
 from memoro.console import make_table
 from memoro.engine.composition import compose
-from memoro.heads import energy
-from memoro.tasks.familiarity import FamiliarityBank, fit_familiarity
+from memoro.engine.readouts import ReadOutBank
+from memoro.tasks.familiarity import FamiliarityBank, Others, fit_familiarity
 from memoro.tasks.task import new_task
+from memoro.tasks.taskspec import ReadOut
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class EngineRow:
     """One pass per task, extrapolated from one."""
     familiarity: float
     """What it adds to judge how familiar the images are to all tasks; it is not part of `engine`."""
+    readouts: float
+    """What a read-out of each task adds, pooling included; it is not part of `engine`."""
 
 
 def bench_engine(
@@ -56,18 +60,27 @@ def bench_engine(
     tokens = backbone.anatomy.prefix + grid[0] * grid[1]
     labels = [str(i) for i in range(CLASSES)]
     # All tasks have the same description: its values do not matter.
-    described = fit_familiarity(
-        torch.randn(1000, backbone.dim), torch.arange(1000) % CLASSES, torch.zeros(backbone.dim)
-    )
+    anatomy, reads = backbone.anatomy, ReadOut.of(backbone.anatomy)
+    layers = backbone.depth - reads.from_layer
+    seen = torch.randn(1000, layers, reads.statistics, backbone.dim)
+    described = fit_familiarity(seen, torch.arange(1000) % CLASSES, Others.of(seen[:100]))
     assert described is not None
-    token, logits = (torch.randn(batch, n).to(backbone.device, backbone.dtype) for n in (backbone.dim, CLASSES))
+    hidden = torch.randn(batch, tokens, backbone.dim).to(backbone.device, backbone.dtype)
+    read = [new_task(backbone, f"task {i}", labels, cells=0, from_layer=backbone.depth) for i in range(max(counts))]
+    for task in read:
+        task.attach_readout(reads, torch.randn(CLASSES, layers * reads.statistics * backbone.dim), torch.zeros(CLASSES))
+
+    def pool() -> Tensor:
+        return torch.stack([anatomy.pool(hidden) for _ in range(layers)], dim=1)
+
     with torch.no_grad():
         candidates: dict[str, Callable[[], object]] = {"base": lambda: backbone.original(pixels)}
         for count in counts:
             bank = FamiliarityBank([described] * count, backbone.device)
-            candidates[f"familiarity {count}"] = lambda bank=bank, count=count: bank.judge(  # type: ignore[misc]
-                token, torch.stack([energy("softmax", logits) for _ in range(count)], dim=1)
-            )
+            own = ReadOutBank(read[:count])
+            pooled = pool()
+            candidates[f"familiarity {count}"] = lambda bank=bank, pooled=pooled: bank.judge(pooled)  # type: ignore[misc]
+            candidates[f"readouts {count}"] = lambda own=own, count=count: own.answer(pool(), range(count))  # type: ignore[misc]
         for fork in forks:
             for count in sorted({1, *counts}):
                 sizes: dict[str, Any] = {"cells": cells, "rank": rank, "from_layer": fork}
@@ -88,6 +101,7 @@ def bench_engine(
             dense=best[f"dense {count}"] / base if fork == 0 and not rank else None,
             separate=count * best[f"engine {fork} 1"] / base,
             familiarity=best[f"familiarity {count}"] / base,
+            readouts=best[f"readouts {count}"] / base,
         )
         for fork in forks
         for count in counts
@@ -96,14 +110,23 @@ def bench_engine(
 
 def candidate_count(counts: Sequence[int], forks: Sequence[int], rank: int = 0) -> int:
     """The number of candidates that `bench_engine` times, for a progress bar."""
-    return 1 + len({*counts}) + len({1, *counts}) * (len(forks) + (0 in forks and not rank))
+    return 1 + 2 * len({*counts}) + len({1, *counts}) * (len(forks) + (0 in forks and not rank))
 
 
 def engine_table(title: str, rows: Sequence[EngineRow]) -> Table:
-    columns = ("tasks", "fork", "memoro", "arithmetic limit", "dense mask", "separate passes", "familiarity")
+    columns = (
+        "tasks",
+        "fork",
+        "memoro",
+        "arithmetic limit",
+        "dense mask",
+        "separate passes",
+        "familiarity",
+        "read-outs",
+    )
     cells = []
     for row in rows:
         costs = (row.engine, row.limit, row.dense, row.separate)
         shown = ("" if cost is None else f"{cost:.2f}" for cost in costs)
-        cells.append([str(row.tasks), str(row.fork), *shown, f"{row.familiarity:.4f}"])
+        cells.append([str(row.tasks), str(row.fork), *shown, f"{row.familiarity:.4f}", f"{row.readouts:.4f}"])
     return make_table(columns, cells, f"{title}: cost of one pass, in plain base passes", left=0)

@@ -33,6 +33,14 @@ TaskBackboneOption = Annotated[
         "--backbone", "-b", help="Hub id or folder of the tasks' backbone.", show_default="the one that the files name"
     ),
 ]
+OthersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--others",
+        help="50 or more photographs of anything else, to learn what is unfamiliar from: folder or .zip.",
+        show_default="those known for the backbone",
+    ),
+]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or mps.", show_default="a GPU if there is one")
 ]

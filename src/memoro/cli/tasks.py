@@ -16,6 +16,7 @@ from memoro.cli.options import (
     Json,
     LabelColumn,
     MaxUnreadable,
+    OthersOption,
     TaskBackboneOption,
     TaskFiles,
     gather_tasks,
@@ -157,6 +158,7 @@ def calibrate_task(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write.", show_default="the task file itself")
     ] = None,
+    others: OthersOption = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
 ) -> None:
     """Recalibrate a task's probabilities and familiarity on your own images.
@@ -174,7 +176,7 @@ def calibrate_task(
     task = load_task(file)
     parents = [parent for path in extends or [] for parent in load_tasks(path)]
     console = plain_console(soft_wrap=True)
-    how: dict[str, Any] = {"parents": parents, "batch_size": batch_size, "log": console.print}
+    how: dict[str, Any] = {"parents": parents, "others": others, "batch_size": batch_size, "log": console.print}
     reading = reading_options(label_column, image_column, allow_absolute, max_unreadable)
     before = task.spec
     calibrate(load(backbone, device, task.spec.backbone), task, data, **how, **reading)

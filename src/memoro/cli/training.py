@@ -69,8 +69,10 @@ def train(
     memoro train pets=photos/pets rooms=rooms.zip --out tasks/
 
     Regimes that train a task, which can be composed with others:
-    side (class token, low-rank weights for the task's token, head; default),
-    memory (class token, memory, head; the paper's) and head (linear).
+    joint (the mean of side and readout; default), readout (a linear layer on
+    statistics of every layer, solved in seconds), side (class token, low-rank
+    weights for the task's token, head), memory (class token, memory, head;
+    the paper's) and head (linear).
 
     Regimes that train a baseline, for comparison (cannot be composed):
     memory-full (memory without the mask), class-full (class token without it),
@@ -88,22 +90,19 @@ def sweep(
 ) -> None:
     """Train every combination of settings in one pass and keep the best by validation score.
 
-    With regime side and neither --lr nor --seeds, the task averages the three
-    learning rates of the best combination; --ensemble 1 keeps a single run.
-
     memoro sweep photos/pets --rank 4,8,16 --from-layer 4,8 --seeds 3
 
     Regimes are those of memoro train. Runs of side, memory and head share one
     pass; each run of a baseline needs separate passes.
     """
-    regime = settings["regime"] or ("memory" if settings["recipe"] == "paper" else "side")
+    regime = settings["regime"] or ("memory" if settings["recipe"] == "paper" else "joint")
     sizes = any(settings[name] for name in ("rank", "cells", "from_layer"))
     varied = sizes or "," in (settings["lr"] or "") or settings["seeds"] > 1
     if settings["start_from"] is not None:
         regime = None  # the task keeps its sizes
     if regime == "memory" and settings["cells"] is None:
         settings["cells"] = "0,5"
-    elif regime == "side" and not varied:
+    elif regime in {"side", "joint"} and not varied:
         settings["rank"] = "4,16"
     for name, kind in (("cells", int), ("rank", int), ("from_layer", int), ("lr", float)):
         if settings[name] is not None:
@@ -131,7 +130,7 @@ def _train(data: list[str], backbone: str | None, device: str | None, as_json: b
         "folder": settings["folder"] or "runs/{task}",
         "out": settings["out"] or Path(),
     }
-    for name in ("optimizer", "weight_decay", "views", "head_lr"):
+    for name in ("optimizer", "weight_decay", "views"):
         if settings[name] is None:
             del settings[name]  # the recipe's
     if settings.get("views") == 0:

@@ -68,6 +68,11 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         int | None, None, _DATA, "Input size in pixels; resize and crop are scaled together.",
         show_default="the backbone's", min=1,
     ),
+    "others": _option(
+        str | None, None, _DATA,
+        "50 or more photographs of anything else, to learn what is unfamiliar from: folder or .zip.",
+        show_default="those known for the backbone",
+    ),
     "workers": _option(int | None, None, _DATA, "Processes that decode images.", show_default="one per core"),
     "streaming": _option(
         bool, False, _DATA, "Read a hub dataset as a stream, storing nothing; needs --steps.", "--streaming"
@@ -84,12 +89,11 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "recipe": _option(
         Literal["default", "paper"] | None, None, _RECIPE,
         "default (AdamW, plain images) or paper (SGD, random views; regime memory unless another is given).",
-        show_default="default with side, lora and lora-all; paper with the other regimes",
+        show_default="paper with regimes that change the backbone, head and memory",
     ),
-    "lr": _option(float | None, None, _RECIPE, "Peak learning rate.", show_default="three are tried in one pass"),
-    "head_lr": _option(
-        float | None, None, _RECIPE, "Learning rate of the head.",
-        show_default="0.003 with side if --lr is not given",
+    "lr": _option(
+        float | None, None, _RECIPE, "Peak learning rate.",
+        show_default="0.001; three are tried with head, memory and baselines",
     ),
     "epochs": _option(int, 15, _RECIPE, "Passes over the training images."),
     "steps": _option(int | None, None, _RECIPE, "Optimiser steps, instead of epochs."),

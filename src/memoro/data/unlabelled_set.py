@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from memoro.data.annotations import RawDataset, RawSplit
-from memoro.data.dataset import DataOptions, Splits
+from memoro.data.dataset import DataOptions, ImageSet, Splits
 from memoro.data.folders import FileImages
+from memoro.data.load import load_data
 from memoro.data.splits import build_splits
 from memoro.data.unlabelled import Key, Unlabelled, open_unlabelled
 from memoro.engine.answers import NamedPicture
-from memoro.errors import ImageError
+from memoro.errors import DataError, ImageError
 
 
 def load_unlabelled(place: Any, workers: int | None, **reading: Any) -> Splits:
@@ -26,6 +27,17 @@ def load_unlabelled(place: Any, workers: int | None, **reading: Any) -> Splits:
     )
     how: dict[str, Any] = {"val_fraction": 0, "max_unreadable": 1.0, "workers": workers, "quiet": True}
     return build_splits(raw, str(place), DataOptions(**how))
+
+
+def load_any(source: Any, workers: int | None, **reading: Any) -> tuple[ImageSet, int]:
+    """The readable test images of a set, whatever its labels; all of them where it has no test split, or no labels. And
+    how many cannot be read."""
+    try:
+        how: dict[str, Any] = {"val_fraction": 0, "measured_only": True, "workers": workers, "quiet": True}
+        splits = source if isinstance(source, Splits) else load_data(source, max_unreadable=1.0, **how, **reading)
+    except DataError:
+        splits = load_unlabelled(source, workers, **reading)
+    return splits.to_measure()[1], len(splits.skipped)
 
 
 @dataclass(frozen=True)

@@ -58,18 +58,16 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
 
     console.print(
         "\n[bold]1. Four tasks in one pass.[/] Letter, style and case are labels of the same images; digits are "
-        "another set. Each task tries two forks and two learning rates, and averages the runs of the better fork: 16 "
-        "runs, and each base pass is computed once."
+        "another set. Each task tries two forks and two learning rates, and is joined with a read-out of the upper "
+        "layers: 16 runs, and each base pass is computed once."
     )
-    grid = Grid(
-        from_layers=(backbone.depth // 3, backbone.depth * 2 // 3), rates=(0.001, 0.003), ranks=(8,), ensemble="rates"
-    )
-    found = sweep("side", sets, grid)
+    grid = Grid(from_layers=(backbone.depth // 3, backbone.depth * 2 // 3), rates=(0.001, 0.003), ranks=(8,))
+    found = sweep("joint", sets, grid)
     console.print(
         "\n[bold]2. A task that extends another.[/] `parity` (odd or even) attends to the token of `digit`, "
         "which does not change."
     )
-    found |= sweep("side", parity, grid, [found["digit"].task])
+    found |= sweep("joint", parity, grid, [found["digit"].task])
     sets |= parity
     console.print("\n[bold]3. A linear head for each task, for comparison[/], from the same cached passes.")
     heads = sweep("head", sets, Grid((0,), (0,), (0.1, 0.3, 1.0)))

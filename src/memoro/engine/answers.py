@@ -111,13 +111,15 @@ def read_answers(
     *,
     calibration: Calibration | None = None,
     judged: Judged | None = None,
+    coarse: bool = False,
 ) -> list[dict[str, Any]]:
     """One JSON-ready answer per row of logits (b, labels).
 
     softmax: `label`, its `probability`, and the `probabilities` of all labels or of the `top` ones, best first.
     multilabel: `labels` at or above their `thresholds` (one half without a calibration), and `probabilities`.
     regression: `values`, and with a calibration the `intervals` that cover 90 % of new images. Probabilities are
-    calibrated where there is a calibration. Where it was judged how familiar the images are: `score` and `familiarity`.
+    calibrated where there is a calibration. Where it was judged how familiar the images are: `score` and `familiarity`,
+    and `coarse`, true, if the task cannot tell well.
     """
     logits = logits.detach()
     found = probabilities(kind, logits if calibration is None else calibration.apply(logits.float())).cpu()
@@ -128,7 +130,7 @@ def read_answers(
             assert calibration is not None
             pairs = zip(answer["values"].items(), calibration.spread, strict=True)
             answer["intervals"] = {name: [value - half, value + half] for (name, value), half in pairs}
-        return _add_judged(answers, judged)
+        return _add_judged(answers, judged, coarse)
     # Sorted for the whole batch at once: a row at a time is slow where there are many tasks.
     order = torch.argsort(found, dim=-1, descending=True, stable=True)
     answers = []
@@ -142,20 +144,23 @@ def read_answers(
             answers.append({"labels": above, "probabilities": shown})
             if calibration is not None:
                 answers[-1]["thresholds"] = {labels[i]: limits[i] for i in best[:top]}
-    return _add_judged(answers, judged)
+    return _add_judged(answers, judged, coarse)
 
 
-def _add_judged(answers: list[dict[str, Any]], judged: Judged | None) -> list[dict[str, Any]]:
+def _add_judged(answers: list[dict[str, Any]], judged: Judged | None, coarse: bool) -> list[dict[str, Any]]:
     if judged is None:
         return answers
     columns = zip(answers, judged.score.tolist(), judged.familiarity.tolist(), strict=True)
-    return [{**answer, "score": score, "familiarity": share} for answer, score, share in columns]
+    flag = {"coarse": True} if coarse else {}
+    return [{**answer, "score": score, "familiarity": share, **flag} for answer, score, share in columns]
 
 
 def read_outputs(model: TaskModule[Any], outputs: Outputs, top: int | None = None) -> list[dict[str, Any]]:
     """The answers of one of the models, calibrated, and with its familiarity, where it has them."""
     calibration = getattr(model.spec, "calibration", None)
+    familiarity = getattr(model.spec, "familiarity", None)
     how: dict[str, Any] = {"calibration": calibration, "judged": outputs.judged.get(model.name)}
+    how["coarse"] = familiarity is not None and familiarity.coarse
     return read_answers(model.kind, model.labels, outputs.logits[model.name], top, **how)
 
 

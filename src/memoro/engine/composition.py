@@ -33,10 +33,10 @@ from memoro.engine.bank import Bank, build_bank
 from memoro.engine.explain import Explanation, explain_task, read_views
 from memoro.engine.parents import check_parents
 from memoro.engine.plan import Plan, build_plan
+from memoro.engine.readouts import ReadOutBank
 from memoro.engine.streams import BaseTokens, read_head, run_streams
 from memoro.engine.verify import Verification, verify_composition
 from memoro.errors import CompositionError
-from memoro.heads import energy
 from memoro.images import Preprocessing
 from memoro.tasks.ensemble import split_members
 from memoro.tasks.familiarity import FALSE_ALARMS, FamiliarityBank
@@ -90,9 +90,11 @@ class Composition(nn.Module):
         self._stream_lineage, self._members = self._lineage.split([task.members for task in self._list])
         # Memory does not depend on the image: its keys and values are computed here, once.
         self._frozen_bank: Bank | None = None
+        self._frozen_readouts: ReadOutBank | None = None
         if not live:
             with torch.no_grad():
                 self._frozen_bank = build_bank(backbone.anatomy, self._streams)
+                self._frozen_readouts = ReadOutBank(self._list)
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._compiled: dict[str, Any] | None = None
 
@@ -139,15 +141,25 @@ class Composition(nn.Module):
         return self._run(pixel_values, tasks, any_size)[0]
 
     def _run(
-        self, pixel_values: Tensor, tasks: Sequence[str] | None, any_size: bool, seconds: list[float] | None = None
+        self,
+        pixel_values: Tensor,
+        tasks: Sequence[str] | None,
+        any_size: bool,
+        *,
+        pool: int = 0,
+        seconds: list[float] | None = None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], BaseTokens]:
-        """What `forward` gives, the final-normed tokens (b, members * dim) that each task's head reads, and the base's
-        tokens."""
+        """What `forward` gives, the final-normed tokens (b, members * dim) that each task's head reads, and what else
+        is read of the base, with statistics of the last `pool` layers at least."""
         pixels, wanted = self.backbone.check_pixels(pixel_values), self._pick(tasks)
         if not any_size:
             self.check_size(tasks, (pixels.shape[-2], pixels.shape[-1]))
         plan = self._plan(wanted)
-        base, stream, ends = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), seconds=seconds)
+        readouts = ReadOutBank(self._list) if self._frozen_readouts is None else self._frozen_readouts
+        pool_from = min(readouts.first_layer(wanted, self.backbone.depth), self.backbone.depth - pool)
+        how: dict[str, Any] = {"pool_from": pool_from, "seconds": seconds}
+        base, stream, ends = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), **how)
+        read = {} if ends.pooled is None else readouts.answer(ends.pooled, wanted)
         answers: dict[str, Tensor] = {"base": base}
         tokens: dict[str, Tensor] = {}
         row = {member: position for position, member in enumerate(plan.order)}
@@ -155,6 +167,8 @@ class Composition(nn.Module):
             assert stream is not None
             name, own = self._list[i].name, [row[member] for member in self._members[i]]
             tokens[name], answers[name] = read_head(self._list[i].head, stream, own)
+            if i in read:
+                answers[name] = answers[name] + read[i]
         return answers, tokens, ends
 
     if TYPE_CHECKING:
@@ -171,21 +185,15 @@ class Composition(nn.Module):
         """`forward` with the final tokens and, for each task that knows it, how familiar the images are. Logits and
         tokens include those of `base`. `seconds` receives the time of each backbone layer."""
         wanted = self._pick(tasks)
-        answers, tokens, ends = self._run(pixel_values, tasks, any_size, seconds)
-        tokens["base"] = self.backbone.anatomy.finish_token(ends.last)
         known, bank = self._known
-        if bank is None:
+        pool = 0 if bank is None else min(bank.layers(self.backbone.anatomy.statistics), self.backbone.depth)
+        answers, tokens, ends = self._run(pixel_values, tasks, any_size, pool=pool, seconds=seconds)
+        tokens["base"] = self.backbone.anatomy.finish_token(ends.last)
+        if bank is None or ends.pooled is None:
             return Outputs(answers, {}, tokens)
-        scores, shares = bank.judge(ends.entering, self._energies(known, answers, ends.entering))
+        scores, shares = bank.judge(ends.pooled)
         rows = [(self._list[i].name, known.index(i)) for i in wanted if i in known]
         return Outputs(answers, {name: Judged(scores[:, row], shares[:, row]) for name, row in rows}, tokens)
-
-    def _energies(self, known: Sequence[int], answers: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """The energies of some tasks' answers (b, tasks), 0 for tasks that were not asked."""
-        nothing = torch.zeros_like(like[:, 0], dtype=torch.float32)
-        tasks = [self._list[i] for i in known]
-        found = [energy(task.kind, answers[task.name]) if task.name in answers else nothing for task in tasks]
-        return torch.stack(found, dim=1)
 
     @cached_property
     def _known(self) -> tuple[list[int], FamiliarityBank | None]:

@@ -26,7 +26,7 @@ from memoro.errors import CacheError
 
 StoreDtype = Literal["float16", "bfloat16", "float32"]
 
-VERSION = 4
+VERSION = 5
 SHARD_BYTES = 64 * 2**20
 SHARD_RECORDS = 1024
 """A file holds at most this many bytes and records: a crash or damage loses no more, and eviction frees no less."""
@@ -36,7 +36,7 @@ ABANDONED = 3600.0
 """Seconds without a write after which an unfinished file belongs to a process that died."""
 KEY_BYTES = 32
 LOG = logging.getLogger("memoro")
-TENSORS = ("keys", "checksums", "tokens", "pairs")
+TENSORS = ("keys", "checksums", "tokens", "pooled", "pairs")
 INDEX = "index checksum"
 """Of the first two tensors: they are checked when a file is opened, each record when it is first read."""
 
@@ -49,8 +49,9 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """One image's record: the class token that enters each kept layer (at least the last one) and the final one, and
-    all keys and values."""
+    """One image's record: the class token that enters each kept layer (at least the last one) and the final one, all
+    keys and values, and pooled statistics. From the last layer on there are no keys and values, which take by far the
+    most space."""
 
     from_layer: int
     depth: int
@@ -58,6 +59,9 @@ class RecordFormat:
     heads: int
     tokens: int
     dtype: StoreDtype
+    pool_from: int
+    """The first layer whose tokens are pooled."""
+    statistics: int
 
     @property
     def layers(self) -> int:
@@ -70,6 +74,7 @@ class RecordFormat:
             (torch.uint8, (records, KEY_BYTES)),
             (torch.int64, (records,)),
             (torch.float32, (records, max(self.layers, 1) + 1, self.dim)),
+            (torch.float16, (records, self.depth - self.pool_from, self.statistics, self.dim)),
             (getattr(torch, self.dtype), (records, self.layers, 2, self.heads, self.tokens, self.dim // self.heads)),
         ]
 
@@ -78,19 +83,23 @@ class RecordFormat:
         """Bytes of a record with its key and checksum."""
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors(1))
 
-    def pack(self, features: Features) -> tuple[Tensor, Tensor]:
-        """Class tokens (b, layers + 1, dim), and keys and values (b, layers, 2, h, n, d), as they are stored.
+    def pack(self, features: Features) -> tuple[Tensor, Tensor, Tensor]:
+        """Class tokens (b, layers + 1, dim), statistics (b, layers, statistics, dim), and keys and values
+        (b, layers, 2, h, n, d), as they are stored.
 
         Without layers there are two tokens.
         """
-        *_, (token_dtype, _), (pair_dtype, pair_shape) = self.tensors(len(features.token))
+        *_, (token_dtype, _), (pooled_dtype, _), (pair_dtype, pair_shape) = self.tensors(len(features.token))
+        assert features.pooled is not None
         entering = [layer.token for layer in features.layers]
         if not entering and features.entering is not None:
             entering = [features.entering]
         tokens = torch.stack([*entering, features.token], dim=1)
         pairs = [torch.stack([layer.keys, layer.values], dim=1) for layer in features.layers]
         both = torch.stack(pairs, dim=1) if pairs else tokens.new_zeros(pair_shape)
-        packed = tokens.to("cpu", token_dtype), both.to("cpu", pair_dtype)
+        limit = torch.finfo(pooled_dtype).max
+        pooled = features.pooled.clamp(-limit, limit)
+        packed = tokens.to("cpu", token_dtype), pooled.to("cpu", pooled_dtype), both.to("cpu", pair_dtype)
         if not all(bool(torch.isfinite(part).all()) for part in packed):
             raise CacheError(
                 f"the backbone's features do not fit into {self.dtype}: choose --cache-dtype bfloat16 or float32, or "
@@ -108,6 +117,7 @@ class Shard:
     keys: Tensor
     checksums: Tensor
     tokens: Tensor
+    pooled: Tensor
     pairs: Tensor
     verified: set[int] = field(default_factory=set)
 
@@ -128,8 +138,9 @@ class Shard:
 
     def intact(self, row: int) -> bool:
         """Whether a record is what was written. It is checked once: later reads cost nothing more."""
-        if row not in self.verified and checksum(self.tokens[row], self.pairs[row]) == self.checksums[row]:
-            self.verified.add(row)
+        if row not in self.verified:
+            found = checksum(self.tokens[row], self.pooled[row], self.pairs[row])
+            self.verified.update([row] if found == self.checksums[row] else [])
         return row in self.verified
 
 
@@ -238,10 +249,10 @@ class FeatureStore:
         kept = [BaseLayer(token, pair[0], pair[1], bias) for token, pair, bias in parts]
         return Features(self.format.from_layer, kept, tokens[-1])
 
-    def entering_tokens(self, keys: Sequence[bytes]) -> Tensor:
-        """The tokens that enter the last layer (b, dim), without the rest of the records."""
+    def statistics(self, keys: Sequence[bytes]) -> Tensor:
+        """The pooled statistics (b, layers, statistics, dim), without the rest of the records."""
         places = [self._records[key] for key in keys]
-        return torch.stack([shard.tokens[row, -2] for shard, row in places])
+        return torch.stack([shard.pooled[row] for shard, row in places])
 
     def files_of(self, keys: Iterable[bytes]) -> set[Path]:
         """The files that hold the records of these keys."""
@@ -258,7 +269,7 @@ class Writer:
     def __init__(self, store: FeatureStore) -> None:
         self._store = store
         self._limit = max(1, min(SHARD_RECORDS, SHARD_BYTES // store.format.size))
-        self._records: list[tuple[bytes, Tensor, Tensor]] = []
+        self._records: list[tuple[bytes, Tensor, Tensor, Tensor]] = []
 
     def add(self, keys: Sequence[bytes], features: Features) -> None:
         for record in zip(keys, *self._store.format.pack(features), strict=True):
@@ -270,13 +281,13 @@ class Writer:
         """Writes what was added since the last file. The store has it from then on."""
         if not self._records:
             return
-        keys, tokens, pairs = zip(*self._records, strict=True)
+        keys, *records = zip(*self._records, strict=True)
         self._records = []
         index = (
             torch.tensor([list(key) for key in keys], dtype=torch.uint8, device="cpu"),
-            torch.tensor([checksum(*record) for record in zip(tokens, pairs, strict=True)], device="cpu"),
+            torch.tensor([checksum(*record) for record in zip(*records, strict=True)], device="cpu"),
         )
-        parts = zip(TENSORS, (*index, torch.stack(tokens), torch.stack(pairs)), strict=True)
+        parts = zip(TENSORS, (*index, *(torch.stack(part) for part in records)), strict=True)
         data = save(dict(parts), metadata={INDEX: str(checksum(*index))})
         folder = self._store.folder
         path = folder / f"{uuid.uuid4().hex}{SUFFIX}"

@@ -50,12 +50,12 @@ class BaseLayer(NamedTuple):
 
 
 class BaseTokens(NamedTuple):
-    """Two of the base's tokens, where forks start from."""
+    """What else is read of a base pass."""
 
-    entering: Tensor
-    """(b, dim) as it enters the last layer: what familiarity is judged by."""
     last: Tensor
-    """(b, dim) after the last layer, before the final norm."""
+    """(b, dim) the token that forks start from, after the last layer and before the final norm."""
+    pooled: Tensor | None = None
+    """(b, layers, statistics, dim) of the tokens after the last layers, see `Anatomy.pool`; None where not asked for"""
 
 
 @dataclass(frozen=True)
@@ -67,30 +67,38 @@ class Features:
     token: Tensor
     entering: Tensor | None = None
     """The token that enters the last layer, where that is not among `layers`."""
+    pooled: Tensor | None = None
+    """(b, layers, statistics, dim), see `BaseTokens`."""
 
 
 class BasePass:
     """The backbone's plain pass. Iterate over its layers; the final token and its own answer are there afterwards.
 
-    It runs without gradients, unless the pixels ask for them: then they flow back to the pixels.
+    It runs without gradients, unless the pixels ask for them: then they flow back to the pixels. The tokens after layer
+    `pool_from` and all later ones are pooled.
     """
 
     token: Tensor
+    pooled: Tensor | None = None
 
-    def __init__(self, anatomy: Anatomy, pixels: Tensor) -> None:
-        self._anatomy = anatomy
+    def __init__(self, anatomy: Anatomy, pixels: Tensor, pool_from: int | None = None) -> None:
+        self._anatomy, self._pool_from = anatomy, anatomy.depth if pool_from is None else pool_from
         self._grad = pixels.requires_grad
         # Embedding and head run in the caller's grad mode, as in the original: some kernels are chosen by it.
         self._tokens, self._context = anatomy.embed(pixels)
 
     def __iter__(self) -> Iterator[BaseLayer]:
         anatomy, context = self._anatomy, self._context
+        pooled = []
         for layer, block in enumerate(anatomy.blocks):
             token = anatomy.base_token(self._tokens)
             with nullcontext() if self._grad else torch.no_grad():
                 self._tokens, keys, values = block.run(self._tokens, context, layer)
+                if layer >= self._pool_from:
+                    pooled.append(anatomy.pool(self._tokens))
             yield BaseLayer(token, keys, values, layer_bias(context, layer))
         self.token = anatomy.base_token(self._tokens)
+        self.pooled = torch.stack(pooled, dim=1) if pooled else None
 
     def answer(self) -> Tensor:
         base = self._anatomy.finish(self._tokens)
@@ -144,25 +152,29 @@ def run_streams(
     plan: Plan,
     bank: Bank,
     *,
+    pool_from: int | None = None,
     watch: Watch | None = None,
     seconds: list[float] | None = None,
 ) -> tuple[Tensor, Tensor | None, BaseTokens]:
-    """The base's own answer, the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks), and the
-    base's tokens.
+    """The base's own answer, the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks), and what
+    else is read of the base: with `pool_from`, statistics of the tokens after that layer and all later ones.
 
     `seconds` receives the time that each of the backbone's layers took; on a GPU, the time to launch it.
     """
-    base, stream = BasePass(anatomy, pixels), TaskStream(anatomy, plan, bank, watch)
+    base, stream = BasePass(anatomy, pixels, pool_from), TaskStream(anatomy, plan, bank, watch)
     for layer, found in enumerate(base if seconds is None else _timed(base, seconds)):
         stream.read(layer, found)
     rows = stream.finish(base.token)
-    return base.answer(), rows, BaseTokens(found.token, base.token)
+    return base.answer(), rows, BaseTokens(base.token, base.pooled)
 
 
-def entering_token(anatomy: Anatomy, pixels: Tensor) -> Tensor:
-    """The base's token (b, dim) as it enters the last layer."""
-    *_, last = BasePass(anatomy, pixels)
-    return last.token
+def pool_pass(anatomy: Anatomy, pixels: Tensor, pool_from: int) -> Tensor:
+    """The pooled statistics (b, layers, statistics, dim) of a pass, from this layer on."""
+    base = BasePass(anatomy, pixels, pool_from)
+    for _ in base:
+        pass
+    assert base.pooled is not None
+    return base.pooled
 
 
 def _timed(layers: Iterable[BaseLayer], seconds: list[float]) -> Iterator[BaseLayer]:

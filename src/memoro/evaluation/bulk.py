@@ -101,7 +101,7 @@ def _hash(model: Task | Baseline) -> str:
     record = {
         "content": model.content_hash(),
         "calibration": None if calibration is None else asdict(calibration),
-        "energy": None if familiarity is None else familiarity.energy,
+        "familiarity": None if familiarity is None else [familiarity.slope, familiarity.offset, familiarity.noticed],
     }
     return hash_record(record, {} if familiarity is None else familiarity.tensors)
 

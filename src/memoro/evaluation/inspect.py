@@ -16,13 +16,20 @@ from memoro.regimes.baseline import BaselineSpec
 from memoro.regimes.baselinefile import is_baseline, read_baseline
 from memoro.tasks.facts import describe_fact
 from memoro.tasks.familiarity import Familiarity
-from memoro.tasks.task import Task, TaskSpec
+from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks
+from memoro.tasks.taskspec import TaskSpec
 
 SIDE_BY_SIDE = 2
 MAX_LABELS = 6
 MAX_LINES = 50
-PARTS = {"class_token": "class token", "memory": "memory", "lora": "low-rank weights", "head": "head"}
+PARTS = {
+    "class_token": "class token",
+    "memory": "memory",
+    "lora": "low-rank weights",
+    "head": "head",
+    "readout": "read-out",
+}
 """The parts of a task in words, by the first name of their parameters."""
 
 
@@ -62,8 +69,9 @@ def describe_task(task: Task, backbone: Backbone | None = None) -> dict[str, Any
 
 def _familiarity(found: Familiarity) -> dict[str, Any]:
     sizes = {"directions": len(found.directions), "classes": len(found.means), "bytes": found.bytes}
-    step = 1 / min(found.images, len(found.distances))
-    return {**sizes, "images": found.images, "answers": found.energy[1] > 0, "step": step}
+    step = 1 / min(found.images, len(found.held_out))
+    against = {"photographs": len(found.reader) > 0, "coarse": found.coarse}
+    return {**sizes, "images": found.images, **against, "step": step}
 
 
 def _part_bytes(task: Task) -> dict[str, int]:
@@ -177,11 +185,13 @@ def _familiarity_text(found: dict[str, Any] | None) -> Cell:
     if found is None:
         return f"none; {ADD}"
     coarse = f"; coarse, in steps of {found['step']:.2f}" if found["images"] < 100 else ""
-    answers = " and the answers to them" if found["answers"] else ""
+    if found["coarse"] and not coarse:
+        coarse = "; coarse, because the images are so diverse"
+    against = " and with photographs" if found["photographs"] else ""
     return [
         f"{format_count(found['classes'], 'class mean')}, {format_count(found['directions'], 'principal direction')} "
         f"({format_bytes(found['bytes'])})",
-        f"compared with {format_count(found['images'], 'own image')}{answers}{coarse}",
+        f"compared with {format_count(found['images'], 'own image')}{against}{coarse}",
     ]
 
 

@@ -54,6 +54,7 @@ def collect_logits(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     tick: Callable[[int], None] = lambda images: None,
     all_gather: Callable[[Any], list[Any]] = lambda value: [value],
+    keep_dtype: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
     """The logits that `answer` gives for each of its tasks over all images of a loader, and the targets, on the CPU.
 
@@ -67,7 +68,8 @@ def collect_logits(
                 continue
             with autocast():
                 out = answer(inputs_of(batch, backbone))
-            parts.append(([logits.float().cpu() for logits in out], batch.targets, batch.index))
+            found = [(logits if keep_dtype else logits.float()).cpu() for logits in out]
+            parts.append((found, batch.targets, batch.index))
             tick(len(batch.targets))
     parts = [part for own in all_gather(parts) for part in own]
     if not parts:

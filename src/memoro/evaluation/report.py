@@ -227,11 +227,11 @@ def _familiarity(report: TaskReport) -> Iterator[Html]:
     if found is None:
         return
     yield tag("h2", "Familiar images")
-    yield histogram_chart(found.distances.tolist(), found.limit(FALSE_ALARMS), "distance from the training images")
+    yield histogram_chart(found.held_out.tolist(), found.limit(FALSE_ALARMS), "how strange an image is")
     few = found.images * FALSE_ALARMS < 1
     yield tag(
         "p",
-        f"Distances of {format_count(found.images, 'held-out image')} from the training images. Images to the right of "
+        f"How strange {format_count(found.images, 'held-out image')} of the task look. Images to the right of "
         "the dashed line are marked as unfamiliar, which "
         f"{'none' if few else f'about {FALSE_ALARMS:.0%}'} of the task's own images are.",
         class_="soft",

@@ -14,22 +14,24 @@ from memoro.backbones import Backbone
 from memoro.console import format_count, make_table
 from memoro.data import ImageSet, Loader, Splits, load_data
 from memoro.data.annotations import left_out
-from memoro.data.unlabelled_set import load_unlabelled
+from memoro.data.unlabelled_set import load_any
 from memoro.engine.answers import Judged, Outputs
-from memoro.engine.background import background_token
 from memoro.engine.composition import Composition, compose
-from memoro.engine.streams import entering_token
+from memoro.engine.featurestore import default_folder
+from memoro.engine.streams import pool_pass
 from memoro.errors import DataError
 from memoro.evaluation.evaluate import load_test_images
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import COLUMNS, measure, measure_task
+from memoro.evaluation.photographs import find_photographs, read_photographs
 from memoro.evaluation.training_images import learned_from
-from memoro.heads import energy, probabilities
+from memoro.heads import probabilities
 from memoro.plots import drawable, save_figure
 from memoro.regimes import Baseline
 from memoro.tasks.calibration import decide_unseen, describe_calibration, fit_calibration
 from memoro.tasks.familiarity import FALSE_ALARMS, fit_familiarity
 from memoro.tasks.task import Task
+from memoro.tasks.taskspec import ReadOut
 
 COVERAGES = (1.0, 0.9, 0.8, 0.7, 0.5)
 """Shares of the images, the surest answers first, over which accuracy is reported."""
@@ -97,7 +99,7 @@ def evaluate_trust(
     unlabelled = {name: value for name, value in reading.items() if name in {"image_column", "allow_absolute"}}
     unlike = {}
     for other, place in others.items():
-        images, skipped = _any_images(place, workers, **unlabelled)
+        images, skipped = load_any(place, workers, **unlabelled)
         if skipped:
             log(f"note: {other}: {left_out(skipped, 'image', ' that cannot be read')}.")
         unlike[other] = collect_outputs(model, images, list(sources), **how)[0]
@@ -178,17 +180,6 @@ def _compare(task: Task, own: Outputs, other: Outputs) -> dict[str, Any]:
 
 def _histogram(shares: Tensor) -> list[int]:
     return (shares * 20).long().clamp(max=19).bincount(minlength=20).tolist()
-
-
-def _any_images(source: Any, workers: int | None, **reading: Any) -> tuple[ImageSet, int]:
-    """The readable test images of a set, whatever its labels; all of them where it has no test split, or no labels. And
-    how many cannot be read."""
-    try:
-        how: dict[str, Any] = {"val_fraction": 0, "measured_only": True, "workers": workers, "quiet": True}
-        splits = source if isinstance(source, Splits) else load_data(source, max_unreadable=1.0, **how, **reading)
-    except DataError:
-        splits = load_unlabelled(source, workers, **reading)
-    return splits.to_measure()[1], len(splits.skipped)
 
 
 def trust_tables(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
@@ -312,6 +303,7 @@ def calibrate(
     data: Any,
     *,
     parents: Sequence[Task] = (),
+    others: Any = None,
     batch_size: int = 32,
     workers: int | None = None,
     log: Callable[[str], None] = lambda text: None,
@@ -321,7 +313,8 @@ def calibrate(
 
     The calibration is fitted on the validation split, or on all images of `data` where there is none, never on a test
     split. Where the task was trained on some of those images, it is left as it is, and so is a familiarity that the
-    task has. `reading` are options of `load_data`.
+    task has. `others` are ordinary photographs, from which it is learned what is unfamiliar (see
+    `find_photographs`). `reading` are options of `load_data`.
     """
     model = compose(backbone, [task, *parents])
     labels: dict[str, Any] = {"kind": task.kind, "labels": task.labels, "drop_unknown": True, "task": task.name}
@@ -339,14 +332,20 @@ def calibrate(
     if reason is not None and task.spec.familiarity is not None:
         log(f"{reason}: nothing is changed. Pass images that the task was not trained on.")
         return
-    tokens, targets = [], []
+    statistics, targets = [], []
+    first = ReadOut.of(backbone.anatomy).from_layer
     for images in parts:
         loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
-        (found,), own = collect_logits(lambda x: [entering_token(backbone.anatomy, x)], backbone, loader)
-        tokens.append(found)
+        (found,), own = collect_logits(lambda x: [pool_pass(backbone.anatomy, x, first)], backbone, loader)
+        statistics.append(found)
         targets.append(own)
     classes = torch.cat(targets) if task.kind == "softmax" else None
-    familiarity = fit_familiarity(torch.cat(tokens), classes, background_token(backbone, preprocessing))
+    folder = default_folder()
+    if others is None:
+        photographs = find_photographs(backbone, preprocessing, folder)
+    else:
+        photographs = read_photographs(backbone, preprocessing, others, folder, workers=workers)
+    familiarity = fit_familiarity(torch.cat(statistics), classes, photographs)
     changes: dict[str, Any] = {}
     facts = dict(task.spec.training)
     if familiarity is None:
@@ -366,12 +365,6 @@ def calibrate(
             reason = describe_calibration(None, len(held)).removeprefix("none: ")
             log(f"the calibration stays as it is: {reason}.")
         else:
-            if task.kind == "softmax" and familiarity is not None and familiarity.out_of_fold is not None:
-                energies = energy(task.kind, answers.logits[task.name])
-                answered = familiarity.with_answers(familiarity.out_of_fold[-len(held) :], energies)
-                if answered is not familiarity:
-                    changes["familiarity"] = answered
-                    facts["familiarity"] += f"; answers to {answered.images} of them"
             changes["calibration"] = calibration
             facts["calibration"] = describe_calibration(calibration, len(held))
             log(f"calibration: from {format_count(calibration.images, 'image')} (the task must not be trained on them)")

@@ -5,7 +5,7 @@ from memoro.regimes.adapter import ADAPTER, ADAPTER_MEMORY
 from memoro.regimes.baseline import Baseline, BaselineRegime
 from memoro.regimes.full import FULL
 from memoro.regimes.lora import LORA, LORA_ALL
-from memoro.regimes.memory import HEAD, MEMORY, SIDE
+from memoro.regimes.memory import HEAD, JOINT, MEMORY, READOUT, SIDE
 from memoro.regimes.memory_full import CLASS_FULL, MEMORY_FULL, VPT
 from memoro.regimes.propagated import PROPAGATED, PROPAGATED_ADDITIVE
 from memoro.regimes.regime import Regime, TaskPlan
@@ -17,7 +17,8 @@ BASELINES: dict[str, BaselineRegime] = {
     )
 }  # fmt: skip
 REGIMES: dict[str, Regime] = {
-    regime.name: regime for regime in (HEAD, MEMORY, SIDE, *(baseline.regime for baseline in BASELINES.values()))
+    regime.name: regime
+    for regime in (HEAD, READOUT, MEMORY, SIDE, JOINT, *(baseline.regime for baseline in BASELINES.values()))
 }
 
 

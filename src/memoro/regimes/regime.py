@@ -47,6 +47,8 @@ class Regime:
     composes: bool = True
     """Whether base tokens stay as they are, so that what it trains composes with other tasks."""
     rates: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: RATES)
+    readout: float = 0.0
+    """The share of a read-out in the task's logits; 1: nothing is trained by gradients."""
 
     def build(self, backbone: Backbone, plan: TaskPlan) -> Any:
         """The untrained Task or Baseline. Sizes that the plan leaves open are the regime's own."""

@@ -24,7 +24,7 @@ from memoro.reproduce.methods import Method
 from memoro.tasks.task import Task
 from memoro.training import FitResult, Recipe, RunSpec, TrainOptions, train_runs
 from memoro.training.checkpoint import run_identity
-from memoro.training.sweep import NEAR, average_results
+from memoro.training.sweep import average_results
 
 Correct = np.ndarray[Any, np.dtype[np.bool_]]
 """Whether each image was classified correctly."""
@@ -102,11 +102,6 @@ class Selection:
     """By rate: the accuracy on all held-out images, for each seed; 0 where a run diverged."""
     curve: list[tuple[int, float]]
     """(step, held-out accuracy) at the chosen rate."""
-
-    def used(self, method: Method) -> list[float]:
-        """The chosen rate, or all that `memoro train` would average."""
-        near = [rate for rate, some in self.scores.items() if mean(some) >= mean(self.scores[self.lr]) - NEAR]
-        return near if method.average_rates else [self.lr]
 
     def to_json(self) -> dict[str, Any]:
         scores = {f"{rate:g}": [round(one, 4) for one in some] for rate, some in self.scores.items()}
@@ -230,7 +225,7 @@ def measure_methods(
 ) -> dict[str, dict[str, Any]]:
     """What is recorded of each method: its rate and how it was chosen, and the test accuracy of every seed."""
     selected = select_rates(bench, splits, methods, budget)
-    rates = [(method, lr) for method in methods for lr in selected[method.name].used(method)]
+    rates = [(method, selected[method.name].lr) for method in methods]
     trained = train_seeds(bench, splits, rates, budget) if budget.seeds else {}
     records = {}
     for method in methods:

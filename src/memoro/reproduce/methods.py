@@ -26,13 +26,10 @@ class Method:
     """Fields of `Recipe` that differ from the budget's."""
     ensemble: int = 1
     """How many runs from different seeds answer together."""
-    average_rates: bool = False
-    """Whether the runs of all rates that are near the best one answer together."""
 
     def to_json(self) -> dict[str, Any]:
         """All that decides its results; without ensembles, as in records of before there were any."""
-        none = [("ensemble", 1), ("average_rates", False)]
-        return {name: value for name, value in asdict(self).items() if (name, value) not in none}
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("ensemble", 1)}
 
     @property
     def composes(self) -> bool:

@@ -68,14 +68,14 @@ def fit_calibration(kind: HeadKind, logits: Tensor, targets: Tensor, source: str
         errors = (logits - targets.double()).abs().sort(dim=0).values[rank - 1]
         return Calibration((), (), tuple(errors.tolist()), count, source)
     if kind == "softmax":
-        return Calibration((_temperature(logits, targets),), (), (), count, source)
+        return Calibration((fit_temperature(logits, targets)[0],), (), (), count, source)
     truth = targets.double()
-    shared = _temperature(logits, truth)
+    shared = fit_temperature(logits, truth)[0]
     temperatures, thresholds = [], []
     for label in range(logits.shape[1]):
         own, right = logits[:, label], truth[:, label]
         enough = MIN_EACH <= int(right.sum()) <= count - MIN_EACH
-        temperatures.append(_temperature(own, right) if enough else shared)
+        temperatures.append(fit_temperature(own, right)[0] if enough else shared)
         thresholds.append(_threshold(probabilities(kind, own / temperatures[-1]), right) if enough else 0.5)
     return Calibration(tuple(temperatures), tuple(thresholds), (), count, source)
 
@@ -105,10 +105,12 @@ def describe_calibration(found: Calibration | None, images: int) -> str:
     return "none: not all logits are finite"
 
 
-def _temperature(logits: Tensor, targets: Tensor) -> float:
-    """The temperature with the lowest loss, pulled towards 1 as by one more image: answers without a mistake would
-    have none."""
-    low, high = (math.log(bound) for bound in TEMPERATURES)
+def fit_temperature(
+    logits: Tensor, targets: Tensor, bounds: tuple[float, float] = TEMPERATURES, steps: int = 40
+) -> tuple[float, float]:
+    """The temperature with the lowest mean loss, and that loss. It is pulled towards 1 as by one more image: answers
+    without a mistake would have none."""
+    low, high = map(math.log, bounds)
 
     def loss(logarithm: float) -> float:
         scaled = logits / math.exp(logarithm)
@@ -121,10 +123,11 @@ def _temperature(logits: Tensor, targets: Tensor) -> float:
         return float(total) + logarithm**2 / 2
 
     golden = (math.sqrt(5) - 1) / 2  # the loss is unimodal in the temperature: golden-section search
-    for _ in range(40):
+    for _ in range(steps):
         first, second = high - golden * (high - low), low + golden * (high - low)
         low, high = (low, second) if loss(first) < loss(second) else (first, high)
-    return math.exp((low + high) / 2)
+    middle = (low + high) / 2
+    return math.exp(middle), loss(middle) / len(targets)
 
 
 def _threshold(found: Tensor, truth: Tensor) -> float:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from memoro.errors import TaskError
-from memoro.tasks.task import LOW_RANK, Task
+from memoro.tasks.task import Task
+from memoro.tasks.taskspec import LOW_RANK, READ_OUT
 
 
 def join_members(tasks: Sequence[Task]) -> Task:
@@ -26,7 +27,10 @@ def join_members(tasks: Sequence[Task]) -> Task:
     if first.members > 1:
         raise TaskError(f"{first.name!r} is an ensemble already.")
     states = [task.state_dict() for task in tasks]
-    joined = {name: torch.stack([state[name] for state in states]) for name in first.spec.shapes}
+    joined = {
+        name: states[0][name] if name.startswith(READ_OUT) else torch.stack([state[name] for state in states])
+        for name in first.spec.shapes
+    }
     joined["head.weight"] = joined["head.weight"].transpose(0, 1).flatten(1) / len(tasks)
     joined["head.bias"] = joined["head.bias"].mean(dim=0)
     whole = Task.from_tensors(replace(first.spec, members=len(tasks)), joined, first.extends)
@@ -38,7 +42,7 @@ def split_members(task: Task) -> list[Task]:
     """What the engine computes: a task of one token for each member, with its part of the head."""
     if task.members == 1:
         return [task]
-    spec, states = replace(task.spec, members=1), task.state_dict()
+    spec, states = replace(task.spec, members=1, readout=None), task.state_dict()
     parts = {name: states[name] for name in states if name in {"class_token", "memory"} or name.startswith(LOW_RANK)}
     weights = states["head.weight"].chunk(task.members, dim=1)
     return [

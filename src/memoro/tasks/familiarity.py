@@ -1,14 +1,16 @@
-"""Familiarity: whether an image looks like those that a task was trained on, judged by the backbone's token."""
+"""Familiarity: whether an image looks like those that a task was trained on, judged by the backbone's tokens."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from memoro.tasks.ridge import solve_ridge
 
 MAX_DIRECTIONS = 128
 MAX_BYTES = 54 << 10
@@ -21,93 +23,101 @@ SHRINKAGE = 0.1
 """Share of the mean variance in each variance: that of few images is too small in most directions."""
 LARGEST, SMALLEST = 1e6, 1e-12
 """No value is larger, no variance smaller."""
-NEAREST = 1e-3
-"""Distances to the background are at least this, so that they can be divided by."""
+NEAREST = 1e-6
+"""Distances are at least this, so that they have a logarithm."""
 FALSE_ALARMS = 0.01
 """Share of a task's own images that may be called unfamiliar."""
-MIN_ANSWERS = 100
-"""Held-out images with answers of the task, below which they do not count: familiarity would be coarse."""
-IN_DISTANCE, IN_SCORE = 0.2, 10.0
-"""How much the energy of an answer counts, in its standard deviations: in the logarithm of a distance, and in a score,
-to which answers that are more certain than most add no more than `MOST_CERTAIN`."""
-MOST_CERTAIN, LEAST_CERTAIN = 0.5, -20.0
+FEW_NOTICED = 0.5
+"""A task that notices a smaller share of ordinary photographs is too diverse to tell."""
+PRINCIPAL = 32
+"""Principal directions that are kept of photographs: with all of 500, results are the same (results/trust.md)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Others:
+    """Pooled statistics of photographs that show nothing in particular: their mean and their principal directions."""
+
+    mean: Tensor
+    """(layers, statistics, dim)"""
+    directions: Tensor
+    """(k, layers, statistics, dim), each as long as the standard deviation along it."""
+
+    @classmethod
+    def of(cls, statistics: Tensor) -> Others:
+        """Of statistics (n, layers, statistics, dim)."""
+        rows = statistics.flatten(1).float()
+        mean = rows.mean(dim=0)
+        _, values, vectors = torch.linalg.svd((rows - mean) / math.sqrt(len(rows)), full_matrices=False)
+        directions = (values[:PRINCIPAL, None] * vectors[:PRINCIPAL]).unflatten(1, statistics.shape[1:])
+        return cls(mean.view(statistics.shape[1:]).half(), directions.half())
+
+    def rows(self) -> Tensor:
+        """Statistics (2 k, layers, statistics, dim) with this mean and this covariance."""
+        mean, moved = self.mean.float(), self.directions.float() * math.sqrt(len(self.directions))
+        return torch.cat([mean + moved, mean - moved])
 
 
 @dataclass(frozen=True, eq=False)
 class Familiarity:
-    """What a task's training images look like to the backbone: a Gaussian around each class mean.
+    """What a task's training images look like to the backbone.
 
-    All classes have the same covariance: some principal directions, and one variance for all others. The distance of
-    an image is the squared Mahalanobis distance of its token to the nearest mean, divided by the token's distance to
-    the background: a task with diverse images is near to every plain image, and a plain image is near the background.
-    An image whose answer has less energy than those of held-out images is further away.
-
-    The token is the base's class token as it enters the last layer, which is less specialised than the final one
-    (results/trust.md).
+    An image's strangeness is the sum of two standardised parts. The first is the logarithm of the squared Mahalanobis
+    distance of its token to the nearest class mean: all classes have the same covariance, some principal directions and
+    one variance for all others. The token is the base's class token as it enters the last layer, which is less
+    specialised than the final one (results/trust.md). The second is the answer of a linear layer on pooled statistics
+    that separates the task's images from ordinary photographs; it is missing if there were none.
     """
 
     center: Tensor
     """(dim) the mean token"""
-    background: Tensor
-    """(dim) the mean token of synthetic images"""
     directions: Tensor
     """(k, dim) orthonormal"""
     variances: Tensor
     """(k) within classes"""
     means: Tensor
     """(classes, k) of each class, along the directions, from the centre; one where images have no single class"""
-    distances: Tensor
-    """(q) of the task's own held-out images, ascending; quantiles where there are more than `MAX_SCORES`"""
+    reader: Tensor
+    """(features) the linear layer on the statistics from the first layer on that it reads; empty without one."""
+    held_out: Tensor
+    """(q) strangeness of the task's own held-out images, ascending; quantiles of more than `MAX_SCORES`"""
     residual: float
     """Variance within classes, along each of the other directions."""
+    slope: float
+    """Factor of the logarithm of the distance."""
+    offset: float
+    """Added to the strangeness, so that that of held-out images has the mean 0."""
     images: int
-    """How many held-out images `distances` stands for."""
-    energy: tuple[float, float] = (0.0, 0.0)
-    """Mean and standard deviation of the energy (`heads.energy`) of the task's answers to held-out images. 0 and 0: its
-    answers do not count, because too few images were held out."""
-    validated: Tensor | None = None
-    """(n) distance of each validation image, whatever the task answers, where its answers to those count. A file does
-    not have it."""
-    out_of_fold: Tensor | None = None
-    """(n) distance of each image that it was fitted on to a description without it, whatever the task answers. A file
-    does not have it."""
+    """How many held-out images `held_out` stands for."""
+    noticed: float = 1.0
+    """Estimated share of ordinary photographs that `reader` alone tells from the task's images."""
 
-    def with_answers(self, distances: Tensor, energies: Tensor) -> Familiarity:
-        """The same with distances that depend on the task's answers.
-
-        Takes the distances (n) of held-out images, and the energies (n) of the answers to them by weights that did not
-        learn from them. Nothing changes for fewer than `MIN_ANSWERS` of them, or if all energies are the same.
-        """
-        values = energies.double().cpu()
-        if len(values) < MIN_ANSWERS or not float(values.std()) > 0:
-            return self
-        statistics = float(values.mean()), float(values.std())
-        far = distances.cpu() * _factor(standardise(energies.cpu(), *statistics))
-        found = replace(self, distances=_quantiles(far), images=len(far), energy=statistics)
-        return found if found.valid else self
+    @property
+    def coarse(self) -> bool:
+        """Whether there are too few images, or too diverse ones, to tell what is unfamiliar."""
+        return self.images * FALSE_ALARMS < 1 or self.noticed < FEW_NOTICED
 
     def limit(self, false_alarms: float = FALSE_ALARMS) -> float:
-        """The distance beyond which an image is unfamiliar, as `Routing.apply` decides; infinite where none is."""
-        shares = torch.arange(len(self.distances), device=self.distances.device) / len(self.distances)
+        """The strangeness beyond which an image is unfamiliar, as `Routing.apply` decides; infinite where none is."""
+        shares = torch.arange(len(self.held_out), device=self.held_out.device) / len(self.held_out)
         below = int((shares < false_alarms).sum())
-        return float(self.distances[-below]) if below else math.inf
+        return float(self.held_out[-below]) if below else math.inf
 
     @property
     def valid(self) -> bool:
         """Whether its values are within bounds, so that no product overflows: none that `fit_familiarity` gives is
         beyond them."""
         # As Python floats: in half precision the bounds are infinity and zero. Comparisons with NaN are false.
-        bounds = [[float(bound) for bound in tensor.aminmax()] for tensor in self.tensors.values()]
+        bounds = [[float(bound) for bound in tensor.aminmax()] for tensor in self.tensors.values() if tensor.numel()]
         lengths = self.directions.float().square().sum(dim=-1)
         return (
             all(low >= -LARGEST and high <= LARGEST for low, high in bounds)
             and SMALLEST <= self.residual <= LARGEST
             and bool(((lengths - 1).abs() <= 0.05).all())
             and float(self.variances.min()) >= SMALLEST
-            and float(self.distances[0]) >= 0
-            and abs(self.energy[0]) <= LARGEST
-            and 0 <= self.energy[1] <= LARGEST
-            and bool((self.distances[1:] >= self.distances[:-1]).all())
+            and 0 <= self.slope <= LARGEST
+            and abs(self.offset) <= LARGEST
+            and 0 <= self.noticed <= 1
+            and bool((self.held_out[1:] >= self.held_out[:-1]).all())
         )
 
     @property
@@ -120,20 +130,26 @@ class Familiarity:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-TENSORS = ("center", "background", "directions", "variances", "means", "distances")
+TENSORS = ("center", "directions", "variances", "means", "reader", "held_out")
 
 
 def tensor_shapes(record: Mapping[str, int], dim: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a description's tensors, from its sizes: directions, classes, scores."""
+    """The shapes of a description's tensors, from its sizes: directions, classes, features, scores."""
     k = record["directions"]
     return {
         "center": (dim,),
-        "background": (dim,),
         "directions": (k, dim),
         "variances": (k,),
         "means": (record["classes"], k),
-        "distances": (record["scores"],),
+        "reader": (record["features"],),
+        "held_out": (record["scores"],),
     }
+
+
+def entering_token(pooled: Tensor) -> Tensor:
+    """The base's token (b, dim) as it enters the last layer, from statistics (b, layers, statistics, dim) of the last
+    two layers or more."""
+    return pooled[:, max(-2, -pooled.shape[1]), 0]
 
 
 class FamiliarityBank:
@@ -145,12 +161,12 @@ class FamiliarityBank:
 
     def __init__(self, items: Sequence[Familiarity], device: torch.device | str = "cpu") -> None:
         origin = torch.stack([one.center.double() for one in items]).mean(dim=0)
-        lengths = [len(one.distances) for one in items]
-        # No distance is smaller than -1, so these are never counted.
-        held_out = torch.full((len(items), max(lengths)), -1.0, device="cpu")
+        lengths = [len(one.held_out) for one in items]
+        # Nothing is less strange than minus infinity, so these are never counted.
+        held_out = torch.full((len(items), max(lengths)), -math.inf, device="cpu")
         offsets, readers, shifts, squares = [], [], [], []
         for at, one in enumerate(items):
-            held_out[at, : lengths[at]] = one.distances.float()
+            held_out[at, : lengths[at]] = one.held_out.float()
             directions, scale = one.directions.double(), one.variances.double().rsqrt()
             means = one.means.double() * scale
             reader = (means * scale) @ directions  # the product of a class mean and an image, both scaled: linear in it
@@ -160,22 +176,26 @@ class FamiliarityBank:
             shifts.append((reader @ away).float())
             squares.append(means.square().sum(dim=-1).float())
         self.origin = origin.float().to(device)
-        self.center, self.background = (
-            torch.stack([getattr(one, name) - origin for one in items]).float().to(device)
-            for name in ("center", "background")
-        )
+        self.center = torch.stack([one.center - origin for one in items]).float().to(device)
         self.directions = torch.cat([one.directions.float() for one in items]).to(device)
         self.weights = torch.cat([one.variances.float().reciprocal() for one in items]).to(device)
         self.offsets, self.readers = torch.cat(offsets).to(device), torch.cat(readers).to(device)
         self.shifts, self.squares = torch.cat(shifts).to(device), torch.cat(squares).to(device)
-        self.residual = torch.tensor([one.residual for one in items], device=device)
-        self.energy = torch.tensor([one.energy for one in items], device=device)
+        self.residual, self.slope, self.offset = (
+            torch.tensor([getattr(one, name) for one in items], device=device)
+            for name in ("residual", "slope", "offset")
+        )
+        self.features = max(len(one.reader) for one in items)
+        """Of the last layers' statistics: descriptions that read fewer layers have zeros for the others."""
+        padded = [torch.nn.functional.pad(one.reader.float(), (self.features - len(one.reader), 0)) for one in items]
+        self.photographs = torch.stack(padded).to(device)
         self.held_out, self.lengths = held_out.to(device), torch.tensor(lengths, device=device)
         self.classes = torch.tensor([len(one.means) for one in items], device=device)
         numbers = torch.arange(len(items), device=device)
         self.class_task = numbers.repeat_interleave(self.classes)
         """The number of the task that each class mean belongs to."""
-        self.direction_task = numbers.repeat_interleave(torch.tensor([len(x.directions) for x in items], device=device))
+        sizes = torch.tensor([len(one.directions) for one in items], device=device)
+        self.direction_task = numbers.repeat_interleave(sizes)
         self._compare(items, origin, device)
 
     def _compare(self, items: Sequence[Familiarity], origin: Tensor, device: torch.device | str) -> None:
@@ -191,34 +211,38 @@ class FamiliarityBank:
         found = [(one.means.double() @ one.directions.double() + one.center - origin) @ whiten for one in items]
         self.whiten, self.prototypes = whiten.float().to(device), torch.cat(found).float().to(device)
 
-    def measure(self, tokens: Tensor, energies: Tensor | None = None) -> Tensor:
-        """The distance of each image to each task's training images (b, tasks), from its token (b, dim) and the energy
-        of each task's answer (b, tasks); without energies, whatever the tasks answer."""
+    def layers(self, statistics: int) -> int:
+        """How many of the last layers it reads."""
+        return max(2, self.features // (statistics * len(self.origin)))
+
+    def measure(self, tokens: Tensor) -> Tensor:
+        """The squared distance of tokens (b, dim) to the nearest class of each task (b, tasks)."""
         tokens = tokens.float() - self.origin
         squares = (tokens @ self.directions.T - self.offsets).square()
         along, scaled = (_sum(part, self.direction_task, self.center) for part in (squares, squares * self.weights))
         rest = (tokens.unsqueeze(1) - self.center).square().sum(-1) - along
         gaps = self.squares - 2 * (tokens @ self.readers.T - self.shifts)
         nearest = _reduce(gaps, self.class_task, self.center, "amin") + scaled
-        distances = nearest.clamp(min=0) + rest.clamp(min=0) / self.residual
-        away: Tensor = (tokens.unsqueeze(1) - self.background).norm(dim=-1)
-        distances = distances / away.clamp(min=NEAREST)
-        if energies is not None:
-            distances = distances * _factor(standardise(energies, *self.energy.T))
-        return distances.clamp(max=LARGEST)
+        return (nearest.clamp(min=0) + rest.clamp(min=0) / self.residual).clamp(NEAREST, LARGEST)
 
-    def judge(self, tokens: Tensor, energies: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Of each image and task (b, tasks): the score, and the familiarity. Takes what `measure` takes.
+    def strangeness(self, pooled: Tensor) -> Tensor:
+        """How strange images are to each task (b, tasks), from statistics (b, layers, statistics, dim)."""
+        found = self.slope * self.measure(entering_token(pooled)).log() + self.offset
+        if self.features:
+            found = found - pooled.flatten(1)[:, -self.features :].float() @ self.photographs.T
+        return found.clamp(-LARGEST, LARGEST)
+
+    def judge(self, pooled: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each image and task (b, tasks): the score, and the familiarity. Takes what `strangeness` takes.
 
         The score compares the tasks of the bank: the highest one tells whose image it is. It is the log-density per
         dimension, up to a constant, of a mixture of the task's classes, with one covariance for all classes of all
-        tasks: with one for each task, those with diverse images would claim too many (results/trust.md). A task whose
-        answer has little energy has a lower one. The familiarity is about one task alone: the share of its own held-out
-        images that look at least as strange.
+        tasks: with one for each task, those with diverse images would claim too many (results/trust.md). The
+        familiarity is about one task alone: the share of its own held-out images that are at least as strange.
         """
-        distances = self.measure(tokens, energies)
+        strangeness, tokens = self.strangeness(pooled), entering_token(pooled)
         # Not searchsorted, which ONNX does not have.
-        shares = (self.held_out >= distances.unsqueeze(-1)).sum(dim=-1) / self.lengths
+        shares = (self.held_out >= strangeness.unsqueeze(-1)).sum(dim=-1) / self.lengths
         whitened = (tokens.float() - self.origin) @ self.whiten
         away = whitened.square().sum(dim=-1, keepdim=True) + self.prototypes.square().sum(dim=-1)
         exponents = whitened @ self.prototypes.T - away / 2
@@ -226,21 +250,7 @@ class FamiliarityBank:
         largest = _reduce(exponents, self.class_task, self.center, "amax")
         total = _sum((exponents - largest[:, self.class_task]).exp(), self.class_task, self.center)
         densities = largest + total.log() - self.classes.log()
-        if energies is not None:
-            densities = densities + IN_SCORE * standardise(energies, *self.energy.T).clamp(max=MOST_CERTAIN)
         return densities / tokens.shape[1], shares
-
-
-def standardise(energies: Tensor, mean: Tensor | float, spread: Tensor | float) -> Tensor:
-    """Energies in standard deviations of those of held-out images; 0 where those are not known."""
-    spread = torch.as_tensor(spread, device=energies.device)
-    known = (energies - mean) / spread.clamp(min=SMALLEST)
-    return torch.where(spread > 0, known.clamp(LEAST_CERTAIN, -LEAST_CERTAIN), 0.0)
-
-
-def _factor(standardised: Tensor) -> Tensor:
-    """What the distances of images are multiplied by, from the standardised energies of the answers to them."""
-    return (-IN_DISTANCE * standardised).exp()
 
 
 def _sum(values: Tensor, owner: Tensor, tasks: Tensor) -> Tensor:
@@ -252,33 +262,73 @@ def _reduce(values: Tensor, owner: Tensor, tasks: Tensor, how: str) -> Tensor:
     return start.scatter_reduce(1, owner.expand_as(values), values, how)
 
 
-def fit_familiarity(tokens: Tensor, classes: Tensor | None, background: Tensor) -> Familiarity | None:
-    """A description of training images from their tokens (n, dim), their classes (n), if each has one, and the mean
-    token (dim) of synthetic images.
+def fit_familiarity(statistics: Tensor, classes: Tensor | None, others: Others | None) -> Familiarity | None:
+    """A description of training images from their statistics (n, layers, statistics, dim), their classes (n), if each
+    has one, and ordinary photographs, if there are any.
 
-    The distances of held-out images are those of each fold to a description of the others. None for fewer than
-    `MIN_IMAGES` images, and for tokens that are not finite or too large.
+    How strange held-out images are is found without them: distances by folds, the linear layer by leaving one out. None
+    for fewer than `MIN_IMAGES` images, and for tokens that are not finite or too large.
     """
-    tokens = tokens.double().cpu()
+    tokens = entering_token(statistics).double().cpu()
     count = len(tokens)
     if count < MIN_IMAGES or not bool(torch.isfinite(tokens).all()):
         return None
     groups = torch.zeros(count, dtype=torch.long, device="cpu") if classes is None else classes.cpu()
     if count < 2 * len(set(groups.tolist())):  # images of their own class tell nothing about how much a class varies
         groups = torch.zeros_like(groups)
-    background = background.float().cpu()
-    whole = {**_describe(tokens, groups), "background": background}
-    if not Familiarity(**whole, distances=torch.ones(1, device="cpu"), images=0).valid:
+    nothing = torch.zeros(0, dtype=torch.float16, device="cpu")
+    plain: dict[str, Any] = {"reader": nothing, "held_out": torch.ones(1), "slope": 1.0, "offset": 0.0, "images": 0}
+    whole = _describe(tokens, groups)
+    if not Familiarity(**whole, **plain).valid:
         return None
     fold = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu") % FOLDS
-    found = torch.empty(count, device="cpu")
+    distances = torch.empty(count, device="cpu")
     for number in range(FOLDS):
         own = fold == number
-        fields = {**_describe(tokens[~own], groups[~own]), "background": background}
-        part = Familiarity(**fields, distances=torch.ones(1, device="cpu"), images=0)
-        found[own] = FamiliarityBank([part]).measure(tokens[own])[:, 0]
-    known = Familiarity(**whole, distances=_quantiles(found), images=count, out_of_fold=found)
+        part = Familiarity(**_describe(tokens[~own], groups[~own]), **plain)
+        distances[own] = FamiliarityBank([part]).measure(tokens[own])[:, 0]
+    logarithms = distances.log()
+    slope = 1 / max(float(logarithms.std()), NEAREST)
+    strange, offset = (logarithms - logarithms.mean()) * slope, -float(logarithms.mean()) * slope
+    reader, noticed = nothing, 1.0
+    if others is not None:
+        reader, own_offset, answers, noticed = _separate(statistics, others)
+        strange, offset = strange - answers, offset + own_offset
+    found: dict[str, Any] = {"reader": reader, "slope": slope, "offset": offset, "images": count, "noticed": noticed}
+    known = Familiarity(**whole, held_out=_quantiles(strange), **found)
     return known if known.valid else None
+
+
+def _separate(statistics: Tensor, others: Others) -> tuple[Tensor, float, Tensor, float]:
+    """The linear layer that separates images from photographs, in standard deviations of its answers to the images: its
+    weights, what is added to the strangeness, its answers to held-out images, and the share of photographs below the
+    images' limit, if those are normally distributed."""
+    away, count = others.rows().flatten(1), len(statistics)
+    total = count + len(away)
+    aims = (torch.arange(total, device="cpu") < count).float()[:, None]
+    balanced = torch.where(aims[:, 0] > 0, total / (2 * count), total / (2 * len(away)))
+
+    def read(index: Tensor) -> Tensor:
+        own = index < count
+        rows = torch.empty(len(index), away.shape[1], device="cpu")
+        rows[own] = statistics[index[own]].flatten(1).float().cpu()
+        rows[~own] = away[index[~own] - count]
+        return rows
+
+    def loss(answers: Tensor, index: Tensor) -> float:
+        return float((balanced[index, None] * (answers - aims[index]).square()).sum())
+
+    solved = solve_ridge(total, read, lambda index: aims[index], loss, sample_weight=balanced)
+    answers = solved.held_out[:count, 0]
+    middle, spread = float(answers.mean()), max(float(answers.std()), NEAREST)
+    weight = solved.weight[0] / spread
+    reader = weight.clamp(-6e4, 6e4).half()
+    offset = (middle - float(solved.bias[0])) / spread - float((weight - reader.float()) @ solved.mean)
+    limit = float(((answers - middle) / spread).quantile(FALSE_ALARMS))
+    level = float(others.mean.flatten().float() @ reader.float()) - offset
+    deviation = float((others.directions.flatten(1).float() @ reader.float()).norm())
+    noticed = 0.5 * (1 + math.erf((limit - level) / max(deviation, NEAREST) / math.sqrt(2)))
+    return reader, offset, (answers - middle) / spread, noticed
 
 
 def _quantiles(distances: Tensor) -> Tensor:

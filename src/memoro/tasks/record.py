@@ -23,10 +23,10 @@ from memoro.heads import HeadKind
 from memoro.images import Preprocessing
 from memoro.tasks.spec import ModelSpec, check_labels, check_name
 
-FORMAT = 3
-"""The newest that can be read. Only ensembles need it."""
-PLAIN_FORMAT = 2
-"""What everything else is written as, so that older versions can read it."""
+PLAIN_FORMAT, ENSEMBLE_FORMAT, READ_OUT_FORMAT = 2, 3, 4
+"""What tasks are written as: the oldest that can hold them, so that older versions can read the rest."""
+FORMAT = READ_OUT_FORMAT
+"""The newest that can be read."""
 KEY = "memoro"
 MAX_HEADER = 64 << 20
 MAX_BRACKETS = 1 << 18

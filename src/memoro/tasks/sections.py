@@ -13,9 +13,16 @@ from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import LARGEST, SMALLEST, Familiarity, tensor_shapes
 from memoro.tasks.record import read_list, read_number, read_object, read_tensors, read_text, read_whole, write_tensors
 from memoro.tasks.spec import hash_record
-from memoro.tasks.task import TaskSpec
+from memoro.tasks.taskspec import MAX_STATISTICS, TaskSpec
 
 PREFIX = "familiarity."
+NUMBERS = {
+    "residual": (SMALLEST, LARGEST),
+    "slope": (0.0, LARGEST),
+    "offset": (-LARGEST, LARGEST),
+    "noticed": (0.0, 1.0),
+}
+"""The fields of a familiarity that are numbers, and their bounds."""
 MAX_DIRECTIONS = 1024
 MAX_SCORES = 4096
 MAX_IMAGES = 10**12
@@ -33,27 +40,38 @@ def write_sections(spec: TaskSpec, prefix: str) -> tuple[dict[str, Any], dict[st
         section = {
             "directions": len(own.directions),
             "classes": len(own.means),
-            "scores": len(own.distances),
-            "residual": own.residual,
+            "features": len(own.reader),
+            "scores": len(own.held_out),
+            **{name: getattr(own, name) for name in NUMBERS},
             "images": own.images,
-            "energy": list(own.energy),
         }
         record["familiarity"] = {**section, "checksum": hash_record(section, own.tensors)}
         tensors = write_tensors(spec.name, own.tensors, prefix + PREFIX)
     return record, tensors
 
 
-def section_tensors(item: Mapping[str, Any], dim: int) -> dict[str, tuple[int, ...]]:
+def section_tensors(item: Mapping[str, Any], dim: int, depth: int) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the tensors of a task's familiarity, none where it has none."""
     if "familiarity" not in item:
         return {}
     section = read_object(item, "familiarity")
+    outdated = _is_outdated(section)
     sizes = {
         "directions": read_whole(section, "directions", 1, min(dim, MAX_DIRECTIONS)),
         "classes": read_whole(section, "classes", 1, max(1, len(read_list(item, "labels", 1, 1 << 30)))),
+        "features": 0 if outdated else read_whole(section, "features", 0, depth * MAX_STATISTICS * dim),
         "scores": read_whole(section, "scores", 1, MAX_SCORES),
     }
-    return {PREFIX + name: shape for name, shape in tensor_shapes(sizes, dim).items()}
+    shapes = tensor_shapes(sizes, dim)
+    if outdated:
+        del shapes["reader"]
+        shapes |= {"background": (dim,), "distances": shapes.pop("held_out")}
+    return {PREFIX + name: shape for name, shape in shapes.items()}
+
+
+def _is_outdated(section: Mapping[str, Any]) -> bool:
+    """Whether a familiarity was written by a version that measured it in another way. It is not read."""
+    return "slope" not in section
 
 
 def read_sections(item: Mapping[str, Any], spec: TaskSpec, file: Any, prefix: str) -> dict[str, Any]:
@@ -61,7 +79,8 @@ def read_sections(item: Mapping[str, Any], spec: TaskSpec, file: Any, prefix: st
     found: dict[str, Any] = {}
     if "calibration" in item:
         found["calibration"] = _read_calibration(read_object(item, "calibration"), spec)
-    if shapes := section_tensors(item, spec.backbone.dim):
+    shapes = section_tensors(item, spec.backbone.dim, spec.backbone.depth)
+    if shapes and not _is_outdated(item["familiarity"]):
         stored = read_tensors(file, spec.name, shapes, prefix)
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
         found["familiarity"] = _read_familiarity(read_object(item, "familiarity"), tensors, spec.name)
@@ -84,14 +103,11 @@ def _read_calibration(section: Mapping[str, Any], spec: TaskSpec) -> Calibration
 
 
 def _read_familiarity(section: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> Familiarity:
-    residual = read_number(section, "residual", SMALLEST, LARGEST)
+    numbers = {number: read_number(section, number, *bounds) for number, bounds in NUMBERS.items()}
     images = read_whole(section, "images", 1, MAX_IMAGES)
-    bounds = ((-LARGEST, LARGEST), (0.0, LARGEST))
-    stated = read_list(section, "energy", 2, 2) if "energy" in section else (0.0, 0.0)
-    mean, spread = (read_number({"energy": one}, "energy", *own) for one, own in zip(stated, bounds, strict=True))
     _check_sum(section, tensors, name, "familiarity")
-    found = Familiarity(**tensors, residual=residual, images=images, energy=(mean, spread))
-    return _check_values(found, name)
+    fields: dict[str, Any] = {**tensors, **numbers, "images": images}
+    return _check_values(Familiarity(**fields), name)
 
 
 def _check_values(familiarity: Familiarity, name: str) -> Familiarity:

@@ -12,16 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from memoro.arguments import plain_int, several
-from memoro.backbones import Anatomy, Backbone, BackboneRecord, require_backbone
-from memoro.errors import CompositionError, DataError, TaskError
+from memoro.backbones import Backbone, BackboneRecord, require_backbone
+from memoro.errors import DataError, TaskError
 from memoro.heads import find_kind
-from memoro.tasks.calibration import Calibration
-from memoro.tasks.familiarity import Familiarity
-from memoro.tasks.spec import INIT_STD, MAX_CELLS, MAX_RANK, ModelSpec, TaskModule, check_labels, check_name
-
-MemoryNorm = Literal["pre", "post"]
-LOW_RANK = "lora."
-"""How the names of low-rank weights begin."""
+from memoro.tasks.spec import INIT_STD, MAX_CELLS, MAX_RANK, TaskModule, check_labels, check_name
+from memoro.tasks.taskspec import LOW_RANK, READ_OUT, MemoryNorm, ReadOut, TaskSpec, Widths
 
 
 @dataclass(frozen=True)
@@ -30,73 +25,6 @@ class Parent:
 
     name: str
     content: str
-
-
-@dataclass(frozen=True)
-class Widths:
-    """How wide a backbone's layers are inside. All its layers are alike."""
-
-    attention: int
-    """Of queries, keys and values each: heads * head width."""
-    expanded: int
-    """After the first matrix of the MLP."""
-    hidden: int
-    """Before the last one; a gate makes it narrower than `expanded`."""
-
-    @classmethod
-    def of(cls, anatomy: Anatomy) -> Widths:
-        block = anatomy.blocks[0]
-        return cls(anatomy.heads * block.head_width, block.mlp_parts.expanded, block.mlp_parts.hidden)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskSpec(ModelSpec):
-    """What a task is, without its weights."""
-
-    from_layer: int
-    cells: int
-    memory_norm: MemoryNorm
-    rank: int = 0
-    """Of the low-rank weights that are added to the matrices of each layer from the fork on, for the task's token
-    alone; 0: it has none."""
-    widths: Widths | None = None
-    """None for rank 0, which does not depend on it."""
-    members: int = 1
-    """Of an ensemble: how many tokens it has, each with its own memory and low-rank weights. The head reads all."""
-    calibration: Calibration | None = None
-    familiarity: Familiarity | None = None
-
-    def check_backbone(self, backbone: Backbone) -> None:
-        super().check_backbone(backbone)
-        if self.widths is not None and self.widths != (here := Widths.of(backbone.anatomy)):
-            raise CompositionError(
-                f"{self.name!r} has low-rank weights for layers of {self.widths}, {backbone.name} has {here}: its file "
-                "is damaged. Train the task again."
-            )
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each of its tensors."""
-        dim, classes, layers = self.backbone.dim, len(self.labels), self.backbone.depth - self.from_layer
-        each = (self.members,) if self.members > 1 else ()
-        shapes: dict[str, tuple[int, ...]] = {
-            "class_token": (*each, dim),
-            "memory": (*each, layers, self.cells, dim),
-            "head.weight": (classes, self.members * dim),
-            "head.bias": (classes,),
-        }
-        if self.rank and self.widths is not None:
-            inner, expanded, hidden = self.widths.attention, self.widths.expanded, self.widths.hidden
-            # Queries, keys and values are three matrices of one input.
-            for name, three, read, written in (
-                ("qkv", (3,), dim, inner),
-                ("project", (), inner, dim),
-                ("expand", (), dim, expanded),
-                ("contract", (), hidden, dim),
-            ):
-                shapes[f"{LOW_RANK}{name}_A"] = (*each, layers, *three, self.rank, read)
-                shapes[f"{LOW_RANK}{name}_B"] = (*each, layers, *three, written, self.rank)
-        return shapes
 
 
 class Task(TaskModule[TaskSpec]):
@@ -110,6 +38,7 @@ class Task(TaskModule[TaskSpec]):
         head: nn.Linear,
         extends: Sequence[Task | Parent] = (),
         lora: Mapping[str, Tensor] | None = None,
+        readout: nn.Linear | None = None,
     ) -> None:
         super().__init__(spec)
         self.class_token = nn.Parameter(class_token)
@@ -117,6 +46,8 @@ class Task(TaskModule[TaskSpec]):
         self.head = head
         self.lora = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in (lora or {}).items()})
         """Low-rank weights: B @ A of each matrix, at each layer from the fork on; empty for rank 0."""
+        self.readout = readout
+        """From the base's pooled statistics (layers * statistics * dim) to what is added to the head's logits."""
         # A tuple, so that torch does not take the parents' parameters for this task's own.
         self.extends = tuple(extends)
         self._trained_with = {parent.name: parent.content for parent in extends if isinstance(parent, Parent)}
@@ -124,10 +55,12 @@ class Task(TaskModule[TaskSpec]):
     @classmethod
     def from_tensors(cls, spec: TaskSpec, tensors: Mapping[str, Tensor], extends: Sequence[Task | Parent]) -> Task:
         """The task with the tensors of a state dict; they are not copied."""
-        head = nn.Linear(spec.members * spec.backbone.dim, len(spec.labels), device="meta")
-        head.weight, head.bias = nn.Parameter(tensors["head.weight"]), nn.Parameter(tensors["head.bias"])
         lora = {name.removeprefix(LOW_RANK): tensor for name, tensor in tensors.items() if name.startswith(LOW_RANK)}
-        return cls(spec, tensors["class_token"], tensors["memory"], head, extends, lora)
+        head = make_linear(tensors["head.weight"], tensors["head.bias"])
+        readout = None
+        if spec.readout is not None:
+            readout = make_linear(tensors[f"{READ_OUT}weight"], tensors[f"{READ_OUT}bias"])
+        return cls(spec, tensors["class_token"], tensors["memory"], head, extends, lora, readout)
 
     @property
     def from_layer(self) -> int:
@@ -161,12 +94,33 @@ class Task(TaskModule[TaskSpec]):
         return content_hashes([self])[id(self)]
 
     def stored_tensors(self) -> dict[str, Tensor]:
-        """Its weights as a file holds them: low-rank weights as float16 where that changes no value of float32."""
+        """Its weights as a file holds them: the largest as float16 where that changes no value of float32."""
         found: dict[str, Tensor] = self.state_dict()
         for name, tensor in found.items():
-            half = tensor.half() if name.startswith(LOW_RANK) and tensor.dtype == torch.float32 else tensor
+            half = tensor.half() if is_halved(name) and tensor.dtype == torch.float32 else tensor
             found[name] = half if torch.equal(half.to(tensor.dtype), tensor) else tensor
         return found
+
+    @torch.no_grad()
+    def attach_readout(self, reads: ReadOut, weight: Tensor, bias: Tensor) -> None:
+        """Gives it a read-out, weight (labels, features) and bias (labels), of which `reads.share` counts. Of its head,
+        the rest counts from then on."""
+        self.detach_readout()
+        for parameter in self.head.parameters():
+            parameter.mul_(1 - reads.share)
+        like = self.head.weight
+        weight = (weight * reads.share).half().float()  # as a file holds it: a smaller value may need more bits
+        self.update_spec(readout=reads)
+        self.readout = make_linear(weight.to(like), bias.to(like) * reads.share).requires_grad_(False)
+
+    @torch.no_grad()
+    def detach_readout(self) -> None:
+        """Takes the read-out away: the head is what it was without one."""
+        if self.spec.readout is not None and self.spec.readout.share < 1:
+            for parameter in self.head.parameters():
+                parameter.div_(1 - self.spec.readout.share)
+        self.update_spec(readout=None)
+        self.readout = None
 
     def round_low_rank(self) -> None:
         """Rounds low-rank weights to what float16 can hold: they are most of a task, and its file is half as large."""
@@ -241,6 +195,18 @@ class Task(TaskModule[TaskSpec]):
         return f"{self.name!r}, {len(self.labels)} labels, {own}, from layer {self.from_layer}"
 
 
+def make_linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    """A layer of these tensors, which are not copied."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+    layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
+    return layer
+
+
+def is_halved(name: str) -> bool:
+    """Whether a file may hold this tensor as float16."""
+    return name.startswith(LOW_RANK) or name == f"{READ_OUT}weight"
+
+
 def content_hashes(tasks: Iterable[Task]) -> dict[int, str]:
     """The content hashes of the tasks and of those that they depend on, by `id`; each is computed once."""
     hashes: dict[int, str] = {}
@@ -255,6 +221,7 @@ def content_hashes(tasks: Iterable[Task]) -> dict[int, str]:
         if id(task) not in hashes:
             hashes[id(task)] = task.spec.hash_content(
                 task.state_dict(),
+                **({} if task.spec.readout is None else {"readout": asdict(task.spec.readout)}),
                 from_layer=task.from_layer,
                 memory_norm=task.spec.memory_norm,
                 parents=[asdict(parent) for parent in task.parents_among(hashes)],

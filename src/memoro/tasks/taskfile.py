@@ -17,12 +17,15 @@ from memoro.files import write_whole
 from memoro.tasks.card import write_card
 from memoro.tasks.hub import FILE, MAX_FILE, find_task_file
 from memoro.tasks.record import (
-    FORMAT,
+    ENSEMBLE_FORMAT,
+    PLAIN_FORMAT,
+    READ_OUT_FORMAT,
     check_content,
     file_bytes,
     open_file,
     read_choice,
     read_list,
+    read_number,
     read_object,
     read_spec,
     read_tensors,
@@ -33,7 +36,8 @@ from memoro.tasks.record import (
 )
 from memoro.tasks.sections import read_sections, section_tensors, write_sections
 from memoro.tasks.spec import MAX_CELLS, MAX_MEMBERS, MAX_RANK, by_name, check_name
-from memoro.tasks.task import LOW_RANK, MemoryNorm, Parent, Task, TaskSpec, Widths, content_hashes, link_parents
+from memoro.tasks.task import Parent, Task, content_hashes, is_halved, link_parents
+from memoro.tasks.taskspec import MAX_STATISTICS, MemoryNorm, ReadOut, TaskSpec, Widths
 
 MAX_TASKS = 10_000
 MAX_WIDTH = 1 << 20
@@ -65,8 +69,16 @@ def task_bytes(tasks: Task | Iterable[Task]) -> bytes:
         sections, own = write_sections(task.spec, f"{number}.")
         tensors |= {**write_tensors(task.name, task.stored_tensors(), f"{number}."), **own}
         records.append({**_write_task(task, hashes), **sections})
-    newer = {"format": FORMAT} if any(task.members > 1 for task in tasks) else {}
-    return file_bytes({"tasks": records, **newer}, tensors)
+    return file_bytes({"tasks": records, "format": max(map(_oldest_format, tasks))}, tensors)
+
+
+def _oldest_format(task: Task) -> int:
+    """The oldest format that can hold a task, so that older versions can read it."""
+    preprocessing = task.spec.preprocessing
+    scaled = preprocessing is not None and preprocessing.white is not None
+    if task.spec.readout is not None or task.spec.familiarity is not None or scaled:
+        return READ_OUT_FORMAT
+    return ENSEMBLE_FORMAT if task.members > 1 else PLAIN_FORMAT
 
 
 def load_task(
@@ -102,7 +114,10 @@ def load_tasks(
     with open_file(find_task_file(path, revision, token), "tasks", MAX_FILE) as (file, record):
         items = read_list(record, "tasks", 1, MAX_TASKS)
         specs = [_read_spec(item) for item in items]
-        sections = [section_tensors(item, spec.backbone.dim) for item, spec in zip(items, specs, strict=True)]
+        sections = [
+            section_tensors(item, spec.backbone.dim, spec.backbone.depth)
+            for item, spec in zip(items, specs, strict=True)
+        ]
         known = {
             f"{number}.{part}"
             for number, (spec, own) in enumerate(zip(specs, sections, strict=True))
@@ -116,7 +131,7 @@ def load_tasks(
             tensors = read_tensors(file, spec.name, spec.shapes, f"{number}.")
             dtype = tensors["class_token"].dtype
             for part, tensor in tensors.items():
-                if not part.startswith(LOW_RANK):
+                if not is_halved(part):
                     continue
                 if dtype.itemsize > 2 * tensor.element_size():  # would take more memory than the file's size allows
                     raise TaskFileError(f"{spec.name!r}: {part} is {tensor.dtype} in a task of {dtype}.")
@@ -158,6 +173,7 @@ def _write_task(task: Task, hashes: Mapping[int, str]) -> dict[str, Any]:
         "memory_norm": task.spec.memory_norm,
         **({} if task.spec.widths is None else {"rank": task.rank, "widths": asdict(task.spec.widths)}),
         **({} if task.members == 1 else {"members": task.members}),
+        **({} if task.spec.readout is None else {"readout": asdict(task.spec.readout)}),
         "parents": [asdict(parent) for parent in task.parents_among(hashes)],
     }
 
@@ -171,6 +187,12 @@ def _read_spec(item: object) -> TaskSpec:
     if "rank" in item:
         rank, found = read_whole(item, "rank", 1, MAX_RANK), read_object(item, "widths")
         widths = Widths(**{field.name: read_whole(found, field.name, 1, MAX_WIDTH) for field in fields(Widths)})
+    reads = None
+    if "readout" in item:
+        found = read_object(item, "readout")
+        first = read_whole(found, "from_layer", 0, depth - 1)
+        share = read_number(found, "share", 1e-3, 1.0)
+        reads = ReadOut(first, read_whole(found, "statistics", 2, MAX_STATISTICS), share)
     return TaskSpec(
         **common,
         # A head has no layer for low-rank weights.
@@ -179,6 +201,7 @@ def _read_spec(item: object) -> TaskSpec:
         widths=widths,
         cells=read_whole(item, "cells", 0, MAX_CELLS),
         members=read_whole(item, "members", 2, MAX_MEMBERS) if "members" in item else 1,
+        readout=reads,
         memory_norm=read_choice(item, "memory_norm", get_args(MemoryNorm)),
     )
 

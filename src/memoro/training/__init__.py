@@ -1,7 +1,8 @@
 """Training: from images to a task."""
 
 from memoro.training.cached import Cache
-from memoro.training.fit import FitResult, fit, fit_tasks, train_runs
+from memoro.training.finish import FitResult
+from memoro.training.fit import fit, fit_tasks, train_runs
 from memoro.training.group import RunSpec
 from memoro.training.loop import Trainer
 from memoro.training.recipe import Recipe, TrainOptions

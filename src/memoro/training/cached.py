@@ -24,6 +24,7 @@ from memoro.engine.featurestore import FeatureStore, RecordFormat, StoreDtype, d
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
+from memoro.tasks.taskspec import ReadOut
 
 GIGABYTE = 10**9
 FREE_SHARE, MOST = 0.1, 20
@@ -88,7 +89,9 @@ class CachedLoader:
             "versions": _versions(backbone),
         }
         shape = (from_layer, backbone.depth, backbone.dim, backbone.heads, tokens.shape[1])
-        self.store = FeatureStore(cache.folder, RecordFormat(*shape, cache.dtype), about)
+        reads = ReadOut.of(backbone.anatomy)
+        format = RecordFormat(*shape, cache.dtype, reads.from_layer, reads.statistics)
+        self.store = FeatureStore(cache.folder, format, about)
         self.buffers: Buffers = {} if buffers is None else buffers
         self._digests = [bytes.fromhex(self.images.key(sample)) for sample in range(len(self.images))]
         self.views = range(loader.views or 1)
@@ -122,7 +125,7 @@ class CachedLoader:
                     self._check_unchanged(set(samples) - checked)
                     checked.update(samples)
                     pixels = batch.pixels.to(self._backbone.device, self._backbone.dtype)
-                    features = keep_features(self._backbone, pixels, self.store.format.from_layer)
+                    features = keep_features(self._backbone, pixels, self.store.format)
                     writer.add([self.keys[view][sample] for sample in samples], features)
                     tick(len(samples))
         self.loader.close()
@@ -141,11 +144,11 @@ class CachedLoader:
             index = torch.from_numpy(samples)
             yield CachedBatch(partial(self._read, keys), self.images.targets[index], index, total)
 
-    def entering_tokens(self, samples: Sequence[int]) -> Tensor:
-        """The base's tokens (n, dim) of some images as they enter the last layer, plain views."""
+    def statistics(self, samples: Sequence[int]) -> Tensor:
+        """The pooled statistics (n, layers, statistics, dim) of some images, plain views."""
         keys = [self.keys[0][sample] for sample in samples]
         self._mend(keys)
-        return self.store.entering_tokens(keys)
+        return self.store.statistics(keys)
 
     def _mend(self, keys: Sequence[bytes]) -> None:
         while self.store.discard_damaged(keys):
@@ -166,14 +169,14 @@ def _versions(backbone: Backbone) -> dict[str, str]:
     return {name: str(getattr(sys.modules[name], "__version__", None)) for name in sorted(names)}
 
 
-def keep_features(backbone: Backbone, pixels: Tensor, from_layer: int) -> Features:
-    """A base pass with what tasks read of it from this layer on."""
-    base, layers = BasePass(backbone.anatomy, pixels), []
+def keep_features(backbone: Backbone, pixels: Tensor, format: RecordFormat) -> Features:
+    """A base pass with what records of this format hold."""
+    base, layers = BasePass(backbone.anatomy, pixels, format.pool_from), []
     for number, layer in enumerate(base):
         entering = layer.token
-        if number >= from_layer:
+        if number >= format.from_layer:
             layers.append(layer)
-    return Features(from_layer, layers, base.token, entering)
+    return Features(format.from_layer, layers, base.token, entering, base.pooled)
 
 
 def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[int], None]) -> None:

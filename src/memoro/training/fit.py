@@ -2,64 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from memoro.backbones import Backbone, require_backbone
-from memoro.console import bar, format_bytes, quoted
-from memoro.data import ImageSet, ImageStream, Splits, Streams, load_data
+from memoro.console import format_bytes, quoted
+from memoro.data import ImageSet, Splits, Streams, load_data
 from memoro.data.augment import output_size
 from memoro.engine.featurestore import default_folder, total_bytes
 from memoro.engine.parents import check_versions
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
-from memoro.evaluation.logits import Batches, collect_logits
-from memoro.evaluation.metrics import measure_task, recorded, warn_of
-from memoro.evaluation.training_images import learned_from, sketch_images
+from memoro.evaluation.metrics import warn_of
+from memoro.evaluation.training_images import learned_from
 from memoro.extras import need
 from memoro.images import Preprocessing
-from memoro.phases import Phases
 from memoro.regimes import Baseline, Regime, find_regime
 from memoro.tasks.task import Task, content_hashes
 from memoro.training.cached import Cache
 from memoro.training.checkpoint import read_identity
 from memoro.training.distributed import Processes, find_processes
+from memoro.training.finish import FitResult, evaluate_runs, record_time
 from memoro.training.group import RunSpec
 from memoro.training.loop import Trainer
+from memoro.training.readouts import ReadOuts
 from memoro.training.recipe import Recipe, TrainOptions, find_recipe, merge_options
-from memoro.training.run import Run, ancestors, build_forward
-from memoro.training.trust import Describer, add_calibration, was_seen
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """A trained task and how its training went."""
-
-    task: Any
-    """The Task or Baseline, with its best weights."""
-    history: list[dict[str, Any]] = field(repr=False)
-    """One entry per epoch. Where folds were held out, `fold_loss` and the like are the means over their runs."""
-    metrics: dict[str, Any]
-    """Of the test split, or of the validation split where there is none; `split` says which. Empty for a run that
-    diverged while others did not; the last note says why."""
-    folder: Path | None
-    notes: tuple[str, ...]
-    logits: Tensor | None = field(default=None, repr=False)
-    """Its answers to the images of that split."""
-    targets: Tensor | None = field(default=None, repr=False)
-    images: ImageSet | ImageStream | None = field(default=None, repr=False)
-    validated: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
-    """Its answers to the validation images, and their targets, where it is calibrated on them."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """`task, history, metrics = fit(…)`"""
-        return iter((self.task, self.history, self.metrics))
+from memoro.training.run import ancestors
+from memoro.training.statistics import StatisticsReader
+from memoro.training.trust import Describer
 
 
 def fit(
@@ -167,7 +141,11 @@ def regime_of(task: Task | Baseline, name: str | None) -> Regime:
     """The regime of this name; without one, that of the task."""
     own = task.regime if isinstance(task, Baseline) else None
     if own is None and name is None:
-        name = "head" if task.from_layer == task.spec.backbone.depth else "side" if task.rank else "memory"
+        reads = task.spec.readout if isinstance(task, Task) else None
+        if reads is not None:
+            name = "readout" if reads.share == 1 else "joint"
+        else:
+            name = "head" if task.from_layer == task.spec.backbone.depth else "side" if task.rank else "memory"
     regime = find_regime(name or own or "")
     if regime.composes != (own is None) or (own is not None and regime.name != own):
         made = "a task" if own is None else f"a baseline of regime {own!r}"
@@ -226,13 +204,40 @@ def train_runs(
 def _train(
     backbone: Backbone, specs: Sequence[RunSpec], options: TrainOptions, processes: Processes
 ) -> list[FitResult]:
-    from memoro.training.runfolder import ProgressBar, RunFolder, draw_run
+    from memoro.training.runfolder import draw_run
 
     options.phases.switch("base passes")
     trainer = build_trainer(backbone, specs, options, processes)
+    reader = StatisticsReader(backbone, options, processes)
+    readouts = ReadOuts(backbone, reader, options)
+    for spec in specs:
+        if isinstance(spec.task, Task):
+            spec.task.detach_readout()
+        if spec.regime.readout:
+            readouts.solve(spec)
+    _run(trainer, options, processes)
+    options.phases.switch("evaluation")
+    results = evaluate_runs(trainer, readouts, Describer(backbone, reader, options))
+    options.phases.switch("plots")
+    if processes.main and options.wanted_cache is not None and total_bytes(options.wanted_cache.folder):
+        options.note(what_is_kept(options.wanted_cache))
+    record_time(results, options.phases)
+    if options.folder is not None and processes.main and len(results) == 1:
+        draw_run(options.folder, "", results[0])
+    return results
+
+
+def _run(trainer: Trainer, options: TrainOptions, processes: Processes) -> None:
+    """Trains all runs, with a progress bar and a run folder."""
+    from memoro.training.runfolder import ProgressBar, RunFolder
+
     if options.folder is not None and processes.main:
         trainer.callbacks.append(RunFolder(options.folder, trainer, tensorboard=options.tensorboard))
-    tasks = [spec.task for spec in specs]
+    if not trainer.runs:
+        for callback in trainer.callbacks:
+            callback.on_train_begin([])
+        return
+    tasks = [run.task for run in trainer.runs]
     with ProgressBar(tasks[0].name, sum(group.total_steps for group in trainer.groups), options.quiet) as shown:
         trainer.callbacks.append(shown)
         trainer.on_validation = shown.update
@@ -241,15 +246,6 @@ def _train(
     if all(run.diverged for run in trainer.runs):
         kept = "" if trainer.checkpoint is None else f" The last good checkpoint is in {trainer.checkpoint}."
         raise TrainingError(f"{tasks[0].name!r}: {trainer.runs[0].stopped}.{kept}")
-    options.phases.switch("evaluation")
-    results = evaluate_runs(trainer)
-    options.phases.switch("plots")
-    if trainer.cache is not None and processes.main:
-        options.note(what_is_kept(trainer.cache))
-    record_time(results, options.phases)
-    if options.folder is not None and processes.main and len(results) == 1:
-        draw_run(options.folder, "", results[0])
-    return results
 
 
 def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
@@ -318,76 +314,3 @@ def what_is_kept(cache: Cache) -> str:
     size, limit = format_bytes(total_bytes(cache.folder)), format_bytes(cache.limit)
     where = f"{size} of features are cached in {cache.folder} for later trainings (at most {limit})"
     return f"{where}. To remove them: {quoted(*command)}"
-
-
-def record_time(results: Sequence[FitResult], phases: Phases) -> None:
-    """Records in the tasks how long all of it took, and its phases."""
-    seconds = {name: round(value, 2) for name, value in phases.seconds.items()}
-    for result in results:
-        facts = {**result.task.spec.training, "seconds": round(sum(phases.seconds.values()), 1), "phases": seconds}
-        result.task.update_spec(training=facts)
-
-
-def evaluate_runs(trainer: Trainer) -> list[FitResult]:
-    """The result of each run: metrics of its best weights, on images that it did not learn from if there are any.
-
-    Its task is calibrated on the validation images, and described by its training images.
-    """
-    by_loader: dict[int, tuple[Batches, list[tuple[RunSpec, Run, str]]]] = {}
-    for spec, run in zip(trainer.specs, trainer.runs, strict=True):
-        for split, images in spec.evaluated.items() if not run.diverged else ():
-            loader = trainer.loaders.evaluation(spec, images, keep=split in {"fold", "val"})
-            by_loader.setdefault(id(loader), (loader, []))[1].append((spec, run, split))
-    answers: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
-    sets = [loader.images for loader, _ in by_loader.values()]
-    total = sum(len(images) if isinstance(images, ImageSet) else images.length or 0 for images in sets)
-    with bar("evaluating", total, quiet=trainer.options.quiet) as tick:
-        for loader, members in by_loader.values():
-            forward = build_forward(trainer.backbone, [run.task for _, run, _ in members])
-            how: dict[str, Any] = {"tick": tick, "all_gather": trainer.processes.all_gather}
-            logits, targets = collect_logits(forward, trainer.backbone, loader, **how)
-            for (spec, run, split), out in zip(members, logits, strict=True):
-                images = spec.evaluated[split]  # its own targets: other labels may share the loader
-                answers[id(run), split] = out, images.targets if isinstance(images, ImageSet) else targets
-    folder, results, describer = trainer.options.folder, [], Describer(trainer)
-    for spec, run in zip(trainer.specs, trainer.runs, strict=True):
-        notes = spec.splits.notes if run.stopped is None else (*spec.splits.notes, run.stopped)
-        if run.diverged:
-            results.append(FitResult(run.task, run.history, {}, folder, notes))
-            continue
-        out, targets = answers[id(run), spec.final[0]]
-        seen = bool(run.task.spec.training.keys() - {"seed"})  # it was trained before, on images that may be these
-        seen = seen or was_seen(run.task, spec.splits.val)
-        _describe(spec, run)
-        validated = answers.get((id(run), "val"))
-        add_calibration(run.task, validated, "validation", seen=seen)
-        describer.add_familiarity(spec, run, None if validated is None else validated[0])
-        split = spec.final[0]
-        metrics = {"split": split, **measure_task(run.task, out, targets, fitted_on=split == "val")}
-        run.task.update_spec(metrics=recorded(run.task.kind, metrics, out, targets))
-        results.append(FitResult(run.task, run.history, metrics, folder, notes, out, targets, spec.final[1], validated))
-    return results
-
-
-def _describe(spec: RunSpec, run: Run) -> None:
-    """Records in the task how it was trained."""
-    images = spec.train
-    known = run.task.spec.training  # of an earlier training, or where a sweep made the task
-    run.task.update_spec(
-        preprocessing=spec.preprocessing,
-        training={
-            "data": spec.splits.name,
-            "images": len(images) if isinstance(images, ImageSet) else images.length,
-            "regime": spec.regime.name,
-            "optimizer": run.recipe.optimizer,
-            "lr": run.recipe.lr,
-            "batch_size": run.recipe.batch_size,
-            **({"balance": True} if run.recipe.balance else {}),
-            "epochs": len(run.history),
-            "steps": run.history[-1]["step"],
-            "best_epoch": run.best_epoch,
-            "trained_parameters": sum(parameter.numel() for parameter in run.trained.values()),
-            **{name: known[name] for name in ("seed", "history") if name in known},
-            **sketch_images(images, known),
-        },
-    )

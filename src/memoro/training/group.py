@@ -27,6 +27,8 @@ from memoro.training.distributed import Processes
 from memoro.training.recipe import Recipe, check_views
 from memoro.training.run import Run, SharedForward, ancestors
 
+LEFT_OUT = "leave-one-out"
+"""The split of a read-out without any other: each training image is answered by a solution without it."""
 IN_COMMON = ("epochs", "steps", "batch_size", "accumulate", "views", "precision", "data_seed")
 """Fields of the recipe that are the same for all runs of a group."""
 FIRST_OF_STREAM = 256
@@ -59,16 +61,18 @@ class RunSpec:
     @property
     def val(self) -> ImageSet | ImageStream | None:
         """The images that it is scored on after every epoch."""
-        return self.splits.val if self.held_out is None else self._known_train.subset(self.held_out)
+        return self.splits.val if self.held_out is None else self.known_train.subset(self.held_out)
 
     @property
     def final(self) -> tuple[str, ImageSet | ImageStream]:
         """The split that its metrics are measured on: one that it did not learn from, if there is one."""
         if self.held_out is not None:
-            return "fold", self._known_train.subset(self.held_out)
+            return "fold", self.known_train.subset(self.held_out)
         if test := self.splits.new_test if isinstance(self.splits, Splits) else self.splits.test:
             return "test", test
-        return ("val", self.splits.val) if self.splits.val else ("train", self.train)
+        if self.splits.val:
+            return "val", self.splits.val
+        return LEFT_OUT if self.regime.readout == 1 else "train", self.train
 
     @property
     def evaluated(self) -> dict[str, ImageSet | ImageStream]:
@@ -88,10 +92,10 @@ class RunSpec:
         """The run before its first step, in a group whose batches are those of the `first` spec."""
         sample_weight = balance = None
         if self.held_out is not None:
-            sample_weight = torch.ones(len(self._known_train), device="cpu")
+            sample_weight = torch.ones(len(self.known_train), device="cpu")
             sample_weight[torch.from_numpy(self.held_out)] = 0.0
         if self.recipe.balance:
-            targets = self._known_train.targets
+            targets = self.known_train.targets
             own = targets if sample_weight is None else targets[sample_weight > 0]
             balance = class_weights(self.splits.kind, own, len(self.splits.labels))
         val = self.val
@@ -100,7 +104,7 @@ class RunSpec:
             self.task,
             self.recipe,
             self.regime.trains(self.task),
-            targets=self._known_train.targets if self.splits is not first.splits else None,
+            targets=self.known_train.targets if self.splits is not first.splits else None,
             sample_weight=sample_weight,
             scale=scale,
             class_weights=balance,
@@ -115,7 +119,7 @@ class RunSpec:
         return self.train.targets if sample_weight is None else self.train.targets[sample_weight > 0]
 
     @property
-    def _known_train(self) -> ImageSet:
+    def known_train(self) -> ImageSet:
         if isinstance(self.train, ImageStream):
             raise TrainingError(
                 f"{self.train.name}: balance and folds need the whole dataset in advance: leave them out for a stream."

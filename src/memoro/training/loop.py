@@ -64,7 +64,9 @@ class Trainer:
         self.cache, self.processes = cache, processes
         self.callbacks: list[Callback] = []
         self.loaders = Loaders(backbone, specs, cache, self.options.workers, processes)
-        self.groups, self.runs = build_groups(specs, self.loaders, halving=self.options.halving)
+        self.trained = [spec for spec in specs if spec.regime.readout < 1]
+        """The specs of the runs; what is solved in closed form has none."""
+        self.groups, self.runs = build_groups(self.trained, self.loaders, halving=self.options.halving)
         self.checkpoint = self.options.checkpoint
         self.on_validation: Callable[[], None] = lambda: None
         """Called after every batch of validation images."""

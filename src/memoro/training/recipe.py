@@ -60,8 +60,6 @@ class Recipe:
     memory_rate: float | None = None
     """The memory's learning rate as a fraction of `lr`; None: 0.03 with sgd, 1 with adamw, whose steps do not grow
     with the gradient. At the head's own rate, memory can attract all attention within a few steps."""
-    head_lr: float | None = None
-    """The head's learning rate; None: `lr`."""
     warmup: int = 5
     label_smoothing: float = 0.0
     balance: bool = False
@@ -99,8 +97,6 @@ class Recipe:
                 raise TrainingError(f"{name} {value!r}: choose a whole number, {least} or more.")
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise TrainingError(f"lr {self.lr}: choose a number above 0, such as 0.1 for sgd or 0.001 for adamw.")
-        if self.head_lr is not None and not (self.head_lr > 0 and math.isfinite(self.head_lr)):
-            raise TrainingError(f"head_lr {self.head_lr}: choose a number above 0, or None to use lr.")
         if self.memory_rate is not None and not (self.memory_rate >= 0 and math.isfinite(self.memory_rate)):
             raise TrainingError(f"memory_rate {self.memory_rate}: choose a fraction of lr, 0 or more.")
         if not 0 <= self.label_smoothing < 1 or not 0 <= self.momentum < 1:
@@ -127,11 +123,9 @@ class Recipe:
         return min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
 
     def build_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """One parameter group per tensor, in order; memory and head have an `lr_scale` of their own."""
+        """One parameter group per tensor, in order; memory has an `lr_scale` of its own."""
         memory = self.memory_rate if self.memory_rate is not None else 0.03 if self.optimizer == "sgd" else 1.0
-        head = 1.0 if self.head_lr is None else self.head_lr / self.lr
-        own = {"memory": memory, "head.weight": head, "head.bias": head}
-        scales = {name: own.get(name, 1.0) for name in parameters}
+        scales = {name: memory if name == "memory" else 1.0 for name in parameters}
         groups = [
             {"params": [parameter], "lr_scale": scales[name], "lr": self.lr * scales[name]}
             for name, parameter in parameters.items()
@@ -145,12 +139,12 @@ class Recipe:
 
 
 RECIPES: Mapping[str, tuple[str, Recipe]] = {
-    "default": ("side", Recipe(lr=0.001, head_lr=0.003, optimizer="adamw", weight_decay=0.01, views=1)),
+    "default": ("joint", Recipe(lr=0.001, optimizer="adamw", weight_decay=0.01, views=1)),
     "paper": ("memory", Recipe()),
 }
 """What `memoro train` trains and how, by name: a regime, and its recipe."""
-ADAMW_REGIMES = ("side", "lora", "lora-all")
-"""Regimes that learn low-rank weights, for which the paper's recipe is not made: theirs is `default`."""
+ADAMW_REGIMES = ("side", "joint", "readout", "lora", "lora-all")
+"""Regimes for which the paper's recipe is not made: theirs is `default`."""
 
 
 def find_recipe(recipe: Recipe | str | None, regime: str | None) -> tuple[str, Recipe]:
@@ -160,8 +154,7 @@ def find_recipe(recipe: Recipe | str | None, regime: str | None) -> tuple[str, R
     name = recipe or ("default" if regime is None or regime in ADAMW_REGIMES else "paper")
     if name not in RECIPES:
         raise TrainingError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}.")
-    trained, found = regime or RECIPES[name][0], RECIPES[name][1]
-    return trained, found if trained == "side" else replace(found, head_lr=None)
+    return regime or RECIPES[name][0], RECIPES[name][1]
 
 
 @dataclass(frozen=True)
@@ -174,6 +167,9 @@ class TrainOptions:
     """Whether base passes are kept on disk and read back, and where. None: on a CPU, where they fit."""
     halving: bool = False
     """After every quarter of the epochs, stop the worse half of each task's runs."""
+    others: Any = None
+    """Photographs, at least 50, of anything but what the tasks are about: what is unfamiliar is learned from them, and
+    remembered for the backbone. None: those known already, if any."""
     folder: Path | None = None
     """Run folder for metrics, settings, plots and a checkpoint; None: nothing is written."""
     resume: bool = False
@@ -220,8 +216,6 @@ def merge_options(
             raise TrainingError(f"unknown training option {name!r}; the options are {', '.join(known[0] + known[1])}.")
     own = [{name: value for name, value in changes.items() if name in names} for names in known]
     recipe = recipe or Recipe()
-    if "lr" in own[0] or own[0].get("optimizer", recipe.optimizer) != recipe.optimizer:
-        own[0].setdefault("head_lr", None)  # the recipe's belongs to its own rate and optimiser
     merged = replace(recipe, **own[0]), replace(options or TrainOptions(), **{"phases": Phases(), **own[1]})
     if merged[1].halving and merged[0].steps is not None:
         raise TrainingError("--halving stops runs after quarters of the epochs: give --epochs instead of --steps.")

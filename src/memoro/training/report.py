@@ -11,7 +11,7 @@ from memoro.engine.composition import compose
 from memoro.evaluation.report import TaskReport, write_report
 from memoro.regimes import Baseline
 from memoro.training.distributed import find_processes
-from memoro.training.fit import FitResult
+from memoro.training.finish import FitResult
 from memoro.training.recipe import REPORT, TrainOptions
 from memoro.training.run import ancestors
 

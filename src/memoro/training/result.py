@@ -13,7 +13,7 @@ from rich.table import Table
 from memoro.console import finite, format_bytes, format_count, make_table
 from memoro.evaluation.metrics import COLUMNS, format_worst, name_split, reported, shown_metrics
 from memoro.evaluation.training_images import SKETCH
-from memoro.training.fit import FitResult
+from memoro.training.finish import FitResult
 from memoro.training.recipe import REPORT
 from memoro.training.sweep import SweepRow, sweep_table
 
@@ -82,7 +82,7 @@ def fit_table(result: TrainResult) -> Table:
         ("file", "" if result.file is None else format_bytes(result.file.stat().st_size)),
         ("ensemble", f"mean of {training['ensemble']} runs" if "ensemble" in training else ""),
         ("parameters trained", f"{training['trained_parameters']:,}"),
-        ("best epoch", f"{training['best_epoch']} of {training['epochs']}"),
+        ("best epoch", f"{training['best_epoch']} of {training['epochs']}" if "epochs" in training else ""),
         ("time", _format_time(training["seconds"], training.get("phases", {}))),
     ]
     title = task.name if result.file is None else f"{task.name}: {result.file}"

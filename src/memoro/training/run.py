@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from memoro.backbones import Backbone
 from memoro.engine.bank import build_bank
 from memoro.engine.plan import build_plan
+from memoro.engine.readouts import ReadOutBank
 from memoro.engine.streams import BasePass, Features, TaskStream, read_head
 from memoro.errors import TrainingError
 from memoro.evaluation.logits import Batches
@@ -127,6 +128,9 @@ class SharedForward:
         own = members[: len(tasks)]
         self.plan = build_plan(lineage, self.streams, [*chain(*own)], backbone.depth, backbone.device)
         self.rows = [[self.plan.order.index(member) for member in one] for one in own]
+        self._readouts = ReadOutBank(self.tasks)
+        self.pool_from = self._readouts.first_layer(range(len(self.tasks)), backbone.depth)
+        """The first layer whose tokens the tasks' read-outs read."""
 
     def __call__(self, inputs: Tensor | Features) -> list[Tensor]:
         """Each task's logits for a batch of pixels or features, with gradients to its parameters."""
@@ -135,9 +139,13 @@ class SharedForward:
     def stream(self) -> TaskStream:
         return TaskStream(self.backbone.anatomy, self.plan, build_bank(self.backbone.anatomy, self.streams))
 
-    def heads(self, tokens: Tensor) -> list[Tensor]:
-        """The logits of each task from the final tokens of its stream."""
-        return [read_head(task.head, tokens, rows)[1] for task, rows in zip(self.tasks, self.rows, strict=True)]
+    def heads(self, tokens: Tensor, pooled: Tensor | None) -> list[Tensor]:
+        """The logits of each task from the final tokens of its stream, and the statistics that read-outs read."""
+        logits = [read_head(task.head, tokens, rows)[1] for task, rows in zip(self.tasks, self.rows, strict=True)]
+        if pooled is not None:
+            for number, added in self._readouts.answer(pooled, range(len(logits))).items():
+                logits[number] = logits[number] + added
+        return logits
 
 
 def build_forward(backbone: Backbone, tasks: Sequence[Task | Baseline]) -> Callable[[Any], list[Tensor]]:
@@ -152,7 +160,7 @@ def build_forward(backbone: Backbone, tasks: Sequence[Task | Baseline]) -> Calla
 def forward_together(forwards: Sequence[SharedForward], inputs: Sequence[Tensor | Features]) -> list[list[Tensor]]:
     """The logits of several sets of tasks, each on its own images; pixels of one size share a base pass."""
     streams = [forward.stream() for forward in forwards]
-    finals: dict[int, Tensor] = {}
+    finals: dict[int, tuple[Tensor, Tensor | None]] = {}
     sizes: dict[torch.Size, list[int]] = {}
     for number, given in enumerate(inputs):
         if isinstance(given, Tensor):
@@ -160,21 +168,24 @@ def forward_together(forwards: Sequence[SharedForward], inputs: Sequence[Tensor 
             continue
         for layer, found in enumerate(given.layers, start=given.first):
             streams[number].read(layer, found)
-        finals[number] = given.token
+        finals[number] = given.token, given.pooled
     for numbers in sizes.values():
         pixels = [given for number in numbers if isinstance(given := inputs[number], Tensor)]
         ends = torch.tensor([len(part) for part in pixels], device="cpu").cumsum(0).tolist()
         own = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        base = BasePass(forwards[0].backbone.anatomy, pixels[0] if len(pixels) == 1 else torch.cat(pixels))
+        together, pool_from = pixels[0] if len(pixels) == 1 else torch.cat(pixels), min(f.pool_from for f in forwards)
+        base = BasePass(forwards[0].backbone.anatomy, together, pool_from)
         for layer, found in enumerate(base):
             for number, rows in zip(numbers, own, strict=True):
                 streams[number].read(layer, found if len(own) == 1 else found.part(rows))
-        finals |= {number: base.token[rows] for number, rows in zip(numbers, own, strict=True)}
+        for number, rows in zip(numbers, own, strict=True):
+            finals[number] = base.token[rows], None if base.pooled is None else base.pooled[rows]
     logits = []
     for number, (forward, stream) in enumerate(zip(forwards, streams, strict=True)):
-        tokens = stream.finish(finals[number])
+        token, pooled = finals[number]
+        tokens = stream.finish(token)
         assert tokens is not None
-        logits.append(forward.heads(tokens))
+        logits.append(forward.heads(tokens, pooled))
     return logits
 
 

@@ -19,7 +19,7 @@ from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion
 from memoro.evaluation.predictions import no_formula
 from memoro.files import hold_folder, left_behind, write_whole
 from memoro.plots import draw_confusion, drawable, save_figure
-from memoro.training.fit import FitResult
+from memoro.training.finish import FitResult
 from memoro.training.group import RunGroup
 from memoro.training.loop import Trainer
 from memoro.training.recipe import CHECKPOINT, METRICS, REPORT, SKIPPED

@@ -11,12 +11,15 @@ from memoro.data import ImageSet, Splits, Streams, load_columns, load_data, load
 from memoro.data.near import near_groups
 from memoro.data.splits import fold_numbers, hold_out
 from memoro.errors import DataError, TrainingError
+from memoro.regimes import Regime
 from memoro.tasks.spec import check_name
 from memoro.training.recipe import Recipe, TrainOptions
 from memoro.training.sweep import Grid
 
 SMALL = 500
 """Below this number of training images, a validation split is too small to choose by: folds are used."""
+ALL_LEARNED = 2000
+"""Below this number, a regime with a read-out is calibrated by folds as well, and so learns from all images."""
 FOLDS = 4
 
 Sets = dict[str, Splits | Streams]
@@ -77,26 +80,34 @@ def load_sources(
 
 
 def choose_folds(
-    sets: Sequence[Splits | Streams], grid: Grid, folds: int | None, recipe: Recipe, options: TrainOptions
+    sets: Sequence[Splits | Streams],
+    regime: Regime,
+    grid: Grid,
+    folds: int | None,
+    recipe: Recipe,
+    options: TrainOptions,
 ) -> list[int]:
-    """The number of folds on which the settings of each set are compared; 0: a validation split."""
-    if grid.choices == 1 or options.halving:
+    """The number of folds on which the settings of each set are compared, or its task is calibrated; 0: a validation
+    split, which a read-out alone does not need either."""
+    joint = 0 < regime.readout < 1
+    if options.halving or (grid.choices == 1 and not joint):
         return [0] * len(sets)
     found = []
     for splits in sets:
         if not isinstance(splits, Splits) or splits.train is None or splits.val is not None:
             found.append(0)
         else:
-            found.append(_default_folds(splits.train, recipe) if folds is None else folds)
+            most = ALL_LEARNED if joint else SMALL
+            found.append(_default_folds(splits.train, recipe, most) if folds is None else folds)
     return found if all(found) or _shared_table(sets) is None else [0] * len(sets)
 
 
-def _default_folds(train: ImageSet, recipe: Recipe) -> int:
-    """4 where a validation split would be too small to choose by and there are enough images for folds, else 0.
+def _default_folds(train: ImageSet, recipe: Recipe, most: int) -> int:
+    """4 for fewer than `most` images, if they are enough for folds, else 0.
 
     A class with fewer images than folds is held out in some of them only; with a single image, in none.
     """
-    if not 2 * FOLDS <= len(train) < SMALL:
+    if not 2 * FOLDS <= len(train) < most:
         return 0
     number = fold_numbers(train, FOLDS, recipe.data_seed)
     return FOLDS if all((number == fold).any() for fold in range(FOLDS)) else 0
@@ -110,11 +121,14 @@ def _shared_table(sets: Sequence[Splits | Streams]) -> Splits | None:
     return first if alike and isinstance(first, Splits) else None
 
 
-def cut_validation(splits: Splits | Streams, folds: int, sets: Sets, recipe: Recipe) -> Splits | Streams:
-    """The splits with a validation split, or with a note on folds."""
-    if not isinstance(splits, Splits) or splits.train is None:
+def cut_validation(
+    splits: Splits | Streams, regime: Regime, folds: int, sets: Sets, recipe: Recipe
+) -> Splits | Streams:
+    """The splits with a validation split, or with a note on folds. A read-out alone needs neither."""
+    if not isinstance(splits, Splits) or splits.train is None or regime.readout == 1:
         return splits
     if folds:
-        text = f"only {len(splits.train)} training images: runs are compared by {folds}-fold cross-validation."
+        what = "the task is calibrated" if regime.readout else "runs are compared"
+        text = f"{len(splits.train)} training images: {what} by {folds}-fold cross-validation."
         return replace(splits, notes=(*splits.notes, text, *near_groups(splits.train).notes))
     return hold_out(splits, recipe.val_fraction, recipe.data_seed, like=_shared_table(list(sets.values())))

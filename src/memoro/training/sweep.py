@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,16 +24,14 @@ from memoro.regimes.regime import RATES
 from memoro.tasks.ensemble import join_members
 from memoro.tasks.spec import MAX_MEMBERS
 from memoro.tasks.task import Task
-from memoro.training.fit import FitResult, train_runs
+from memoro.training.finish import FitResult
+from memoro.training.fit import train_runs
 from memoro.training.group import RunSpec
 from memoro.training.recipe import Recipe, TrainOptions
-from memoro.training.trust import add_answers, add_calibration, add_validation_answers, was_seen
+from memoro.training.trust import add_calibration, was_seen
 from memoro.training.warmstart import start_from
 
 Sizes = tuple[int | None, ...]
-NEAR = 0.05
-"""Runs at other learning rates are averaged with the best one unless their score is lower by more than this. Scores are
-accuracies, average precisions or R², so 1 is the best."""
 
 
 class Setting(NamedTuple):
@@ -56,14 +54,13 @@ class Grid:
     seeds: int = 1
     first_seed: int = 0
     ranks: Sizes = (None,)
-    ensemble: Literal["seeds", "rates"] | None = None
-    """Whether the runs of all seeds, or of all learning rates, of the best combination become one task, whose answers
-    are their mean."""
+    ensemble: bool = False
+    """Whether the runs of all seeds of the best combination become one task, whose answers are their mean."""
 
     @property
     def choices(self) -> int:
         """How many tasks there are to choose from."""
-        return len(self.settings()) // (self.seeds if self.ensemble == "seeds" else 1)
+        return len(self.settings()) // (self.seeds if self.ensemble else 1)
 
     def __post_init__(self) -> None:
         for name in ("cells", "from_layers", "ranks"):
@@ -78,7 +75,7 @@ class Grid:
 
     def number(self, setting: Setting) -> int:
         """Of the setting among those that would become one ensemble with it."""
-        return self.rates.index(setting.lr) if self.ensemble == "rates" else setting.seed - self.first_seed
+        return setting.seed - self.first_seed
 
     def settings(self) -> list[Setting]:
         return [
@@ -170,16 +167,12 @@ class SweepRow:
         """Higher is better. A setting that diverged with some seed is not to be trusted: it comes after all others."""
         return self.diverged == 0, mean(self.val) if self.val else float("-inf"), -self.val_loss
 
-    def is_near(self, best: SweepRow) -> bool:
-        """Whether its runs are good enough to be averaged with those of the best row."""
-        return self is best or self.order[:2] >= (True, best.order[1] - NEAR)
-
 
 @dataclass(frozen=True)
 class SweepResult:
     task: Any
     """The chosen one: the best seed of the combination with the best mean validation score, or an ensemble of all its
-    seeds, or of its learning rates; with halving, the best of all runs."""
+    seeds; with halving, the best of all runs."""
     best: FitResult
     """Its result; without metrics if every run of this task diverged, but not those of others."""
     rows: list[SweepRow]
@@ -187,23 +180,16 @@ class SweepResult:
     """Of all runs."""
 
 
-def choose_ensemble(
-    count: int | None, seeds: int, regime: Regime, lr: Any, options: TrainOptions
-) -> Literal["seeds", "rates"] | None:
-    """Whether to average seeds, learning rates or nothing (None). Raises if an ensemble of `count` is impossible.
-
-    Without a count, regime `side` averages the learning rates, which are tried anyway.
-    """
+def check_ensemble(count: int, seeds: int, regime: Regime, options: TrainOptions) -> None:
+    """Raises if `count` runs with other seeds cannot become one task."""
     if not isinstance(seeds, int) or seeds < 1:
         raise TrainingError(f"seeds {seeds!r}: choose a whole number, 1 or more.")
-    if count is not None and not isinstance(count, int):
+    if not isinstance(count, int):
         raise TrainingError(f"ensemble {count!r}: choose a whole number, 1 to {MAX_MEMBERS}.")
-    if count is None:
-        return "rates" if regime.name == "side" and lr is None and seeds == 1 and not options.halving else None
     if not 1 <= count <= MAX_MEMBERS:
         raise TrainingError(f"an ensemble has 1 to {MAX_MEMBERS} members, not {count}.")
     if count == 1:
-        return None
+        return
     if not regime.composes:
         raise TrainingError(f"regime {regime.name!r} trains no tasks, so it has no ensembles: leave out --ensemble.")
     if regime.name == "head":
@@ -213,7 +199,6 @@ def choose_ensemble(
     for given, option in ((seeds > 1, "--seeds"), (options.halving, "--halving")):
         if given:
             raise TrainingError(f"--ensemble and {option} cannot be combined: leave out one of them.")
-    return "seeds"
 
 
 def run_sweeps(
@@ -281,12 +266,7 @@ def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving:
     keys = [key for key, seeds in scored.items() if any(one is not None and one[1] is chosen for one in seeds)]
     if sweep.grid.ensemble and finished:
         own = {setting: results for setting, results in gathered.items() if all(result.metrics for result in results)}
-        if sweep.grid.ensemble == "rates":
-            ranked = sorted(zip(rows, scored, strict=True), key=lambda pair: pair[0].order, reverse=True)
-            keys = [key for row, key in ranked if key._replace(lr=best.lr) == keys[0] and row.is_near(best)]
-            members = [own[key] for key in keys]
-        else:
-            members = [own[key] for key in own if key._replace(seed=sweep.grid.first_seed) in keys]
+        members = [own[key] for key in own if key._replace(seed=sweep.grid.first_seed) in keys]
         chosen = chosen if len(members) == 1 else _join_members(sweep, members)
     shown = [
         replace(row, chosen=key in keys, test=row.test if keys == [key] else ())
@@ -313,7 +293,6 @@ def _join_members(sweep: SweepSpec, members: Sequence[Sequence[FitResult]]) -> F
         return scored[1]
     if whole.validated is not None:
         add_calibration(task, whole.validated, "validation", seen=was_seen(task, sweep.splits.val))
-        add_validation_answers(task, whole.validated[0])
     assert whole.logits is not None
     assert whole.targets is not None
     split = whole.metrics["split"]
@@ -334,8 +313,10 @@ def average_results(results: Sequence[FitResult]) -> FitResult:
 
 def _score(result: FitResult, figure: str) -> tuple[Score, FitResult] | None:
     """By the epoch whose weights were kept; None for a run that diverged."""
-    if not result.metrics or not result.history:
+    if not result.metrics:
         return None
+    if not result.history:  # a read-out
+        return (result.metrics.get(figure, float("-inf")), -result.metrics.get("loss", float("inf"))), result
     nothing = float("-inf")
     scores = [(entry.get(f"val_{figure}", nothing), -entry.get("val_loss", -nothing)) for entry in result.history]
     return max(scores), result
@@ -352,7 +333,6 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
     whole = replace(whole, history=add_folds(whole.history, [fold.history for fold in folds], counts))
     judged = score(splits.kind, measure(splits.kind, splits.labels, logits, targets))
     add_calibration(whole.task, (logits, targets), f"{len(folds)} folds", seen=was_seen(whole.task, splits.train))
-    add_answers(whole.task, logits, np.concatenate(sweep.held_out))
     tested = whole.metrics["split"] == "test"
     if not tested:
         assert isinstance(splits.train, ImageSet)

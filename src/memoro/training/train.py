@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,7 +13,7 @@ from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.console import quoted
-from memoro.data import Augment, ImageSet
+from memoro.data import Augment
 from memoro.data.dataset import MAX_UNREADABLE
 from memoro.engine.parents import check_together
 from memoro.errors import TaskFileError, TrainingError
@@ -23,11 +23,12 @@ from memoro.regimes.baselinefile import save_baseline
 from memoro.tasks.task import Task, content_hashes, link_parents
 from memoro.tasks.taskfile import load_tasks, save_task
 from memoro.training.distributed import find_processes
-from memoro.training.fit import judge, preprocessing_of, record_time, regime_of
+from memoro.training.finish import record_time
+from memoro.training.fit import judge, preprocessing_of, regime_of
 from memoro.training.recipe import RECIPES, SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
 from memoro.training.result import TrainResult
-from memoro.training.sources import SMALL, choose_folds, cut_validation, load_sources, name_sources
-from memoro.training.sweep import Grid, SweepSpec, choose_ensemble, run_sweeps
+from memoro.training.sources import choose_folds, cut_validation, load_sources, name_sources
+from memoro.training.sweep import Grid, SweepSpec, check_ensemble, run_sweeps
 from memoro.training.target import SUFFIX, check_target, file_of, has_content, read_target
 from memoro.training.warmstart import OPTIMISTIC, compare_labels, read_start
 
@@ -80,17 +81,15 @@ def train(
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
 
-    `recipe` is the name of one: `default` (regime `side`, AdamW) or `paper` (regime `memory`, SGD). Where one of recipe
-    and regime is not given, the other decides. Or it is a Recipe, whose learning rate is then the only one that is
-    tried unless `lr` is given, for regime `side` unless another is given. `regime` says what is trained, and `cells`,
+    `recipe` is the name of one: `default` (regime `joint`, AdamW) or `paper` (regime `memory`, SGD). Where one of
+    recipe and regime is not given, the other decides. Or it is a Recipe, whose learning rate is then the only one that
+    is tried unless `lr` is given, for regime `joint` unless another is given. `regime` says what is trained, and
+    `cells`,
     `rank` and `from_layer` where they are not given: see `REGIMES`.
 
     Several values of `cells`, `rank`, `from_layer` or `lr`, or several `seeds`, are tried in one pass, and the best by
     validation is kept; without `lr`, a few learning rates are tried. Small sets are compared by cross-validation
-    (`folds`; 0: on a validation split). With regime `side` and without `lr`, the task averages the runs of the learning
-    rates that were tried, except for those whose score is more than 0.05 below the best; `ensemble=1` keeps the best
-    run only, which is smaller, and `ensemble=3` averages three seeds of the best setting. Each run adds
-    a token to a pass.
+    (`folds`; 0: on a validation split). `ensemble=3` averages three seeds, which adds three tokens to a pass.
 
     Fields of the recipe and of the options can be given by name: `epochs=5`, `image_size=112`, `folder="runs/{task}"`.
     The task file is written to `out`, a file or folder, if that is given.
@@ -102,24 +101,30 @@ def train(
     own_recipe = isinstance(recipe, Recipe)
     if lr is None and isinstance(recipe, Recipe):
         lr = recipe.lr
+    if streaming and regime is None and recipe is None:
+        regime = "side"  # a stream is read only once
     trained, recipe = find_recipe(recipe, regime)
-    if lr is not None and not own_recipe:  # one rate for all weights
-        changes = {"head_lr": None, **changes}
     recipe, options = merge_options(recipe, options, changes)
     chosen, target = find_regime(trained), None if out is None else read_target(out)
+    if chosen.readout == 1:
+        _check_solved(
+            {"lr": lr, "cells": cells, "rank": rank, "from_layer": from_layer, "ensemble": ensemble, "folds": folds},
+            {**changes, **({} if seeds == 1 else {"seeds": seeds})},
+        )
     seeds, ensemble = plain_int(seeds), plain_int(ensemble)
-    if start is not None and start.members == 1 and ensemble is None:
-        ensemble = 1  # a single run stays one
-    joined = choose_ensemble(ensemble, seeds, chosen, lr, options)
-    rates = chosen.rates[recipe.optimizer][1:2] if streaming else chosen.rates[recipe.optimizer]
+    if ensemble is None:
+        ensemble = 1 if start is None or seeds != 1 else start.members
+    check_ensemble(ensemble, seeds, chosen, options)
+    rates = chosen.rates[recipe.optimizer]
+    rates = rates[len(rates) // 2 :][:1] if streaming or chosen.readout == 1 else rates
     grid = Grid(
         several(cells),
         several(from_layer),
         several(rates if lr is None else lr),
-        seeds=max(seeds, ensemble or 1),
+        seeds=max(seeds, ensemble),
         first_seed=recipe.seed,
         ranks=several(rank),
-        ensemble=joined,
+        ensemble=ensemble > 1,
     )
     for rate in grid.rates:
         replace(recipe, lr=rate)  # raises where it is none
@@ -163,12 +168,12 @@ def train(
         sets[name] = replace(splits, notes=(*splits.notes, OPTIMISTIC))
     files = {} if target is None else {name: file_of(name, target, several=len(sets) > 1) for name in sets}
     leftovers = [part for file in files.values() for part in left_behind(file)]
-    compared = choose_folds(list(sets.values()), grid, folds, recipe, options)
+    compared = choose_folds(list(sets.values()), chosen, grid, folds, recipe, options)
     own_steps = None if start is None else start.spec.preprocessing
     sweeps = [
         SweepSpec(
             replace(plan, name=name, labels=splits.labels, head=splits.kind),
-            chosen, cut_validation(splits, number, sets, recipe),
+            chosen, cut_validation(splits, chosen, number, sets, recipe),
             preprocessing_of(backbone, options, splits, own_steps), grid, recipe, number, start,
         )
         for (name, splits), number in zip(sets.items(), compared, strict=True)
@@ -176,15 +181,10 @@ def train(
     asked = lr is not None or seeds > 1 or any(isinstance(sizes, Iterable) for sizes in (cells, rank, from_layer))
     if not asked:
         sweeps = [_with_known_rate(sweep, options) for sweep in sweeps]
-    if start is not None:
-        final = sweeps[0].grid
-        continued = len(final.rates) if final.ensemble == "rates" else final.seeds
-        if continued < start.members:
-            options.note(
-                f"only {continued} of the {start.members} members of {start.name!r} are trained further (--ensemble)."
-            )
-    if chosen.name == "side" and start is None and lr is None and from_layer is None:
-        sweeps = [_add_earlier_fork(sweep, backbone.depth, options) for sweep in sweeps]
+    if start is not None and grid.seeds < start.members:
+        options.note(
+            f"only {grid.seeds} of the {start.members} members of {start.name!r} are trained further (--ensemble)."
+        )
     if options.folder is not None:
         options = replace(options, folder=Path(str(options.folder).replace("{task}", _name_folder(list(sets)))))
     for text in _notes(sweeps, folds, options):
@@ -215,6 +215,17 @@ def train(
     return results if many else next(iter(results.values()))
 
 
+def _check_solved(sizes: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Raises where options were given that mean nothing for a read-out."""
+    gradients = {field.name for field in fields(Recipe)} - {"balance", "data_seed", "precision", "val_fraction"}
+    usual = RECIPES["default"][1]
+    given = [name for name, value in sizes.items() if value is not None]
+    given += [name for name, value in changes.items() if name in gradients and value != getattr(usual, name)]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in dict.fromkeys([*given, *set(changes) & {"seeds"}]))
+        raise TrainingError(f"regime 'readout' is solved in closed form, without training runs: leave out {names}.")
+
+
 def _with_sizes(grid: Grid, regime: Regime, start: Task | None, backbone: Backbone) -> Grid:
     """The grid with the sizes of the task to start from, or without those that the regime does not have. Raises where
     others were asked for."""
@@ -228,9 +239,9 @@ def _with_sizes(grid: Grid, regime: Regime, start: Task | None, backbone: Backbo
                     f"{start.name!r} keeps its cells, rank and layers: leave out --cells, --rank and --from-layer."
                 )
         return own
-    if regime.name == "head":
+    if regime.name in {"head", "readout"}:
         if any(grid.cells) or grid.from_layers not in {free, (backbone.depth,)}:
-            raise TrainingError("regime 'head' is a linear head on the backbone: leave out --cells and --from-layer.")
+            raise TrainingError(f"regime {regime.name!r} has no layers of its own: leave out --cells and --from-layer.")
         return replace(grid, cells=free, from_layers=free)
     if not regime.composes:
         for name, asked in (("cells", grid.cells), ("rank", grid.ranks)):
@@ -241,7 +252,7 @@ def _with_sizes(grid: Grid, regime: Regime, start: Task | None, backbone: Backbo
 
 def _with_known_rate(sweep: SweepSpec, options: TrainOptions) -> SweepSpec:
     """The sweep with a single learning rate where there are no images to choose one with."""
-    if sweep.folds or sweep.splits.val is not None:
+    if sweep.folds or sweep.splits.val is not None or sweep.grid.choices == 1:
         return sweep
     middle = sweep.grid.rates[len(sweep.grid.rates) // 2]
     options.note(f"{sweep.plan.name}: no validation images to choose a learning rate with: using {middle:g}.")
@@ -271,15 +282,6 @@ def _link_parents(extends: Iterable[Task | str | Path]) -> list[Task]:
         tasks = [copy(task) if any(task is one for one in unlinked) else task for task in tasks]
         link_parents(tasks, content_hashes(tasks))
     return tasks
-
-
-def _add_earlier_fork(sweep: SweepSpec, depth: int, options: TrainOptions) -> SweepSpec:
-    """The sweep with a second fork, for sets that are large enough to learn more layers from."""
-    images, forks = sweep.splits.train, (depth // 3, depth * 2 // 3)
-    if not isinstance(images, ImageSet) or len(images) < SMALL or sweep.folds or sweep.splits.val is None:
-        return sweep
-    options.note(f"{len(images):,} training images: forks at layer {forks[0]} and at layer {forks[1]} are compared.")
-    return replace(sweep, grid=replace(sweep.grid, from_layers=forks))
 
 
 def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions) -> list[str]:

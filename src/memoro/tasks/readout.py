@@ -1,0 +1,97 @@
+"""Solving a read-out: a linear layer on the backbone's pooled statistics, in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from memoro.heads import HeadKind, Scale, class_weights
+from memoro.tasks.calibration import fit_temperature
+from memoro.tasks.ridge import Read, solve_ridge
+from memoro.tasks.task import Task
+from memoro.tasks.taskspec import ReadOut
+
+LARGEST = 60_000.0
+"""Weights of a read-out are stored as float16."""
+TEMPERATURES = (0.005, 5.0)
+"""Answers of a regression to classes are between 0 and 1, or a little beyond."""
+
+
+@dataclass(frozen=True)
+class SolvedReadOut:
+    """What `Task.attach_readout` takes, and the answers that calibrate and score it."""
+
+    reads: ReadOut
+    weight: Tensor
+    """(labels, features), rounded to what float16 can hold."""
+    bias: Tensor
+    """(labels)"""
+    held_out: Tensor
+    """(n, labels): the logits for each training image, of a solution without it and without its near-duplicates. Those
+    of images without weight are left out of every solution."""
+    penalty: float
+
+    def attach(self, task: Task, share: float) -> None:
+        """Makes it the task's read-out, with this share of its logits."""
+        task.attach_readout(replace(self.reads, share=share), self.weight, self.bias)
+
+
+def solve_readout(
+    kind: HeadKind,
+    reads: ReadOut,
+    read: Read,
+    targets: Tensor,
+    labels: int,
+    *,
+    sample_weight: Tensor | None = None,
+    balance: bool = False,
+    groups: Tensor | None = None,
+) -> SolvedReadOut:
+    """The read-out of `labels` outputs with the smallest squared error on training images.
+
+    `read` gives their statistics (b, features) by number, `targets` are those of all. Images of one group (n) are left
+    out together, those with a `sample_weight` (n) of 0 are not learned from. The penalty has the smallest loss of
+    leave-one-out answers: cross-entropy, or squared error for numbers. A temperature that fits them is part of the
+    weights, so logits are calibrated.
+    """
+    learned = torch.ones(len(targets), dtype=torch.bool) if sample_weight is None else sample_weight > 0
+    scale = Scale.of(targets[learned]) if kind == "regression" else None
+    weights = torch.ones(len(targets)) if sample_weight is None else sample_weight.float()
+    middle = torch.full((labels,), 0.5 if kind == "multilabel" else 0.0)
+    if balance and kind == "softmax":
+        by_class = class_weights(kind, targets[learned], labels)
+        assert by_class is not None
+        weights = weights * by_class[targets]
+    elif balance and kind == "multilabel":  # as if each label were on half of the images
+        middle = targets[learned].float().mean(dim=0)
+
+    def aim(index: Tensor) -> Tensor:
+        if kind == "softmax":
+            return one_hot(targets[index], labels).float()
+        return targets[index].float() if scale is None else scale.apply(targets[index]).float()
+
+    def loss(answers: Tensor, index: Tensor) -> float:
+        own = learned[index]
+        if kind == "regression":
+            return float((answers[own] - aim(index[own])).square().mean())
+        return fit(answers[own] - middle, index[own], 12)[1]
+
+    def fit(answers: Tensor, index: Tensor, steps: int) -> tuple[float, float]:
+        wanted = targets[index] if kind == "softmax" else targets[index].float()
+        return fit_temperature(answers, wanted, TEMPERATURES, steps)
+
+    solved = solve_ridge(len(targets), read, aim, loss, sample_weight=weights, groups=groups)
+    if scale is not None:
+        weight = solved.weight * scale.std.float()[:, None]
+        bias, held_out = scale.undo(solved.bias), scale.undo(solved.held_out)
+    else:
+        judged = torch.arange(len(targets))[learned]
+        temperature, _ = fit(solved.held_out[judged] - middle, judged, 40)
+        weight, bias = solved.weight / temperature, (solved.bias - middle) / temperature
+        held_out = (solved.held_out - middle) / temperature
+    rounded = weight.clamp(-LARGEST, LARGEST).half().float()
+    bias = bias + (weight - rounded) @ solved.mean  # at the mean image, answers are as before rounding
+    return SolvedReadOut(reads, rounded, bias.float(), held_out.float(), solved.penalty)
