@@ -49,10 +49,8 @@ def explain(
     if found.picture is None:
         raise typer.Exit(1)
     save_picture(found.picture, out)
-    for name, source in found.heads.items():
-        errors.print(
-            f"note: {name} is a head and has no attention of its own: the picture shows the attention of {source}."
-        )
+    for name, note in found.notes.items():
+        errors.print(f"note: {name}: {note}")
     if as_json:
         print_json({"out": str(out), "images": found.answers, "skipped": found.skipped})
         return

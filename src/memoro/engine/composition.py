@@ -30,7 +30,7 @@ from memoro.engine.answers import (
     read_predictions,
 )
 from memoro.engine.bank import Bank, build_bank
-from memoro.engine.explain import Explanation, explain_task, read_views
+from memoro.engine.explain import READ_OUT, Explanation, explain_task, read_evidence, read_views
 from memoro.engine.parents import check_parents
 from memoro.engine.plan import Plan, build_plan
 from memoro.engine.readouts import ReadOutBank
@@ -262,7 +262,8 @@ class Composition(nn.Module):
         return groups
 
     def explain(self, images: Pictures, task: str, *, normalised: bool = False) -> Explanation:
-        """What a task's token attends to at each layer: patches, memory, the tasks that it extends.
+        """What a task's token attends to at each layer: patches, memory, the tasks that it extends; and for a read-out,
+        what each patch adds to the answer.
 
         Takes images as `predict` does, and `overlay()` draws on them. With `normalised`, `images` is a batch of pixels
         as `model(pixel_values)` takes it.
@@ -278,6 +279,10 @@ class Composition(nn.Module):
         with torch.no_grad():
             plan, members = self._plan((index,)), self._members[index]
             found = explain_task(self.backbone.anatomy, pixels, plan, self._bank(), self._streams, members)
+            if self._list[index].readout is not None:
+                logits = self(pixels, [task])[task]
+                evidence = read_evidence(self.backbone.anatomy, pixels, self._list[index], logits)
+                found = replace(found, evidence=evidence, source=READ_OUT)
         return replace(found, images=tuple(views))
 
     def verify(self, pixel_values: Tensor) -> Verification:

@@ -22,6 +22,7 @@ from memoro.images import Preprocessing, open_image
 from memoro.tasks.task import Task
 
 OWN_TOKEN = "the task's token"
+READ_OUT = "the read-out"
 VIEW = 448
 """Pixels of the shorter edge of an overlay."""
 _RAMP = np.array([[20, 30, 80], [90, 45, 135], [195, 65, 105], [248, 150, 60], [255, 240, 140]], dtype=np.float32)
@@ -50,10 +51,23 @@ class Explanation:
     """(layers, b, h) for each task that it extends: to that one's token and memory together."""
     images: tuple[Image.Image, ...] = ()
     """What the task saw of each image, in more pixels; empty where it was given a tensor."""
+    evidence: Tensor | None = None
+    """(b, rows, columns) of a task with a read-out: what each patch adds, by the means of the patch tokens, to the
+    read-out's logit of the answer, compared with the mean over all labels. `source` is the read-out then."""
+
+    @property
+    def note(self) -> str | None:
+        """What a reader has to know about a picture of `heatmap`; None for the attention of the task's own token."""
+        if self.source == OWN_TOKEN:
+            return None
+        if self.source == READ_OUT:
+            return "The map shows what each part of the image adds to the read-out's answer."
+        return f"A head has no attention of its own: this is the attention of {self.source}."
 
     def heatmap(self) -> Tensor:
-        """(b, rows, columns): attention to patches, averaged over heads and layers, for a plot."""
-        return self.patches.mean(dim=(0, 2))
+        """(b, rows, columns), for a plot: the read-out's evidence; without a read-out, attention to patches, averaged
+        over heads and layers."""
+        return self.patches.mean(dim=(0, 2)) if self.evidence is None else self.evidence
 
     def overlay(self, index: int = 0) -> Image.Image:
         """One of the images in grey under its heat map: from dark blue, no attention, to yellow, the most."""
@@ -150,6 +164,27 @@ def explain_task(
         memory=stack(memory, task.cells),
         parents={name: stack(weights) for name, weights in parents.items()},
     )
+
+
+def read_evidence(anatomy: Anatomy, pixels: Tensor, task: Task, logits: Tensor) -> Tensor:
+    """What each patch adds to the read-out's logit of each image's best label, by these logits (b, labels), compared
+    with the mean over all labels: (b, rows, columns). Means of patch tokens are sums over patches, so this part of the
+    read-out splits into them exactly."""
+    assert task.readout is not None
+    assert task.spec.readout is not None
+    each = task.readout.weight.reshape(len(task.labels), -1, anatomy.statistics, anatomy.dim)
+    weight = each[:, :, anatomy.statistics - 2]
+    weight = weight - weight.mean(dim=0) if len(weight) > 1 else weight  # (labels, layers, dim)
+    chosen = weight[logits.argmax(dim=-1)]
+    tokens, context = anatomy.embed(pixels)
+    patches = tokens.shape[1] - anatomy.prefix
+    found = chosen.new_zeros(len(pixels), patches)
+    for layer, block in enumerate(anatomy.blocks):
+        tokens, _, _ = block.run(tokens, context, layer)
+        if layer >= task.spec.readout.from_layer:
+            own = chosen[:, layer - task.spec.readout.from_layer, :, None]
+            found = found + (tokens[:, anatomy.prefix :].to(own) @ own)[..., 0] / patches
+    return found.reshape(len(pixels), *context.grid)
 
 
 def explain_base(anatomy: Anatomy, pixels: Tensor, task: str) -> Explanation:

@@ -39,7 +39,7 @@ class ReadOutBank:
 
     def first_layer(self, wanted: Sequence[int], depth: int) -> int:
         """The first layer that these tasks read; the depth where none has a read-out."""
-        return min((self._first[number] for number in wanted if number in self._first), default=depth)
+        return min([depth, *(self._first[number] for number in wanted if number in self._first)])
 
     def answer(self, pooled: Tensor, wanted: Sequence[int]) -> dict[int, Tensor]:
         """The logits (b, labels) of each of these tasks that has a read-out, from statistics

@@ -12,7 +12,6 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from memoro.console import printable
 from memoro.engine.composition import Composition
-from memoro.engine.explain import OWN_TOKEN
 from memoro.errors import DataError, ImageError
 from memoro.files import write_whole
 
@@ -28,16 +27,16 @@ class Overlays:
     picture: Image.Image | None = None
     """The overlay of one image and one task; else a sheet with a row for each image and a column for each task."""
     answers: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """By image and task: the `answer`, the `attention` to patches, memory and the rest, and whose attention it is
-    (`source`)."""
+    """By image and task: the `answer`, the `attention` to patches, memory and the rest, whose attention it is
+    (`source`), and a `note` on the picture, if it needs one."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Why images could not be read."""
 
     @property
-    def heads(self) -> dict[str, str]:
-        """The tasks without attention of their own, and whose attention is shown instead."""
-        found = [(name, own["source"]) for tasks in self.answers.values() for name, own in tasks.items()]
-        return {name: source for name, source in found if source != OWN_TOKEN}
+    def notes(self) -> dict[str, str]:
+        """By task: what a reader has to know about its pictures."""
+        found = [(name, own["note"]) for tasks in self.answers.values() for name, own in tasks.items()]
+        return {name: note for name, note in found if note is not None}
 
 
 def draw_overlays(model: Composition, paths: Sequence[Path]) -> Overlays:
@@ -54,7 +53,7 @@ def draw_overlays(model: Composition, paths: Sequence[Path]) -> Overlays:
             found.skipped[str(path)] = str(error)
             continue
         found.answers[str(path)] = {
-            name: {"answer": answers[name], "attention": own.shares(), "source": own.source}
+            name: {"answer": answers[name], "attention": own.shares(), "source": own.source, "note": own.note}
             for name, own in explained.items()
         }
         if single:

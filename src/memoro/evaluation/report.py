@@ -16,7 +16,6 @@ from memoro.console import format_bytes, format_count, quoted
 from memoro.data import ImageSet, ImageStream, Splits, Streams
 from memoro.data.near import near_duplicates
 from memoro.engine.composition import Composition
-from memoro.engine.explain import OWN_TOKEN
 from memoro.errors import ImageError
 from memoro.evaluation.breakdown import Mistake, class_figures, find_mistakes
 from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion, reported, shown_metrics
@@ -184,26 +183,25 @@ def _gallery(report: TaskReport) -> Iterator[Html]:
         yield tag("p", "The images of a stream are not kept, so they cannot be shown.")
         return
     text = "" if numbers else f"{count:,} of {format_count(len(report.targets), 'image')} were answered wrongly. "
-    source, cards = "", []
+    note, cards = None, []
     for mistake in mistakes:
-        card, source = _card(report, images, mistake)
+        card, note = _card(report, images, mistake)
         cards.append(card)
     if report.model is None:
         text += "A baseline has no attention of its own to show."
     else:
-        text += "Beside each image, where the task looked: yellow is the most attention, dark blue none."
-        if source != OWN_TOKEN:
-            text += f" A head has no attention of its own: this is the attention of {source}."
+        text += "Beside each image, where the task looked: yellow is the most, dark blue none."
+        text += f" {note}" if note else ""
     if report.metrics["split"].endswith("folds"):
         text += " Each image was answered by a run that had not seen it; the attention is that of the final task."
     yield tag("p", text)
     yield tag("div", *cards, class_="cards wide")
 
 
-def _card(report: TaskReport, images: ImageSet, mistake: Mistake) -> tuple[Html, str]:
-    """The card of a mistake, and whose attention it shows."""
+def _card(report: TaskReport, images: ImageSet, mistake: Mistake) -> tuple[Html, str | None]:
+    """The card of a mistake, and what a reader has to know about its map."""
     preprocessing = report.task.spec.preprocessing
-    where, source = images.where(mistake.index), ""
+    where, note = images.where(mistake.index), None
     try:
         image = images.open(mistake.index, draft=512 if preprocessing is None else max(512, preprocessing.draft or 512))
     except ImageError as error:
@@ -213,13 +211,13 @@ def _card(report: TaskReport, images: ImageSet, mistake: Mistake) -> tuple[Html,
         if report.model is not None:
             found = report.model.explain(image, report.task.name)
             shown.append(picture(found.overlay(), "where the task looked"))
-            source = found.source
+            note = found.note
     lines = [
         tag("div", "predicted ", tag("b", mistake.predicted, class_="bad")),
         tag("div", "true ", tag("b", mistake.true)),
         tag("div", where, class_="soft"),
     ]
-    return tag("div", tag("div", *shown, class_="pair"), *lines, class_="card"), source
+    return tag("div", tag("div", *shown, class_="pair"), *lines, class_="card"), note
 
 
 def _familiarity(report: TaskReport) -> Iterator[Html]:
@@ -236,6 +234,9 @@ def _familiarity(report: TaskReport) -> Iterator[Html]:
         f"{'none' if few else f'about {FALSE_ALARMS:.0%}'} of the task's own images are.",
         class_="soft",
     )
+    if found.coarse:
+        why = "few" if few else "diverse"
+        yield tag("p", f"This is coarse: the images are too {why} to tell well what is unfamiliar.")
 
 
 def _left_out(report: TaskReport) -> Iterator[Html]:

@@ -1,6 +1,6 @@
 """`head`, `memory` (class token, memory cells and head, masked: the paper's), `side` (class token, low-rank weights and
 head; memory cells if asked for), `readout` (a linear layer on statistics of all tokens, in closed form) and `joint`
-(the mean of `side` and `readout`): base tokens stay as they are, so what these regimes train composes."""
+(a weighted mean of `side` and `readout`): base tokens stay as they are, so what these regimes train composes."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ SIDE = Regime(
     all_parameters,
     rates={**RATES, "adamw": (0.001,)},
 )
-JOINT = replace(SIDE, name="joint", readout=0.5)
+JOINT = replace(SIDE, name="joint", readout=0.6)
 READOUT = replace(HEAD, name="readout", trains=lambda task: {}, readout=1.0)

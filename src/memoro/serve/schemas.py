@@ -41,7 +41,9 @@ class Attention(BaseModel):
 
     layers: list[int]
     source: str
-    """Whose attention it is: the task's own token, or, for a linear head, the token of the base that it reads."""
+    """Whose map it is: the task's own token, the read-out, or, for a linear head, the base's token that it reads."""
+    note: str | None = None
+    """What a reader has to know about the map, if anything."""
     heatmap: list[list[float]]
     """Rows and columns of patches."""
     patches: list[float]
@@ -69,6 +71,8 @@ class Answer(BaseModel):
     familiarity: float | None = None
     """The share of the task's own images that look at least as strange."""
     unfamiliar: bool | None = None
+    coarse: bool | None = None
+    """True if the task has too few or too diverse images to tell what is unfamiliar."""
     attention: Attention | None = None
 
 

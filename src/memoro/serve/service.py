@@ -261,6 +261,7 @@ def describe_attention(maps: Explanation) -> dict[str, Any]:
     return {
         "layers": list(maps.layers),
         "source": maps.source,
+        "note": maps.note,
         "heatmap": maps.heatmap()[0].tolist(),
         "patches": shares(maps.patches),
         "prefix": shares(maps.prefix),

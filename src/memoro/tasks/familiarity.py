@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memoro.tasks.ridge import solve_ridge
+from memoro.tasks.ridge import RidgeSystem
 
 MAX_DIRECTIONS = 128
 MAX_BYTES = 54 << 10
@@ -25,6 +25,8 @@ LARGEST, SMALLEST = 1e6, 1e-12
 """No value is larger, no variance smaller."""
 NEAREST = 1e-6
 """Distances are at least this, so that they have a logarithm."""
+LEAST_SPREAD = 1e-3
+"""Of the two parts of strangeness, before they are standardised: that of images which are all alike would be none."""
 FALSE_ALARMS = 0.01
 """Share of a task's own images that may be called unfamiliar."""
 FEW_NOTICED = 0.5
@@ -288,7 +290,7 @@ def fit_familiarity(statistics: Tensor, classes: Tensor | None, others: Others |
         part = Familiarity(**_describe(tokens[~own], groups[~own]), **plain)
         distances[own] = FamiliarityBank([part]).measure(tokens[own])[:, 0]
     logarithms = distances.log()
-    slope = 1 / max(float(logarithms.std()), NEAREST)
+    slope = 1 / max(float(logarithms.std()), LEAST_SPREAD)
     strange, offset = (logarithms - logarithms.mean()) * slope, -float(logarithms.mean()) * slope
     reader, noticed = nothing, 1.0
     if others is not None:
@@ -318,9 +320,9 @@ def _separate(statistics: Tensor, others: Others) -> tuple[Tensor, float, Tensor
     def loss(answers: Tensor, index: Tensor) -> float:
         return float((balanced[index, None] * (answers - aims[index]).square()).sum())
 
-    solved = solve_ridge(total, read, lambda index: aims[index], loss, sample_weight=balanced)
+    solved = RidgeSystem(total, read, balanced).solve(lambda index: aims[index], loss)
     answers = solved.held_out[:count, 0]
-    middle, spread = float(answers.mean()), max(float(answers.std()), NEAREST)
+    middle, spread = float(answers.mean()), max(float(answers.std()), LEAST_SPREAD)
     weight = solved.weight[0] / spread
     reader = weight.clamp(-6e4, 6e4).half()
     offset = (middle - float(solved.bias[0])) / spread - float((weight - reader.float()) @ solved.mean)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,12 +11,10 @@ from torch.nn.functional import one_hot
 
 from memoro.heads import HeadKind, Scale, class_weights
 from memoro.tasks.calibration import fit_temperature
-from memoro.tasks.ridge import Read, solve_ridge
-from memoro.tasks.task import Task
+from memoro.tasks.ridge import RidgeSystem
+from memoro.tasks.task import Task, round_half
 from memoro.tasks.taskspec import ReadOut
 
-LARGEST = 60_000.0
-"""Weights of a read-out are stored as float16."""
 TEMPERATURES = (0.005, 5.0)
 """Answers of a regression to classes are between 0 and 1, or a little beyond."""
 
@@ -26,7 +25,7 @@ class SolvedReadOut:
 
     reads: ReadOut
     weight: Tensor
-    """(labels, features), rounded to what float16 can hold."""
+    """(labels, features), rounded to what float16 can hold, except for numbers far from 1."""
     bias: Tensor
     """(labels)"""
     held_out: Tensor
@@ -42,7 +41,7 @@ class SolvedReadOut:
 def solve_readout(
     kind: HeadKind,
     reads: ReadOut,
-    read: Read,
+    factorise: Callable[[Tensor | None], RidgeSystem],
     targets: Tensor,
     labels: int,
     *,
@@ -52,19 +51,19 @@ def solve_readout(
 ) -> SolvedReadOut:
     """The read-out of `labels` outputs with the smallest squared error on training images.
 
-    `read` gives their statistics (b, features) by number, `targets` are those of all. Images of one group (n) are left
-    out together, those with a `sample_weight` (n) of 0 are not learned from. The penalty has the smallest loss of
-    leave-one-out answers: cross-entropy, or squared error for numbers. A temperature that fits them is part of the
-    weights, so logits are calibrated.
+    `factorise` gives the system of their statistics with these weights (n), `targets` are those of all. Images of one
+    group (n) are left out together, those with a `sample_weight` (n) of 0 are not learned from. The penalty has the
+    smallest loss of leave-one-out answers: cross-entropy, or squared error for numbers. A temperature that fits them is
+    part of the weights, so logits are calibrated.
     """
     learned = torch.ones(len(targets), dtype=torch.bool) if sample_weight is None else sample_weight > 0
     scale = Scale.of(targets[learned]) if kind == "regression" else None
-    weights = torch.ones(len(targets)) if sample_weight is None else sample_weight.float()
+    weights = sample_weight
     middle = torch.full((labels,), 0.5 if kind == "multilabel" else 0.0)
     if balance and kind == "softmax":
         by_class = class_weights(kind, targets[learned], labels)
         assert by_class is not None
-        weights = weights * by_class[targets]
+        weights = by_class[targets] if weights is None else weights * by_class[targets]
     elif balance and kind == "multilabel":  # as if each label were on half of the images
         middle = targets[learned].float().mean(dim=0)
 
@@ -83,7 +82,7 @@ def solve_readout(
         wanted = targets[index] if kind == "softmax" else targets[index].float()
         return fit_temperature(answers, wanted, TEMPERATURES, steps)
 
-    solved = solve_ridge(len(targets), read, aim, loss, sample_weight=weights, groups=groups)
+    solved = factorise(weights).solve(aim, loss, groups)
     if scale is not None:
         weight = solved.weight * scale.std.float()[:, None]
         bias, held_out = scale.undo(solved.bias), scale.undo(solved.held_out)
@@ -92,6 +91,6 @@ def solve_readout(
         temperature, _ = fit(solved.held_out[judged] - middle, judged, 40)
         weight, bias = solved.weight / temperature, (solved.bias - middle) / temperature
         held_out = (solved.held_out - middle) / temperature
-    rounded = weight.clamp(-LARGEST, LARGEST).half().float()
+    rounded = round_half(weight)
     bias = bias + (weight - rounded) @ solved.mean  # at the mean image, answers are as before rounding
     return SolvedReadOut(reads, rounded, bias.float(), held_out.float(), solved.penalty)

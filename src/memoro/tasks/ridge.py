@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -46,37 +46,32 @@ class Ridge:
     """(n, outputs): the answer to each image by the solution of all others, without its whole group."""
 
 
-def solve_ridge(
-    count: int,
-    read: Read,
-    aim: Aim,
-    loss: Loss,
-    *,
-    sample_weight: Tensor | None = None,
-    groups: Tensor | None = None,
-) -> Ridge:
-    """The linear layer with the smallest weighted squared error plus penalty over `count` images.
+class RidgeSystem:
+    """What the linear layers for some images have in common, whatever their outputs should be: standardised features,
+    projected to their principal axes. It is factorised once.
 
-    Images of one group (n) are left out together. Standardisation and projection are those of all images. Apart from
-    the answers, memory does not grow with the number of images.
+    With a `sample_weight` (n), images count by it; those of weight 0 change nothing. Standardisation and projection are
+    those of all images. Memory does not grow with the number of images, apart from the answers.
     """
-    return _Solver(count, read, aim, sample_weight, groups).solve(loss)
 
-
-class _Solver:
-    def __init__(self, count: int, read: Read, aim: Aim, sample_weight: Tensor | None, groups: Tensor | None) -> None:
-        self._count, self._read, self._aim = count, read, aim
-        self._weights = (torch.ones(count) if sample_weight is None else sample_weight.cpu()).double()
-        self._groups = [] if groups is None else _members(groups)
+    def __init__(self, count: int, read: Read, sample_weight: Tensor | None = None) -> None:
+        self.count, self._read = count, read
+        self.weights = (torch.ones(count) if sample_weight is None else sample_weight.cpu()).double()
+        self.total = self.weights.sum()
         self._project_to(torch.linspace(0, count - 1, min(count, MOST_DIMENSIONS)).round().long())
         self._find_axes()
+
+    def solve(self, aim: Aim, loss: Loss, groups: Tensor | None = None) -> Ridge:
+        """The linear layer with the smallest weighted squared error plus penalty. Images of one group (n) are left out
+        together."""
+        return _Solver(self, aim, [] if groups is None else _members(groups)).solve(loss)
 
     def _project_to(self, landmarks: Tensor) -> None:
         """Standardises by these images and projects to the space that they span, along its principal axes."""
         rows = self._read(landmarks).float()
-        std, self._mean = torch.std_mean(rows, dim=0, correction=0)
+        std, self.mean = torch.std_mean(rows, dim=0, correction=0)
         self._scale = torch.where(std > CONSTANT * std.max(), std, torch.inf).reciprocal()
-        rows, weights = (rows - self._mean) * self._scale, self._weights[landmarks].float()
+        rows, weights = (rows - self.mean) * self._scale, self.weights[landmarks].float()
         rows = (rows - weights @ rows / weights.sum()) * weights.sqrt()[:, None]
         self._features = rows.shape[1]
         values, vectors = torch.linalg.eigh((rows @ rows.T).double() / self._features)
@@ -86,39 +81,69 @@ class _Solver:
         """(features, dimensions): products of projected features are those of the features, over their number."""
 
     def _find_axes(self) -> None:
-        """The principal axes of all images, and what the outputs should be along them."""
-        weights, total = self._weights, self._weights.sum()
-        size, keeps = self._basis.shape[1], self._count * self._basis.shape[1] <= MOST_KEPT
+        """The principal axes of all images."""
+        size, keeps = self._basis.shape[1], self.count * self._basis.shape[1] <= MOST_KEPT
         squares, sums = torch.zeros(size, size, dtype=torch.double), torch.zeros(size, dtype=torch.double)
-        products, aims, kept = torch.zeros(()).double(), torch.zeros(()).double(), []
-        for block in torch.split(torch.arange(self._count), BLOCK):
-            rows, own, wanted = self._project(block).double(), weights[block, None], self._aim(block).double()
+        kept = []
+        for block in self.blocks():
+            rows, own = self._project(block).double(), self.weights[block, None]
             squares += rows.T @ (own * rows)
             sums += (own * rows).sum(dim=0)
-            products = products + rows.T @ (own * wanted)
-            aims = aims + (own * wanted).sum(dim=0)
             kept += [rows] if keeps else []
-        self._middle, self._level = sums / total, aims / total
-        values, self._axes = torch.linalg.eigh(squares - total * self._middle.outer(self._middle))
-        self._values = values.clamp(min=0)
-        self._turned = self._axes.T @ (products - total * self._middle.outer(self._level))
+        self._middle = sums / self.total
+        values, self._axes = torch.linalg.eigh(squares - self.total * self._middle.outer(self._middle))
+        self.values = values.clamp(min=0)
         self._kept = (torch.cat(kept) - self._middle) @ self._axes if keeps else None
 
+    def blocks(self) -> Sequence[Tensor]:
+        """The numbers of all images, some at a time."""
+        parts: Sequence[Tensor] = torch.split(torch.arange(self.count), BLOCK)
+        return parts
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Images (b, axes) along the principal axes, from their mean."""
+        kept = self._kept
+        found: Tensor = (self._project(index).double() - self._middle) @ self._axes if kept is None else kept[index]
+        return found
+
+    def unfold(self, coefficients: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        """Weight (outputs, features) and bias (outputs) of what is linear along the axes (axes, outputs), and has this
+        level (outputs) at the mean."""
+        turned = self._axes @ coefficients
+        weight = (self._basis.double() @ turned).T * self._scale
+        return weight, level - self._middle @ turned - weight @ self.mean.double()
+
+    def _project(self, index: Tensor) -> Tensor:
+        rows: Tensor = ((self._read(index).float() - self.mean) * self._scale) @ self._basis
+        return rows
+
+
+class _Solver:
+    """The layers of one system for one kind of outputs, one for each penalty."""
+
+    def __init__(self, system: RidgeSystem, aim: Aim, groups: Sequence[Tensor]) -> None:
+        self._system, self._aim, self._groups = system, aim, groups
+        products, aims = torch.zeros(()).double(), torch.zeros(()).double()
+        for block in system.blocks():
+            weighted = system.weights[block][:, None] * aim(block).double()
+            products = products + system.rows(block).T @ weighted
+            aims = aims + weighted.sum(dim=0)
+        # Rows are from the mean, so that of the aims makes no difference.
+        self._products, self._level = products, aims / system.total
+
     def solve(self, loss: Loss) -> Ridge:
-        every = torch.arange(self._count)
+        every = torch.arange(self._system.count)
         most = max(1, MOST_JUDGED // len(self._level))
-        judged = every if self._count <= most else torch.linspace(0, self._count - 1, most).round().long()
+        judged = every if len(every) <= most else torch.linspace(0, len(every) - 1, most).round().long()
         losses = {penalty: loss(self._answer(judged, penalty), judged) for penalty in PENALTIES}
         best = min(losses, key=lambda penalty: losses[penalty])
-        coefficients = self._axes @ (self._turned / (self._values + best)[:, None])
-        weight = (self._basis.double() @ coefficients).T * self._scale
-        bias = self._level - self._middle @ coefficients - weight @ self._mean.double()
-        return Ridge(weight.float(), bias.float(), self._mean, best, self._answer(every, best))
+        weight, bias = self._system.unfold(self._products / (self._system.values + best)[:, None], self._level)
+        return Ridge(weight.float(), bias.float(), self._system.mean, best, self._answer(every, best))
 
     def _answer(self, index: Tensor, penalty: float) -> Tensor:
         """The answers to these images that are left out, one at a time or group by group."""
         answers = torch.cat([self._leave_out(block, penalty) for block in torch.split(index, BLOCK)])
-        place = torch.full((self._count,), -1)
+        place = torch.full((self._system.count,), -1)
         place[index] = torch.arange(len(index))
         for members in self._groups:
             wanted = place[members] >= 0
@@ -127,34 +152,25 @@ class _Solver:
         return answers
 
     def _fit(self, index: Tensor, penalty: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows along the eigenvectors, those divided by the penalised eigenvalues, and the answers of the solution."""
-        rows = self._turn(index) if self._kept is None else self._kept[index]
-        shrunk = rows / (self._values + penalty)
-        return rows, shrunk, shrunk @ self._turned + self._level
+        """Rows along the axes, those divided by the penalised eigenvalues, and the answers of the solution."""
+        rows = self._system.rows(index)
+        shrunk = rows / (self._system.values + penalty)
+        return rows, shrunk, shrunk @ self._products + self._level
 
     def _leave_out(self, index: Tensor, penalty: float) -> Tensor:
         rows, shrunk, answers = self._fit(index, penalty)
-        own = self._weights[index]
-        leverage = own * ((rows * shrunk).sum(dim=1) + 1 / self._weights.sum())
+        leverage = self._system.weights[index] * ((rows * shrunk).sum(dim=1) + 1 / self._system.total)
         aims = self._aim(index).double()
         found: Tensor = aims - (aims - answers) / (1 - leverage).clamp(min=1e-9)[:, None]
         return found.float()
 
     def _leave_out_group(self, index: Tensor, penalty: float) -> Tensor:
         rows, shrunk, answers = self._fit(index, penalty)
-        roots, aims = self._weights[index].sqrt()[:, None], self._aim(index).double()
-        kernel = rows @ shrunk.T + 1 / self._weights.sum()
+        roots, aims = self._system.weights[index].sqrt()[:, None], self._aim(index).double()
+        kernel = rows @ shrunk.T + 1 / self._system.total
         errors = torch.linalg.solve(torch.eye(len(index)) - roots * kernel * roots.T, roots * (aims - answers))
         found: Tensor = answers - kernel @ (roots * errors)
         return found.float()
-
-    def _turn(self, index: Tensor) -> Tensor:
-        rows: Tensor = (self._project(index).double() - self._middle) @ self._axes
-        return rows
-
-    def _project(self, index: Tensor) -> Tensor:
-        rows: Tensor = ((self._read(index).float() - self._mean) * self._scale) @ self._basis
-        return rows
 
 
 def _members(groups: Tensor) -> list[Tensor]:

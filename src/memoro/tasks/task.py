@@ -109,7 +109,7 @@ class Task(TaskModule[TaskSpec]):
         for parameter in self.head.parameters():
             parameter.mul_(1 - reads.share)
         like = self.head.weight
-        weight = (weight * reads.share).half().float()  # as a file holds it: a smaller value may need more bits
+        weight = round_half(weight * reads.share)  # as a file holds it: a smaller value may need more bits
         self.update_spec(readout=reads)
         self.readout = make_linear(weight.to(like), bias.to(like) * reads.share).requires_grad_(False)
 
@@ -200,6 +200,13 @@ def make_linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
     layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
     return layer
+
+
+def round_half(weight: Tensor) -> Tensor:
+    """A matrix in float32, rounded to what float16 can hold where that is close: rows may be far from 1."""
+    rounded = weight.half().float()
+    close = (rounded - weight).abs() <= weight.abs().amax(dim=1, keepdim=True) / 1024
+    return rounded if bool(close.all()) else weight.float()
 
 
 def is_halved(name: str) -> bool:
@@ -306,6 +313,12 @@ def new_task(
             raise TaskError(f"{name!r}: extends takes tasks (load_task() returns one), not {type(parent).__name__}.")
         if parent.name == name:
             raise TaskError(f"{name!r} cannot extend a task with the same name.")
+        reads = parent.spec.readout
+        if reads is not None and reads.share == 1 and parent.from_layer == depth:
+            raise TaskError(
+                f"{name!r} cannot extend {parent.name!r}, which is a read-out alone: it has no token to attend to. "
+                "Train it with regime 'joint' or 'side', or leave out extends."
+            )
 
     generator = torch.Generator("cpu")
     # Without a seed it is drawn, so that torch.manual_seed decides; torch.seed() would reseed the caller's generator.

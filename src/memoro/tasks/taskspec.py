@@ -84,8 +84,8 @@ class TaskSpec(ModelSpec):
                 "is damaged. Train the task again."
             )
         own = backbone.anatomy.statistics
-        odd = 0 if self.familiarity is None else len(self.familiarity.reader) % (own * backbone.dim)
-        if (self.readout is not None and self.readout.statistics != own) or odd:
+        layers, odd = divmod(0 if self.familiarity is None else len(self.familiarity.reader), own * backbone.dim)
+        if (self.readout is not None and self.readout.statistics != own) or odd or layers > backbone.depth:
             raise CompositionError(
                 f"{self.name!r} does not read {own} vectors a layer, as {backbone.name} has: its file is damaged. "
                 "Train the task again."

@@ -118,7 +118,7 @@ class CachedLoader:
         checked: set[int] = set()
         # Damaged records are found amid training: there gradients and mixed precision may be on.
         exact = torch.autocast(self._backbone.device.type, enabled=False)
-        with self.store.writer() as writer, torch.no_grad(), exact:
+        with torch.no_grad(), exact, self.store.writer() as writer:
             for view, absent in enumerate(self.missing()):
                 for batch in self.loader.pick(list(absent.values()), view) if absent else ():
                     samples = batch.index.tolist()
@@ -200,7 +200,7 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
         loader.store.forget(removed)
     _, needed = estimate(loaders)
     try:
-        cache.folder.mkdir(parents=True, exist_ok=True)
+        cache.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(cache.folder).free
     except OSError as error:
         raise featurestore.cannot_keep(cache.folder, error) from None

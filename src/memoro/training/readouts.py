@@ -15,7 +15,7 @@ from memoro.errors import TrainingError
 from memoro.evaluation.metrics import MAIN_FIGURE, measure
 from memoro.images import Preprocessing
 from memoro.tasks.readout import SolvedReadOut, solve_readout
-from memoro.tasks.ridge import Read
+from memoro.tasks.ridge import Read, RidgeSystem
 from memoro.tasks.taskspec import ReadOut
 from memoro.training.group import RunSpec, content_key
 from memoro.training.recipe import TrainOptions
@@ -28,6 +28,7 @@ class ReadOuts:
     def __init__(self, backbone: Backbone, reader: StatisticsReader, options: TrainOptions) -> None:
         self._reads, self._reader, self._options = ReadOut.of(backbone.anatomy), reader, options
         self._solved: dict[Any, SolvedReadOut] = {}
+        self._systems: dict[Any, RidgeSystem] = {}
 
     def solve(self, spec: RunSpec) -> SolvedReadOut:
         """The read-out of a run's training images. The user is told how good it is."""
@@ -39,11 +40,10 @@ class ReadOuts:
             started = time.monotonic()
             groups = near_groups(images)
             labels = spec.splits.labels
-            read = self._flat(images, spec.preprocessing)
             found = solve_readout(
                 spec.splits.kind,
                 self._reads,
-                read,
+                lambda weights: self._factorise(images, spec.preprocessing, weights),
                 images.targets,
                 len(labels),
                 balance=spec.recipe.balance,
@@ -51,12 +51,10 @@ class ReadOuts:
             )
             self._solved[key] = found
             figure = MAIN_FIGURE[spec.splits.kind]
-            score = measure(spec.splits.kind, labels, found.held_out, images.targets)[figure]
+            score = measure(spec.splits.kind, labels, found.held_out, images.targets).get(figure)
             seconds = time.monotonic() - started
-            self._options.note(
-                f"{spec.splits.name}: read-out: {figure.replace('_', ' ')} {score:.3f} on images left out one by one, "
-                f"solved in {seconds:.1f} s."
-            )
+            told = "" if score is None else f"{figure.replace('_', ' ')} {score:.3f} on images left out one by one, "
+            self._options.note(f"{spec.splits.name}: read-out: {told}solved in {seconds:.1f} s.")
         return self._solved[key]
 
     def answers(self, spec: RunSpec, split: str, images: ImageSet) -> Tensor:
@@ -70,6 +68,15 @@ class ReadOuts:
         read = self._flat(images, spec.preprocessing)
         blocks = torch.split(torch.arange(len(images)), 1024)
         return torch.cat([read(block).float() @ solved.weight.T + solved.bias for block in blocks])
+
+    def _factorise(self, images: ImageSet, preprocessing: Preprocessing, weights: Tensor | None) -> RidgeSystem:
+        """The system of these images; without weights, columns of labels share one."""
+        if weights is not None:
+            return RidgeSystem(len(images), self._flat(images, preprocessing), weights)
+        key = content_key(images), preprocessing
+        if key not in self._systems:
+            self._systems[key] = RidgeSystem(len(images), self._flat(images, preprocessing))
+        return self._systems[key]
 
     def _flat(self, images: ImageSet, preprocessing: Preprocessing) -> Read:
         read = self._reader.read(images, preprocessing)

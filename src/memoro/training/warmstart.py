@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ def start_from(old: Task, fresh: Task, member: int = 0) -> Task:
 
     Of an ensemble, it has those of one member; numbers beyond the last one start again with the first.
     """
+    history, old = _history(old), deepcopy(old)
+    old.detach_readout()  # it is solved again
     part = split_members(old)[member % old.members]
     own, rows = fresh.state_dict(), {label: row for row, label in enumerate(old.labels)}
     known = [(at, rows[label]) for at, label in enumerate(fresh.labels) if label in rows]
@@ -77,7 +80,7 @@ def start_from(old: Task, fresh: Task, member: int = 0) -> Task:
     spec = replace(part.spec, name=fresh.name, labels=fresh.spec.labels, backbone=fresh.spec.backbone, metrics={})
     task = Task.from_tensors(spec, tensors, fresh.extends)
     sketch = {SKETCH: old.spec.training[SKETCH]} if SKETCH in old.spec.training else {}
-    task.update_spec(training={"history": _history(old), **sketch}, calibration=None)
+    task.update_spec(training={"history": history, **sketch}, calibration=None)
     return task
 
 

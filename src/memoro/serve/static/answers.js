@@ -73,6 +73,7 @@ function familiarity(name, answer) {
   const share = answer.familiarity === 0 ? "none" : percent(answer.familiarity);
   const strange = `${share} of its own images look at least as unusual`;
   if (answer.unfamiliar) return el("p", { class: "why" }, `This image is unlike those that ${name} was trained on: ${strange}. Do not rely on the answer.`);
+  if (answer.coarse) return el("p", { class: "soft" }, `${name} has too few or too diverse images to tell what is unfamiliar.`);
   return el("p", { class: "soft" }, `Familiar: ${strange}.`);
 }
 
@@ -113,7 +114,7 @@ function overlay(attention, name, shown) {
     frame.append(map);
     notes.push("This browser cannot show the image itself.");
   }
-  if (attention.source !== "the task's token") notes.push(`A head has no attention of its own: this is that of ${attention.source}.`);
+  if (attention.note) notes.push(attention.note);
   return el("figure", null, frame, el("figcaption", null, notes.join(" ")));
 }
 
