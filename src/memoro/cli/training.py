@@ -49,10 +49,11 @@ def train(
 ) -> None:
     """Train a task on a folder of images and write its file; or several tasks in one pass.
 
-    Without --lr, three learning rates are tried in one pass. With regime side
-    the task averages the three runs; otherwise, and with --ensemble 1, the
-    best by validation score is kept. If there is no validation split, one is
-    held out.
+    By default (regime joint), a read-out is solved in closed form, a token is
+    trained with one learning rate, and the task joins both. --regime readout
+    takes seconds. Other regimes than joint and side try three learning rates
+    without --lr, and the best by validation score is kept. If there is no
+    validation split, small sets use folds; of larger ones, a part is held out.
     Ctrl-C saves a checkpoint; --resume continues from it.
 
     With the default recipe, images are not augmented. --views 4 adds random
@@ -69,10 +70,10 @@ def train(
     memoro train pets=photos/pets rooms=rooms.zip --out tasks/
 
     Regimes that train a task, which can be composed with others:
-    joint (the mean of side and readout; default), readout (a linear layer on
-    statistics of every layer, solved in seconds), side (class token, low-rank
-    weights for the task's token, head), memory (class token, memory, head;
-    the paper's) and head (linear).
+    joint (weighted mean of side and readout; default), readout (a linear layer
+    on statistics of the upper layers, solved in seconds), side (class token,
+    low-rank weights for the task's token, head), memory (class token, memory,
+    head; the paper's) and head (linear).
 
     Regimes that train a baseline, for comparison (cannot be composed):
     memory-full (memory without the mask), class-full (class token without it),
@@ -92,8 +93,8 @@ def sweep(
 
     memoro sweep photos/pets --rank 4,8,16 --from-layer 4,8 --seeds 3
 
-    Regimes are those of memoro train. Runs of side, memory and head share one
-    pass; each run of a baseline needs separate passes.
+    Regimes are those of memoro train. Runs of joint, side, memory and head
+    share one pass; each run of a baseline needs separate passes.
     """
     regime = settings["regime"] or ("memory" if settings["recipe"] == "paper" else "joint")
     sizes = any(settings[name] for name in ("rank", "cells", "from_layer"))

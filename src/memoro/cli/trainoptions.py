@@ -31,21 +31,22 @@ _CHOOSING, _CACHE, _OUTPUT, _BASELINES = "Model selection", "Cache", "Output", "
 TRAIN: dict[str, tuple[Any, Any]] = {
     "task": _option(str | None, None, _TASK, "Name of the task.", "--task", "-t", show_default="the dataset's name"),
     "regime": _option(
-        str | None, None, _TASK, "What is trained; see above.", show_default="side; memory with --recipe paper"
+        str | None, None, _TASK, "What is trained; see above.",
+        show_default="joint; memory with --recipe paper; side with --streaming",
     ),
     "cells": _option(int | None, None, _TASK, "Memory cells in each layer.", show_default="0; 5 with memory"),
     "rank": _option(
         int | None, None, _TASK,
-        "Rank of the low-rank weights (regimes side, lora and lora-all).", show_default="4; 8 with LoRA",
+        "Rank of the low-rank weights (regimes joint, side, lora and lora-all).", show_default="4; 8 with LoRA",
     ),
     "from_layer": _option(
         int | None, None, _TASK, "Layer at which the task forks from the backbone; later is cheaper.",
-        show_default="two thirds of the depth, with 500 or more images also a third; 0 with memory",
+        show_default="two thirds of the depth; 0 with memory",
     ),
     "extends": _option(list[str] | None, None, _TASK, "Task file or hub id to build on; repeat for more."),
     "start_from": _option(
         str | None, None, _TASK,
-        "Task file or hub id to start from; labels may be added or removed.",
+        "Task file or hub id to start from; labels may be added or removed. A read-out is solved from DATA alone.",
     ),
     "kind": _option(
         Literal["class", "labels", "number"] | None, None, _DATA,
@@ -93,7 +94,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     ),
     "lr": _option(
         float | None, None, _RECIPE, "Peak learning rate.",
-        show_default="0.001; three are tried with head, memory and baselines",
+        show_default="0.001 with joint and side; others try three",
     ),
     "epochs": _option(int, 15, _RECIPE, "Passes over the training images."),
     "steps": _option(int | None, None, _RECIPE, "Optimiser steps, instead of epochs."),
@@ -143,17 +144,18 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "ensemble": _option(
         int | None, None, _CHOOSING,
         "Average this many runs of the best setting, from different seeds; 1: keep the best run only.", min=1,
-        show_default="with side and no --lr, the runs of the three learning rates",
+        show_default="1; with --start-from, as many as the task has",
     ),
     "val_fraction": _option(float, 0.15, _CHOOSING, "Fraction of train to hold out if there is no validation split."),
     "folds": _option(
-        int | None, None, _CHOOSING, "Cross-validation folds for comparing runs; 0: a validation split.",
+        int | None, None, _CHOOSING, "Cross-validation folds, to compare runs and to calibrate; 0: a validation split.",
         show_default="4 for small datasets", callback=_check_folds,
     ),
     "patience": _option(int, 0, _CHOOSING, "Stop a run after this many epochs without a better score; 0: never."),
     "cache": _option(
-        bool | None, None, _CACHE, "Cache the backbone's features on disk.", "--cache/--no-cache",
-        show_default="on a CPU, if they fit",
+        bool | None, None, _CACHE, "Cache the backbone's features and statistics of the images on disk.",
+        "--cache/--no-cache",
+        show_default="statistics always, features on a CPU if they fit",
     ),
     "cache_folder": _option(
         Path | None, None, _CACHE, "Folder of the cache.", show_default="~/.cache/memoro/features"
@@ -177,16 +179,17 @@ SWEEP = {name: option for name, option in TRAIN.items() if name != "streaming"} 
         show_default="0; 0,5 with memory",
     ),
     "rank": _option(
-        str | None, None, _TASK, "Ranks of the task's low-rank weights to try, such as 4,8,16 (regime side).",
-        show_default="4,16 with side if nothing else is varied",
+        str | None, None, _TASK,
+        "Ranks of the task's low-rank weights to try, such as 4,8,16 (regimes joint and side).",
+        show_default="4,16 with joint and side if nothing else is varied",
     ),
     "from_layer": _option(
         str | None, None, _TASK, "Layers to fork at, separated by commas.",
-        show_default="two thirds of the depth, and a third with 500 or more images and no --lr; 0 with memory",
+        show_default="two thirds of the depth; 0 with memory",
     ),
     "lr": _option(
         str | None, None, _RECIPE, "Learning rates to try, separated by commas.",
-        show_default="0.0003,0.001,0.003; 0.03,0.1,0.3 with sgd",
+        show_default="0.001 with joint and side; others try three",
     ),
     "seeds": _option(int, 1, _CHOOSING, "Number of seeds to try for each combination."),
     "halving": _option(
