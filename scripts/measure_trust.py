@@ -212,8 +212,8 @@ def _tasks(tasks: Mapping[str, Any]) -> list[str]:
         "**Tasks**, a read-out for each set. Expected calibration error (ece) over 15 bins, before and after "
         "calibration by leave-one-out answers. `not told`: the image goes to the task with the highest score of "
         f"{len(routed)} (without cifar10), and its answer is right; `found`: the task is right. `false alarms`: own "
-        f"test images with a familiarity below {FALSE_ALARMS}. `bytes`: what familiarity adds to the file. Mean accuracy of "
-        f"the {len(routed)}: {told:.3f} told, {untold:.3f} not told.",
+        f"test images with a familiarity below {FALSE_ALARMS}. `bytes`: what familiarity adds to the file. Mean "
+        f"accuracy of the {len(routed)}: {told:.3f} told, {untold:.3f} not told.",
         "",
         *table(
             ["task", "test images", *keys],

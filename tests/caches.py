@@ -22,6 +22,7 @@ from memoro.engine import featurestore
 from memoro.engine.featurestore import RecordFormat
 from memoro.engine.streams import Features
 from memoro.tasks.task import Task, new_task
+from memoro.tasks.taskspec import ReadOut
 from memoro.training import Cache, cached, fit
 from memoro.training.cached import CachedLoader, fill_caches
 from memoro.training.run import SharedForward
@@ -49,7 +50,9 @@ def cache(tmp_path: Path) -> Cache:
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch, backbone: Backbone) -> int:
     """Two records to a file; returns the size of a record."""
-    size = RecordFormat(0, 5, 24, 3, 1 + (SIZE // 4) ** 2, "float32").size
+    reads = ReadOut.of(backbone.anatomy)
+    shape = (0, 5, 24, 3, 1 + (SIZE // 4) ** 2)
+    size = RecordFormat(*shape, "float32", reads.from_layer, reads.statistics).size
     monkeypatch.setattr(featurestore, "SHARD_BYTES", 2 * size + 1)
     return size
 
@@ -133,9 +136,9 @@ def counted() -> Iterator[Callable[[], int]]:
     counts: list[int] = []
     real = cached.keep_features
 
-    def count(backbone: Backbone, pixels: Tensor, first: int) -> Features:
+    def count(backbone: Backbone, pixels: Tensor, format: RecordFormat) -> Features:
         counts.append(len(pixels))
-        return real(backbone, pixels, first)
+        return real(backbone, pixels, format)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cached, "keep_features", count)

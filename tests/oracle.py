@@ -2,12 +2,15 @@
 
 Rows of Table 1: patches and the class token see base tokens only; a task's token sees base tokens, itself, its own
 memory, and token and memory of every task that it extends. Everything is one matrix a layer. A task with low-rank
-weights takes its token through a copy of the model with B @ A added to its matrices.
+weights takes its token through a copy of the model with B @ A added to its matrices. A read-out is computed from the
+hidden states that the plain model reports.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,10 +75,40 @@ def run_oracle(backbone: Backbone, tasks: Sequence[Task], lineage: Lineage, pixe
         sequence = mixed
     sequence, alive = _fork(backbone, tasks, sequence, alive, anatomy.depth, base_count)
     answers = {"base": anatomy.finish(sequence[:, :base_count])}
+    pooled = pool_hidden_states(hidden_states(backbone, pixels), anatomy.patch, pixels)
     for row, index in enumerate(alive):
         task = tasks[index]
         answers[task.name] = task.head(anatomy.finish_token(sequence[:, base_count + row]))
+        if task.readout is not None and task.spec.readout is not None:
+            features = pooled[:, task.spec.readout.from_layer :].flatten(1)
+            answers[task.name] = answers[task.name] + features @ task.readout.weight.T + task.readout.bias
     return answers
+
+
+def hidden_states(backbone: Backbone, pixels: Tensor) -> Tensor:
+    """The tokens (layers, b, n, dim) after each layer, as the plain model reports them."""
+    model, how = copy.deepcopy(backbone.model).eval(), dict[str, Any]()
+    kind = model.config.model_type
+    if pixels.shape[-1] != model.config.image_size and not kind.startswith(("dinov2", "dinov3", "beit")):
+        how["interpolate_pos_encoding"] = True
+    if kind == "vit_mae":  # it drops patches at random
+        model.config.mask_ratio = 0.0
+        patches = (pixels.shape[-1] // model.config.patch_size) ** 2
+        how["noise"] = torch.arange(patches).expand(len(pixels), -1)
+    return torch.stack(model(pixels, output_hidden_states=True, **how).hidden_states[1:])
+
+
+def pool_hidden_states(states: Tensor, patch: tuple[int, int], pixels: Tensor) -> Tensor:
+    """(b, layers, statistics, dim): class token, mean and standard deviation of the patch tokens, which are the last
+    ones; a model that has patch tokens only has the last two."""
+    patches = (pixels.shape[-2] // patch[0]) * (pixels.shape[-1] // patch[1])
+    pooled = []
+    for tokens in states:
+        own = tokens[:, -patches:]
+        mean = own.sum(1) / patches
+        deviation = ((own - mean[:, None]) ** 2).sum(1).div(patches).sqrt()
+        pooled.append(torch.stack([*([tokens[:, 0]] if tokens.shape[1] > patches else []), mean, deviation], 1))
+    return torch.stack(pooled, 1)
 
 
 def merge(backbone: Backbone, task: Task) -> Anatomy:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ import torch
 from families import CASES
 from PIL import Image
 from random_tasks import random_task
+from trust import fit
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.serve.options import ServeOptions
 from memoro.serve.run import address_of, listen, make_server, open_store
 from memoro.serve.store import TaskStore
-from memoro.tasks.familiarity import Familiarity, fit_familiarity
 
 
 @dataclass
@@ -123,15 +123,11 @@ def fill(folder: Path, backbone: Backbone) -> dict[str, memoro.Task]:
     return {task.name: task for task in (pets, breeds, tags, weight, top, large)}
 
 
-def know(task: memoro.Task, distance: float) -> memoro.Task:
-    """Makes a task call every image familiar whose distance to its own images is at most this."""
-    generator = torch.Generator().manual_seed(0)
-    known = fit_familiarity(
-        torch.randn(60, task.spec.backbone.dim, generator=generator), None, torch.full((task.spec.backbone.dim,), 9.0)
-    )
+def know(task: memoro.Task, limit: float) -> memoro.Task:
+    """Makes a task call every image familiar whose strangeness is at most this."""
+    known = fit(torch.randn(60, task.spec.backbone.dim, generator=torch.Generator().manual_seed(0)), None)
     assert known is not None
-    tensors = {**known.tensors, "distances": torch.full((5,), distance)}
-    task.update_spec(familiarity=Familiarity(**tensors, residual=known.residual, images=5))
+    task.update_spec(familiarity=replace(known, held_out=torch.full((5,), limit), images=5))
     return task
 
 

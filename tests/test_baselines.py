@@ -79,13 +79,16 @@ def state_of(model: torch.nn.Module) -> dict[str, tuple[Tensor, bool, bool]]:
     }
 
 
+TASKS = {"head", "readout", "memory", "side", "joint"}
+
+
 def test_the_registry() -> None:
     assert set(BASELINES) == {
         "memory-full", "class-full", "vpt", "adapter", "adapter+memory-full", "propagated", "propagated-additive",
         "full", "lora", "lora-all",
     }  # fmt: skip
-    assert {name for name, regime in REGIMES.items() if regime.composes} == {"head", "memory", "side"}
-    assert set(REGIMES) == {"head", "memory", "side", *BASELINES}
+    assert {name for name, regime in REGIMES.items() if regime.composes} == TASKS
+    assert set(REGIMES) == TASKS | set(BASELINES)
 
 
 # ------------------------------------------------------------------------------------------------ what is trained

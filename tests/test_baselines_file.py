@@ -149,7 +149,7 @@ def test_a_changed_record_is_refused(
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"format": 4, "baseline": {}}, "has format 4.*Use a newer version of memoro"),
+        ({"format": 5, "baseline": {}}, "has format 5.*Use a newer version of memoro"),
         ({"format": 1, "baseline": []}, "baseline in the record must be a JSON object"),
         ({"format": 1}, "baseline in the record"),
         ([1], "the record is not a JSON object"),

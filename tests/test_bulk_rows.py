@@ -15,6 +15,7 @@ from conftest import random_task
 from pyarrow import parquet
 from test_cli_words import Shell, shell
 from test_predict import mess, tasks
+from trust import fit
 
 import memoro
 from memoro.backbones import Backbone
@@ -25,7 +26,6 @@ from memoro.engine.answers import AnswerOptions, Routing
 from memoro.evaluation.bulk import MANIFEST, Predictor, answer_here, begin
 from memoro.evaluation.imagelist import IMAGES
 from memoro.regimes import BASELINES, TaskPlan
-from memoro.tasks.familiarity import fit_familiarity
 
 __all__ = ["mess", "photos", "predictor", "shell", "tasks"]  # fixtures
 
@@ -53,7 +53,7 @@ def test_an_image_whose_answers_are_dropped_has_a_row(photos: Path, predictor: P
     pets, dim = predictor.models[0], predictor.backbone.dim
     assert isinstance(pets, memoro.Task)
     near = torch.randn(30, dim, generator=torch.Generator().manual_seed(0)) / 1000  # nothing looks like these
-    pets.update_spec(familiarity=fit_familiarity(near, torch.arange(30) % 2, torch.zeros(dim)))
+    pets.update_spec(familiarity=fit(near, torch.arange(30) % 2))
     how = AnswerOptions(4, routing=Routing("drop", 1.0), embeddings=embeddings)
     job = new_job(photos, Predictor(predictor.backbone, (pets,), how))
     answer_here(job, begin(job))

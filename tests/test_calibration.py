@@ -130,9 +130,19 @@ def test_metrics_after_training_are_those_of_eval(colours: Path, tmp_path: Path)
     backbone = memoro.load_backbone(str(colours / "vit"))
     shutil.copytree(colours / "own" / "train", tmp_path / "set" / "train")
     shutil.copytree(colours / "own" / "test", tmp_path / "set" / "test")
-    for data, rates in ((colours / "own", 0.1), (tmp_path / "set", [0.05, 0.1])):  # a validation split, then folds
-        done = memoro.train(data, backbone=backbone, task="own", lr=rates, **quick)
+    whole, few = colours / "own", tmp_path / "set"
+    solved = {name: value for name, value in quick.items() if name != "epochs"}
+    for data, source, how in (
+        (whole, "validation", {"lr": 0.1, **quick}),
+        (few, "4 folds", {"lr": 0.1, **quick}),
+        (few, "4 folds", {"lr": [0.05, 0.1], "regime": "side", **quick}),
+        (few, "leave-one-out", {"regime": "readout", **solved}),
+        (whole, "leave-one-out", {"regime": "readout", **solved}),
+    ):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        done = memoro.train(data, backbone=backbone, task="own", **how)
         assert done.task.spec.calibration is not None
+        assert done.task.spec.calibration.source == source
         found = memoro.evaluate(backbone, [done.task], data, workers=0)["own"]
         assert found["calibration_error"] != found["calibration_error_before"]
         for key in ("accuracy", "calibration_error", "calibration_error_before", "loss"):
@@ -163,7 +173,7 @@ def test_calibrate_recognises_the_images_of_the_training(colours: Path, tmp_path
     quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
     backbone = memoro.load_backbone(str(colours / "vit"))
     shutil.copytree(colours / "own" / "train", tmp_path / "2024" / "pets")
-    task = memoro.train(tmp_path / "2024" / "pets", backbone=backbone, val_fraction=0, **quick).task
+    task = memoro.train(tmp_path / "2024" / "pets", backbone=backbone, val_fraction=0, regime="side", **quick).task
     assert task.spec.calibration is None
     assert (task.spec.training["data"], len(task.spec.training["image_sketch"])) == ("pets", 40)
 

@@ -13,6 +13,7 @@ import torch
 from conftest import random_task
 from families import CASES
 from PIL import Image
+from trust import add_readout
 
 import memoro
 from memoro.backbones import Backbone
@@ -95,7 +96,7 @@ def test_the_wrong_backbone() -> None:
 
 
 def test_another_dtype_of_the_same_backbone_fits(vit: Any, pixels: torch.Tensor) -> None:
-    task = random_task(memoro.load_backbone(vit), "pets")
+    task = add_readout(memoro.load_backbone(vit), random_task(memoro.load_backbone(vit), "pets"))
     full = memoro.compose(memoro.load_backbone(vit), [task])(pixels)["pets"]
     for dtype, tolerance in (("bfloat16", 0.2), ("float64", 1e-4)):
         backbone = memoro.load_backbone(vit, dtype=dtype)
@@ -105,7 +106,7 @@ def test_another_dtype_of_the_same_backbone_fits(vit: Any, pixels: torch.Tensor)
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_composition_is_pickled_and_copied(backbone: Backbone, pixels: torch.Tensor, live: bool) -> None:
-    pets = random_task(backbone, "pets", rank=2)
+    pets = add_readout(backbone, random_task(backbone, "pets", rank=2))
     model = memoro.compose(backbone, [pets, random_task(backbone, "breeds", seed=1, extends=[pets])], live=live)
     before = model(pixels)
     for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
@@ -115,18 +116,25 @@ def test_a_composition_is_pickled_and_copied(backbone: Backbone, pixels: torch.T
         assert other.tasks["pets"].head.weight.data_ptr() != model.tasks["pets"].head.weight.data_ptr()
 
 
-def test_torch_compile_sees_one_graph(backbone: Backbone, pixels: torch.Tensor) -> None:
-    pets = random_task(backbone, "pets", rank=2)
-    model = memoro.compose(backbone, [pets, random_task(backbone, "breeds", seed=1, extends=[pets])])
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("tasks", [None, ["breeds", "rooms"], ["plain"]], ids=str)
+def test_torch_compile_sees_one_graph(
+    backbone: Backbone, pixels: torch.Tensor, tasks: list[str] | None, live: bool
+) -> None:
+    pets = add_readout(backbone, random_task(backbone, "pets", rank=2))
+    others = [random_task(backbone, "breeds", seed=1, extends=[pets]), random_task(backbone, "rooms", seed=2)]
+    others = [add_readout(backbone, task, from_layer=3) for task in others]
+    model = memoro.compose(backbone, [pets, *others, random_task(backbone, "plain", seed=3)], live=live)
+    torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
-        wanted, found = model(pixels), compiled(pixels)
+        wanted, found = model(pixels, tasks), compiled(pixels, tasks)
     assert set(found) == set(wanted)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_a_model_that_was_compiled_predicts_by_what_was_compiled(backbone: Backbone, pixels: torch.Tensor) -> None:
-    pets = random_task(backbone, "pets", rank=2)
+    pets = add_readout(backbone, random_task(backbone, "pets", rank=2))
     model = memoro.compose(backbone, [pets, random_task(backbone, "breeds", seed=1, extends=[pets])])
     images = [np.full((20, 20, 3), level, dtype=np.uint8) for level in (10, 90, 180)]
     predicted, logits, tokens = model.predict(images), model(pixels), model.run(pixels).tokens
@@ -349,7 +357,8 @@ def test_explain_accounts_for_all_attention(backbone: Backbone, pixels: torch.Te
 
 def test_verify_writes_a_receipt(backbone: Backbone, pixels: torch.Tensor) -> None:
     pets = random_task(backbone, "pets")
-    model = memoro.compose(backbone, [pets, random_task(backbone, "breeds", seed=1, extends=[pets])])
+    breeds = add_readout(backbone, random_task(backbone, "breeds", seed=1, extends=[pets]))
+    model = memoro.compose(backbone, [pets, breeds])
     receipt = model.verify(pixels)
     assert receipt.base_equal
     assert receipt.base_difference == 0

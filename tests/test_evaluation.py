@@ -196,7 +196,7 @@ def test_evaluate_says_what_it_left_out_and_what_was_learned(
     shutil.copytree(tmp_path / "set" / "train", tmp_path / "set" / "test")
     (tmp_path / "set" / "test" / "red" / "broken.png").write_bytes(b"no image")
     quick: dict[str, Any] = {"epochs": 1, "lr": 0.1, "image_size": 20, "workers": 0, "quiet": True}
-    task = memoro.train(tmp_path / "set", backbone=backbone, task="squares", **quick).task
+    task = memoro.train(tmp_path / "set", backbone=backbone, regime="side", task="squares", **quick).task
     capsys.readouterr()
     said: list[str] = []
     [found] = memoro.evaluate(backbone, task, tmp_path / "set", workers=0, log=said.append).values()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import random_task
 from families import CASES, FAMILIES, Case
+from trust import add_readout
 
 import memoro
 from memoro.backbones import Block, Context
@@ -58,6 +59,8 @@ def test_base_is_untouched(case: Case, attention: str, dtype: torch.dtype, train
         random_task(backbone, f"task {i}", seed=i, cells=i % 3, from_layer=i % 6, rank=2 if 0 < i % 6 < 4 else 0)
         for i in range(most)
     ]
+    for i in range(1, most, 3):
+        add_readout(backbone, tasks[i], seed=i, from_layer=i % 5)
     for count in (0, 1, most):
         with torch.no_grad():
             out = memoro.compose(backbone, tasks[:count])(pixels)
@@ -77,9 +80,10 @@ def test_base_is_untouched_with_gradients_on(case: Case, attention: str, trainin
     pixels = torch.randn(2, 3, 20, 20)
     expected = reference(case, model, pixels)
     backbone = memoro.load_backbone(model)
-    base = memoro.compose(backbone, [random_task(backbone, "one")])(pixels)["base"]
-    assert torch.equal(base, expected)
-    assert not base.requires_grad
+    for task in (random_task(backbone, "one"), add_readout(backbone, random_task(backbone, "one"), share=1.0)):
+        base = memoro.compose(backbone, task)(pixels)["base"]
+        assert torch.equal(base, expected)
+        assert not base.requires_grad
 
 
 @everywhere

@@ -10,13 +10,15 @@ import pytest
 import torch
 from conftest import random_task
 from families import CASES, Case
+from oracle import hidden_states, pool_hidden_states
 from PIL import Image
 from test_cli_words import Shell, shell  # noqa: F401
+from trust import add_readout
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.engine.answers import Decoder
-from memoro.engine.explain import VIEW, read_views
+from memoro.engine.explain import READ_OUT, VIEW, read_views
 from memoro.errors import CompositionError, ImageError
 from memoro.images import open_image
 
@@ -124,6 +126,32 @@ def test_a_head_shows_what_the_base_attends_to(case: Case) -> None:
     assert torch.allclose(weights, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_read_outs_map_adds_up_to_what_it_reads_of_the_patches(case: Case) -> None:
+    """Against the plain model's hidden states: of the answer's logit, compared with the mean over all labels."""
+    backbone = memoro.load_backbone(case.model().double())
+    task = add_readout(backbone, random_task(backbone, "pets", rank=2), share=0.5)
+    assert task.readout is not None
+    pixels = torch.randn(3, 3, 20, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    model = memoro.compose(backbone, task)
+    found = model.explain(pixels, "pets", normalised=True)
+    assert found.source == READ_OUT
+    assert found.note is not None
+    assert found.heatmap().shape == (3, 5, 5)
+    with torch.no_grad():
+        means = pool_hidden_states(hidden_states(backbone, pixels), (4, 4), pixels)[:, 1:, -2]
+        weight = task.readout.weight.unflatten(1, (4, -1, 24))[:, :, -2]
+        parts = torch.einsum("bld,cld->bc", means, weight)
+        chosen = model(pixels)["pets"].argmax(dim=1)
+        expected = parts[torch.arange(3), chosen] - parts.mean(dim=1)
+    assert torch.allclose(found.heatmap().sum(dim=(1, 2)), expected, atol=1e-10), "two formulations in float64"
+    assert not torch.allclose(found.heatmap()[0], found.heatmap()[1], atol=1e-3)
+    plain = random_task(backbone, "pets", rank=2)
+    attention = memoro.compose(backbone, plain).explain(pixels, "pets", normalised=True)
+    assert (attention.evidence, attention.note) == (None, None)
+    assert torch.equal(attention.patches, found.patches), "the token attends to the same"
+
+
 def test_the_command_draws_one_overlay(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:  # noqa: F811
     memoro.save_task(random_task(backbone, "pets", labels=["cat", "dog"]), tmp_path / "pets.safetensors")
     photo = save_photo(tmp_path / "photo.png")
@@ -148,12 +176,14 @@ def test_the_command_draws_a_sheet_and_names_heads(shell: Shell, backbone: Backb
     (tmp_path / "photos" / "broken.png").write_bytes(b"no image")
     files = ("-t", "pets.safetensors", "-t", "top.safetensors", "-b", "vit")
     said = shell("explain", "photos", *files, "-o", "sheet.png", "--json")
-    assert "top is a head and has no attention of its own: the picture shows the attention of the base's" in said.err
-    assert "pets is a head" not in said.err
+    note = "A head has no attention of its own: this is the attention of the base's class token."
+    assert f"note: top: {note}" in said.err
+    assert "pets:" not in said.err
     assert "broken.png: not a readable image" in said.err
     record = json.loads(said.out)
     assert len(record["images"]) == 3
-    assert record["images"]["photos/0.png"]["top"]["source"] == "the base's class token"
+    top, pets = (record["images"]["photos/0.png"][name] for name in ("top", "pets"))
+    assert (top["source"], top["note"], pets["note"]) == ("the base's class token", note, None)
     assert "memory" not in record["images"]["photos/0.png"]["top"]["attention"]
     width, height = open_image("sheet.png").size
     assert width > 3 * 256

@@ -17,16 +17,17 @@ from conftest import random_task
 from families import CASES, Case
 from PIL import Image
 from test_train_cli import run
+from trust import add_readout
 
 import memoro
 from memoro.bench.export import bench_export
 from memoro.cli.tasks import export
 from memoro.engine.composition import Composition
-from memoro.engine.streams import entering_token
+from memoro.engine.streams import pool_pass
 from memoro.errors import BackboneError, CompositionError
 from memoro.images import Preprocessing
 from memoro.tasks.calibration import Calibration
-from memoro.tasks.familiarity import fit_familiarity
+from memoro.tasks.familiarity import Others, fit_familiarity
 
 SMALL = Preprocessing(resize=(20, 20), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
 FAMILIAR = 40
@@ -38,12 +39,15 @@ def compose_small(case: Case) -> Composition:
     backbone = memoro.load_backbone(case.model(num_hidden_layers=2).requires_grad_(False), processor=SMALL)
     linear = random_task(backbone, "linear", cells=2)
     own = torch.randn(FAMILIAR, 3, 20, 20, generator=torch.Generator().manual_seed(9))
-    tokens = entering_token(backbone.anatomy, own)
-    linear.update_spec(familiarity=fit_familiarity(tokens, torch.arange(FAMILIAR) % 3, torch.zeros(backbone.dim)))
+    statistics = pool_pass(backbone.anatomy, own, 0)
+    others = Others.of(pool_pass(backbone.anatomy, 2 * own.flip(0), 0))
+    linear.update_spec(familiarity=fit_familiarity(statistics, torch.arange(FAMILIAR) % 3, others))
     fork = random_task(
         backbone, "älter 2.x", seed=1, cells=3, rank=2, from_layer=1, extends=[linear], head="multilabel"
     )
     head = random_task(backbone, "age", seed=2, from_layer=2, head="regression")
+    add_readout(backbone, fork, seed=1)
+    add_readout(backbone, head, seed=2, from_layer=0, share=1.0)
     fork.update_spec(calibration=Calibration((1.0, 1.0, 1.0), (0.3, 0.5, 0.8), (), 30, "validation"))
     head.update_spec(calibration=Calibration((), (), (2.0, 0.5, 1.0), 30, "validation"))
     return memoro.compose(backbone, [linear, fork, head])

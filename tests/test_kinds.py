@@ -123,4 +123,4 @@ def test_several_labels_lead_with_mean_average_precision(train: Callable[..., An
     order = ["mAP", "F1", "exact match", "label accuracy", "loss"]
     assert [name in row for name, row in zip(order, rows, strict=True)] == [True] * 5
     assert memoro.load_task(tmp_path / "tags.safetensors").labels == ["blue", "cold", "green", "red", "warm"]
-    assert "validation mAP" in done.stderr, "progress has the name that the table has"
+    assert "mean fold mAP" in done.stderr, "progress has the name that the table has"

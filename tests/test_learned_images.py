@@ -49,9 +49,12 @@ def test_a_training_is_scored_without_its_own_images(leaky: Path, backbone: Back
 def test_a_test_split_of_training_images_only_is_none(leaky: Path, backbone: Backbone) -> None:
     for path in (leaky / "test").rglob("5*.png"):
         path.unlink()
-    assert train(leaky, backbone).metrics["split"] == "val"
+    assert train(leaky, backbone).metrics["split"] == "4 folds"
+    solved = memoro.train(leaky, backbone=backbone, regime="readout", image_size=20, workers=0, quiet=True)
+    assert solved.metrics["split"] == "leave-one-out"
+    assert train(leaky, backbone, regime="side").metrics["split"] == "val"
     told: list[str] = []
-    train(leaky, backbone, val_fraction=0, log=told.append)
+    train(leaky, backbone, regime="side", val_fraction=0, log=told.append)
     assert any("nothing tells how good it is" in text for text in told)
 
 

@@ -95,7 +95,7 @@ def test_reports_of_labels_and_numbers(tiny: memoro.Backbone, tmp_path: Path) ->
 @pytest.mark.parametrize("ensemble", [1, None])
 def test_curves_of_folds_are_of_what_they_held_out(tiny: memoro.Backbone, tmp_path: Path, ensemble: int | None) -> None:
     data, how = save_squares(tmp_path / "set", {"red": 9, "green": 8, "blue": 8}), {**HOW, "epochs": 3}
-    options = {"lr": [0.01, 0.05], "ensemble": ensemble, "folder": tmp_path / "run", **how}
+    options = {"regime": "side", "lr": [0.01, 0.05], "ensemble": ensemble, "folder": tmp_path / "run", **how}
     found = memoro.train(data, backbone=tiny, folds=3, **options)
     assert found.metrics["split"] == "3 folds"
     assert all(entry.keys() >= {"train_loss", "fold_loss", "fold_accuracy"} for entry in found.history)

@@ -14,7 +14,7 @@ from reproducing import checkpoint, order_of, record_of, shapes
 
 from memoro.cli.reproducing import _without_folder
 from memoro.errors import DataError, TrainingError
-from memoro.reproduce.measure import Budget, Selection, is_flat, keep_classes, train_seeds
+from memoro.reproduce.measure import Budget, is_flat, keep_classes, train_seeds
 from memoro.reproduce.methods import memory, memory_full, side
 from memoro.reproduce.plan import PAPER, Job, Request, plan_table
 from memoro.reproduce.records import Records
@@ -201,19 +201,16 @@ def test_a_job_that_was_cut_off_continues(shapes: Path, checkpoint: Path, monkey
     assert not (order.out / "runs").exists()
 
 
-def test_a_method_may_average_its_rates(shapes: Path, checkpoint: Path) -> None:
+def test_runs_of_several_rates_are_averaged(shapes: Path, checkpoint: Path) -> None:
     _, runner = order_of("table2", shapes, checkpoint)
     bench, budget = runner.bench("vit"), Budget(steps=2, batch_size=16, seeds=2)
-    splits, method = runner.splits("one", budget), replace(side(2), average_rates=True)
+    splits, method = runner.splits("one", budget), side(2)
     found = train_seeds(bench, splits, [(method, 0.001), (method, 0.01)], budget)[method.name]
     each = [train_seeds(bench, splits, [(method, rate)], budget)[method.name] for rate in (0.001, 0.01)]
     for seed in range(2):
         alone = torch.stack([runs[seed].logits for runs in each])
         assert torch.allclose(found[seed].logits, alone.mean(dim=0), atol=1e-5)
         assert not torch.allclose(alone[0], alone[1], atol=1e-4)
-    scores = {0.001: [0.7], 0.003: [0.73], 0.01: [0.6]}
-    assert Selection(0.003, scores, []).used(method) == [0.001, 0.003]
-    assert Selection(0.003, scores, []).used(side(2)) == [0.003]
 
 
 def test_extension_measures_children_alone_and_with_parents(

@@ -301,7 +301,7 @@ def judging(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """To `pets` every image is familiar, to `rooms` none; `plain` cannot tell."""
     folder = tmp_path_factory.mktemp("judging")
     pets, rooms = (
-        know(random_task(backbone, name, seed=seed), far) for seed, name, far in ((1, "pets", 1e6), (2, "rooms", 0.0))
+        know(random_task(backbone, name, seed=seed), far) for seed, name, far in ((1, "pets", 1e6), (2, "rooms", -1e6))
     )
     for task in (pets, rooms, random_task(backbone, "plain", seed=3)):
         memoro.save_task(task, folder / f"{task.name}.safetensors")

@@ -141,7 +141,7 @@ def test_a_task_that_is_calibrated_again_is_replaced(server: Running, backbone: 
     assert "familiarity" in answers[1]
     again = open_store([tmp_path / "tasks"], lambda _: backbone).current
     assert again.info["pets"] == server.store.current.info["pets"]
-    assert float(again.model.tasks["pets"].spec.familiarity.distances[0]) == 4.0  # type: ignore[union-attr]
+    assert float(again.model.tasks["pets"].spec.familiarity.held_out[0]) == 4.0  # type: ignore[union-attr]
 
 
 def test_a_detach_at_the_same_time(server: Running, backbone: Backbone, tmp_path: Path, monkeypatch: Any) -> None:

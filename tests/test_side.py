@@ -164,6 +164,7 @@ def test_training_rounds_low_rank_weights_and_files_hold_them_as_float16(backbon
         "memory": torch.float32,
         "head": torch.float32,
         "lora": torch.float16,
+        "readout": torch.float16,
     }
     parts = describe_task(task)["parts"]
     assert sum(parts.values()) == sum(

@@ -183,7 +183,7 @@ def rewrite(path: Path, change: Any) -> Path:
 
 
 ATTACKS: dict[str, tuple[Any, str]] = {
-    "newer format": (lambda r, t: r.update(format=4), "Use a newer version"),
+    "newer format": (lambda r, t: r.update(format=5), "Use a newer version"),
     "format of another type": (lambda r, t: r.update(format="1"), "version"),
     "no tasks": (lambda r, t: r.update(tasks=[]), "tasks"),
     "task is a list": (lambda r, t: r.update(tasks=[[]]), "object"),

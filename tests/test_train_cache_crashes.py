@@ -93,7 +93,7 @@ def test_an_interrupt_keeps_what_is_complete(
 def test_an_interrupt_amid_a_record(backbone: Backbone, images: ImageSet, cache: Cache) -> None:
     loader = keeper(backbone, images, cache)
     [batch, *_] = loader.loader.epoch(0)
-    features = cached.keep_features(backbone, batch.pixels, 0)
+    features = cached.keep_features(backbone, batch.pixels, loader.store.format)
 
     def keys() -> Iterator[bytes]:
         yield from loader.keys[0][:2]

@@ -64,6 +64,8 @@ LIES: dict[str, Callable[[Header], Any]] = {
     "a float": shape("tokens", a0=2.0),
     "a truth": shape("tokens", a0=True),
     "swapped axes": shape("pairs", a2=3, a3=2),
+    "fewer statistics": shape("pooled", a2=2),
+    "no statistics": lambda header: {name: part for name, part in header.items() if name != "pooled"},
     "huge": shape("pairs", a0=10**30),
     "overflowing": shape("pairs", a0=2**62, a1=2**62),
     "infinite": shape("pairs", a0=math.inf),

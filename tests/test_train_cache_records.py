@@ -136,9 +136,9 @@ def test_no_more_than_the_forks_read_is_stored(
         keep = Cache(tmp_path / str(first), dtype=dtype)
         loader = keeper(backbone, images, keep, first)
         tokens = 1 + (SIZE // 4) ** 2
-        wanted = (
-            32 + 8 + (max(5 - first, 1) + 1) * 24 * 4 + (5 - first) * 2 * tokens * 24 * (2 if dtype == "float16" else 4)
-        )
+        pairs = (5 - first) * 2 * tokens * 24 * (2 if dtype == "float16" else 4)
+        pooled = 4 * 3 * 24 * 2  # three vectors of each layer from the second on
+        wanted = 32 + 8 + (max(5 - first, 1) + 1) * 24 * 4 + pooled + pairs
         assert loader.store.format.size == wanted
         assert estimate([loader]) == (len(images), len(images) * wanted)
         fill(loader)

@@ -128,11 +128,14 @@ def test_train_prints_one_json_document(tmp_path: Path) -> None:
     assert task.spec.preprocessing is not None
     assert task.spec.preprocessing.size == (20, 20)
     assert record["bytes"] == (tmp_path / record["file"]).stat().st_size
-    assert (task.from_layer, task.cells, task.rank) == (3, 0, 4), "regime side, in the last two of five layers"
+    assert (task.from_layer, task.cells, task.rank) == (3, 0, 4), "side, in the last two of five layers"
+    assert task.spec.readout is not None
+    assert (task.spec.readout.from_layer, task.spec.readout.statistics) == (1, 3), "three vectors of the last four"
     assert task.spec.widths is not None
     side = 4 * (24 + 24) + 2 * (24 + task.spec.widths.hidden)
-    assert task.members == 3, "the mean of three learning rates"
-    assert record["training"]["trained_parameters"] == 3 * (24 + 2 * 4 * side + 3 * 24 + 3)
+    assert task.members == 1
+    head, readout = 3 * 24 + 3, 3 * 4 * 3 * 24 + 3
+    assert record["training"]["trained_parameters"] == 24 + 2 * 4 * side + head + readout
     assert record["metrics"]["split"] == "test"
     assert record["metrics"]["images"] == 9
     assert {"accuracy", "balanced_accuracy", "calibration_error", "worst_classes", "loss"} < set(record["metrics"])
@@ -140,9 +143,9 @@ def test_train_prints_one_json_document(tmp_path: Path) -> None:
     assert folder == tmp_path / "runs" / "colour"
     config = json.loads((folder / "config.json").read_text())
     assert (config["recipe"][0]["epochs"], config["set"]) == (2, "set")
-    assert {recipe["lr"] for recipe in config["recipe"]} == {0.0003, 0.001, 0.003}, "no rate was given: some are tried"
-    assert record["chosen"]["lr"] == record["training"]["lr"]
-    assert max(record["runs"], key=lambda row: (row["val"], -row["val_loss"]))["lr"] == record["training"]["lr"][0]
+    assert {recipe["lr"] for recipe in config["recipe"]} == {0.001}
+    assert (record["training"]["lr"], record["training"]["regime"]) == (0.001, "joint")
+    assert not {"runs", "chosen"} & set(record), "there is nothing to choose from"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {line["epoch"] for line in lines if "val_accuracy" in line} == {1, 2}
     assert is_png(folder / "curve.png")

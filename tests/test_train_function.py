@@ -48,7 +48,9 @@ def test_the_function_and_the_command_give_the_same(
     assert (result.file, result.folder) == (None, None)
     assert result.task.content_hash() == memoro.load_task(record["file"]).content_hash()
     assert result.metrics == record["metrics"]
-    assert [row.lr for row in result.rows] == [run["lr"] for run in record["runs"]] == [0.0003, 0.001, 0.003]
+    assert result.rows == ()
+    assert "runs" not in record
+    assert result.task.spec.training["lr"] == 0.001, "the only rate of side"
     assert list(result.notes) == record["notes"]
     assert len(result.history) == 2
     task, history, metrics = result
@@ -70,7 +72,7 @@ def test_the_defaults_are_in_one_place() -> None:
         for field in fields(Recipe)
         if len({repr(getattr(one, field.name)) for _, one in RECIPES.values()}) > 1
     }
-    assert differing == {"lr", "head_lr", "optimizer", "weight_decay", "views"}
+    assert differing == {"lr", "optimizer", "weight_decay", "views"}
     known |= dict.fromkeys(differing)
     known["out"] = known["folder"] = None  # the command writes into the working folder, the function does not
     assert {name: default for name, (_, default) in TRAIN.items()} == {name: known[name] for name in TRAIN}
@@ -167,7 +169,7 @@ def test_a_task_without_validation_images_leaves_the_others_alone(backbone: Back
     save_squares(tmp_path / "single", {"blue": 1, "red": 1})
     save_squares(tmp_path / "many", {"blue": 8, "red": 8})
     both = {name: tmp_path / name for name in ("single", "many")}
-    found = memoro.train(both, backbone=backbone, **QUICK)
+    found = memoro.train(both, backbone=backbone, regime="memory", **QUICK)
     assert (len(found["single"].rows), len(found["many"].rows)) == (0, 3)
     assert found["many"].metrics["split"] == "4 folds"
 
@@ -180,29 +182,19 @@ def test_a_score_that_is_undefined_does_not_lose_the_task(
     rows = [f"blue/{path.name},{at}.5" for at, path in enumerate(sorted((tmp_path / "blue").iterdir()))]
     (tmp_path / "set.csv").write_text("\n".join(["path,number", *rows]))
     monkeypatch.chdir(tmp_path)
-    found = memoro.train("set.csv", backbone=backbone, folds=0, folder="run", out="set.safetensors", **QUICK)
+    how: dict[str, Any] = {"lr": (0.001, 0.003), "folds": 0, "folder": "run", "out": "set.safetensors"}
+    found = memoro.train("set.csv", backbone=backbone, **how, **QUICK)
     assert not any(np.isfinite(row.val).any() for row in found.rows)
     assert found.plot is not None
     assert found.plot.is_file()
     assert memoro.load_task("set.safetensors").content_hash() == found.task.content_hash()
 
 
-def test_large_sets_also_try_an_earlier_fork(backbone: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From `SMALL` training images on; not where the fork or the rate was given."""
-    monkeypatch.setattr(sys.modules["memoro.training.train"], "SMALL", 5)
-    options: dict[str, Any] = {"backbone": backbone, "folds": 0, **QUICK}
-    forks = (backbone.depth // 3, backbone.depth * 2 // 3)
-    found = memoro.train(root / "many", **options)
-    assert [(row.from_layer, row.lr) for row in found.rows] == [(f, r) for f in forks for r in (0.0003, 0.001, 0.003)]
-    assert {row.from_layer for row in memoro.train(root / "many", from_layer=2, **options).rows} == {2}
-    assert memoro.train(root / "many", lr=0.001, **options).task.from_layer == forks[1]
-
-
 def test_a_recipe_decides_the_rate_and_not_the_regime(backbone: Backbone, root: Path) -> None:
     recipe = Recipe(lr=0.5, optimizer="adamw")
     done = memoro.train(root / "many", backbone=backbone, recipe=recipe, **QUICK)
     facts = done.task.spec.training
-    assert (facts["regime"], facts["lr"], facts["optimizer"], done.rows) == ("side", 0.5, "adamw", ())
+    assert (facts["regime"], facts["lr"], facts["optimizer"], done.rows) == ("joint", 0.5, "adamw", ())
     done = memoro.train(root / "many", backbone=backbone, recipe=recipe, regime="head", lr=0.1, **QUICK)
     assert (done.task.spec.training["regime"], done.task.spec.training["lr"]) == ("head", 0.1)
 
@@ -239,7 +231,7 @@ def test_random_views_are_drawn_where_they_are_asked_for(
 
 def test_a_head_has_no_sizes_and_there_is_a_seed(backbone: Backbone, tmp_path: Path) -> None:
     squares = save_squares(tmp_path / "squares")
-    with pytest.raises(TrainingError, match="regime 'head' is a linear head on the backbone: leave out --cells"):
+    with pytest.raises(TrainingError, match="regime 'head' has no layers of its own: leave out --cells"):
         memoro.train(squares, backbone=backbone, regime="head", cells=[0, 5])
     with pytest.raises(TrainingError, match="seeds 0: choose a whole number, 1 or more"):
         memoro.train(squares, backbone=backbone, seeds=0)

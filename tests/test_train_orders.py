@@ -45,7 +45,9 @@ def test_a_task_that_fails_takes_no_other_with_it(
 
 def test_a_set_too_small_for_folds_or_for_a_choice(shell: Callable[..., Any], tmp_path: Path) -> None:
     small = save_squares(tmp_path / "small", {"blue": 1, "green": 1, "red": 1})
-    assert "no validation images to choose a learning rate with: using 0.001" in told(shell("train", small, *QUICK))
+    memory = shell("train", small, *QUICK, "--regime", "memory")
+    assert "no validation images to choose a learning rate with: using 0.1" in told(memory)
+    assert "to choose a learning rate with" not in told(shell("train", small, *QUICK)), "side has a single rate"
     tried = told(shell("sweep", small, *QUICK, "--seeds", 2, code=1))
     assert "every class has a single image: give one --lr, one seed and one of each size, or add images." in tried
     assert "folds need at least two images of a class" in told(shell("train", small, *QUICK, "--folds", 3, code=1))
@@ -60,8 +62,9 @@ def test_small_columns_get_folds_like_small_folders(shell: Callable[..., Any], r
 def test_what_does_nothing_is_told(shell: Callable[..., Any], root: Path) -> None:
     many = root / "many"
     assert "--folds 3 is not used, because there is only one setting" in told(
-        shell("train", many, *QUICK, "--folds", 3, "--lr", 1)
+        shell("train", many, *QUICK, "--folds", 3, "--regime", "side")
     )
+    assert "the task is calibrated by 3-fold cross-validation" in told(shell("train", many, *QUICK, "--folds", 3))
     halved = told(shell("sweep", many, *QUICK, "--folds", 3, "--halving", "--lr", "0.1,0.2"))
     assert "--folds 3 is not used, because of --halving" in halved
     assert "--patience is not used" in told(shell("train", many, *QUICK, "--patience", 1))

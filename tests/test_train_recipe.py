@@ -111,21 +111,26 @@ def test_optimisers_are_built_as_asked() -> None:
     assert [g["lr_scale"] for g in Recipe().build_optimizer(parts).param_groups] == [1.0, 0.03]
     assert [g["lr"] for g in Recipe(lr=0.5, memory_rate=0.2).build_optimizer(parts).param_groups] == [0.5, 0.1]
     parts = {"head.bias": weight, "lora.qkv_A": nn.Parameter(torch.ones(2))}
-    assert [g["lr"] for g in Recipe(lr=0.001, head_lr=0.003).build_optimizer(parts).param_groups] == [0.003, 0.001]
+    assert [g["lr"] for g in Recipe(lr=0.001).build_optimizer(parts).param_groups] == [0.001, 0.001]
 
 
-def test_the_heads_own_rate_belongs_to_side_and_adamw() -> None:
-    assert find_recipe(None, None)[1].head_lr == find_recipe(None, "side")[1].head_lr == 0.003
-    for name, regime in ((None, "lora"), (None, "memory"), ("default", "memory"), ("paper", None)):
-        assert find_recipe(name, regime)[1].head_lr is None
+def test_one_of_recipe_and_regime_decides_the_other() -> None:
+    for name, regime, wanted in (
+        (None, None, ("joint", "adamw")),
+        ("default", None, ("joint", "adamw")),
+        ("paper", None, ("memory", "sgd")),
+        (None, "side", ("side", "adamw")),
+        (None, "readout", ("readout", "adamw")),
+        (None, "lora", ("lora", "adamw")),
+        (None, "memory", ("memory", "sgd")),
+        ("paper", "joint", ("joint", "sgd")),
+        ("default", "memory", ("memory", "adamw")),
+    ):
+        chosen, recipe = find_recipe(name, regime)
+        assert (chosen, recipe.optimizer) == wanted
     recipe = find_recipe(None, None)[1]
-    assert merge_options(recipe, None, {"epochs": 1})[0].head_lr == 0.003
-    assert merge_options(recipe, None, {"lr": 0.01})[0].head_lr is None
-    assert merge_options(recipe, None, {"optimizer": "sgd"})[0].head_lr is None
-    assert merge_options(recipe, None, {"optimizer": "sgd", "head_lr": 0.1})[0].head_lr == 0.1
+    assert (recipe.lr, merge_options(recipe, None, {"lr": 0.01})[0].lr) == (0.001, 0.01)
     assert Recipe(epochs=np.int64(3)).to_json()["epochs"] == 3
-    with pytest.raises(TrainingError, match="head_lr 0: choose a number above 0"):
-        Recipe(head_lr=0)
 
 
 # ------------------------------------------------------------------------------------------------------- losses

@@ -169,7 +169,7 @@ def test_a_file_that_could_not_be_written_is_written_by_a_resume(
         raise TaskFileError("cannot write t.safetensors (No space left on device).")
 
     with monkeypatch.context() as patch:
-        patch.setattr("memoro.tasks.record.write_whole", full)
+        patch.setattr("memoro.tasks.taskfile.write_whole", full)
         told = shell(*command, code=1)
     assert "The weights are saved in runs/many. Fix the problem, then run the same command with --resume" in told
     assert not Path("t.safetensors").exists()

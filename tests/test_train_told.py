@@ -56,7 +56,7 @@ def test_progress_is_text_where_there_is_no_terminal_and_time_is_told(
     shell: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("memoro.console.LINE_SECONDS", 0.0)
-    done = shell("train", "set", *TRAIN, "--lr", 0.05, "--json")
+    done = shell("train", "set", *TRAIN, "--regime", "side", "--lr", 0.05, "--json")
     record = json.loads(done.stdout)
     lines = done.stderr.splitlines()
     for phase in ("checking set:train: 40 of 40", "features (", "training set: ", "evaluating: "):
@@ -76,6 +76,15 @@ def test_progress_is_text_where_there_is_no_terminal_and_time_is_told(
     assert sum(facts["phases"].values()) == pytest.approx(facts["seconds"], abs=0.5)
     assert memoro.load_task("set.safetensors").spec.training["phases"] == facts["phases"]
     assert "checking" in shell("eval", "set", "-b", "vit", "-t", "set.safetensors", "--json", "--workers", 0).stderr
+
+
+def test_the_read_out_is_told_before_the_training(shell: Callable[..., Any]) -> None:
+    lines = shell("train", "set", *TRAIN).stderr.splitlines()
+    told = [at for at, line in enumerate(lines) if line.startswith("note: set: read-out: accuracy 1.000 on images")]
+    trained = [at for at, line in enumerate(lines) if line.startswith("training, best of 5 runs: ")]
+    assert len(told) == 1
+    assert told[0] < trained[0]
+    assert "mean fold accuracy" in lines[trained[-1]]
 
 
 def metrics_of(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -113,7 +122,7 @@ def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_only_the_chosen_setting_has_a_test_figure(shell: Callable[..., Any]) -> None:
-    done = shell("train", "set", *TRAIN, "--ensemble", 1, "--json")
+    done = shell("train", "set", *TRAIN, "--regime", "memory", "--json")
     runs = json.loads(done.stdout)["runs"]
     chosen = [run for run in runs if run["chosen"]]
     assert (len(runs), len(chosen)) == (3, 1)
@@ -130,7 +139,7 @@ def test_what_was_left_out_kept_and_replaced_is_told(
 ) -> None:
     (tmp_path / "set" / "train" / "red" / "broken, old.png").write_bytes(b"no image")
     (tmp_path / "set" / "train" / "red" / "empty.png").write_bytes(b"")
-    done = shell("train", "set", *TRAIN, "--lr", 0.05)
+    done = shell("train", "set", *TRAIN, "--regime", "side", "--lr", 0.05)
     assert "listed in runs/set/skipped.csv" in done.stderr
     with (tmp_path / "runs" / "set" / "skipped.csv").open() as file:
         rows = list(csv.DictReader(file))

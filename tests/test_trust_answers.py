@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_task
+from families import FAMILIES, Case
+from oracle import hidden_states, pool_hidden_states
 from PIL import Image
 from trust import colours, known, run
 from typer.testing import CliRunner
@@ -18,11 +21,11 @@ from typer.testing import CliRunner
 import memoro
 from memoro.backbones import Backbone
 from memoro.cli import app
-from memoro.engine.streams import entering_token
+from memoro.engine.streams import pool_pass
 from memoro.errors import CompositionError, DataError
-from memoro.evaluation.trust import calibrate, draw_trust, evaluate_trust
+from memoro.evaluation.trust import draw_trust, evaluate_trust
 from memoro.tasks.calibration import Calibration
-from memoro.tasks.familiarity import Familiarity, FamiliarityBank
+from memoro.tasks.familiarity import Familiarity, FamiliarityBank, Others, fit_familiarity
 from memoro.tasks.task import Task
 
 __all__ = ["colours", "known"]  # fixtures
@@ -35,18 +38,14 @@ def pictures(count: int, seed: int) -> list[Image.Image]:
 
 def strange(known: Familiarity) -> Familiarity:
     """The same description, to which every image is unfamiliar."""
-    return Familiarity(**{**known.tensors, "distances": torch.zeros(5)}, residual=known.residual, images=5)
+    return replace(known, held_out=torch.full((5,), -1e6), images=5)
 
 
 def test_predict_marks_drops_or_keeps(backbone: Backbone, known: Task) -> None:
     other = random_task(backbone, "rooms", seed=1)
     assert known.spec.familiarity is not None
     other.update_spec(familiarity=strange(known.spec.familiarity))
-    wide = Familiarity(
-        **{**known.spec.familiarity.tensors, "distances": torch.full((5,), 1e6)},
-        residual=known.spec.familiarity.residual, images=5,
-    )  # fmt: skip
-    known.update_spec(familiarity=wide)
+    known.update_spec(familiarity=replace(known.spec.familiarity, held_out=torch.full((5,), 1e6), images=5))
     plain = random_task(backbone, "plain", seed=2)
     model = memoro.compose(backbone, [known, other, plain])
     images = pictures(3, seed=0)
@@ -91,40 +90,69 @@ def test_numbers_have_intervals_and_labels_thresholds(backbone: Backbone) -> Non
     assert answers["tags"]["thresholds"] == {"a": 1e-5, "b": 1 - 1e-5}
 
 
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+def test_images_are_judged_by_statistics_of_hidden_states(case: Case) -> None:
+    """Tasks that read two layers, four or none, in one pass; those of SigLIP have two statistics."""
+    backbone = memoro.load_backbone(case.model().double())
+    pixels = torch.randn(90, 3, 20, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        statistics = pool_hidden_states(hidden_states(backbone, pixels), backbone.anatomy.patch, pixels).float()
+    own, away, new = statistics[:40], statistics[40:80], statistics[80:]
+    tasks = [random_task(backbone, name, seed=seed) for seed, name in enumerate(("four", "two", "none", "plain"))]
+    for task, layers in zip(tasks, (4, 2, 0), strict=False):
+        others = Others.of(away[:, -layers:]) if layers else None
+        known = fit_familiarity(own[:, -max(layers, 2) :], torch.arange(40) % 3, others)
+        assert known is not None
+        task.update_spec(familiarity=known)
+    with torch.no_grad():
+        judged = memoro.compose(backbone, tasks).run(pixels[80:]).judged
+        some = memoro.compose(backbone, tasks).run(pixels[80:], ["two"]).judged
+    assert list(judged) == ["four", "two", "none"]
+    assert list(some) == ["two"]
+    assert torch.equal(some["two"].familiarity, judged["two"].familiarity)
+    for task, layers in zip(tasks, (4, 2, 2), strict=False):
+        assert task.spec.familiarity is not None
+        shares = FamiliarityBank([task.spec.familiarity]).judge(new[:, -layers:])[1][:, 0]
+        # A step function: rounding may move an image over one of its steps.
+        assert float((judged[task.name].familiarity - shares).abs().max()) <= 1 / 40 + 1e-6
+    assert not torch.allclose(judged["four"].familiarity, judged["none"].familiarity, atol=0.05)
+
+
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_held_out_answers_count_in_familiarity(colours: Path, tmp_path: Path, split: str) -> None:
-    """Where enough images are held out: those of all folds, or of the validation split."""
-    generator = np.random.default_rng(1)
+@pytest.mark.parametrize("regime", ["side", "readout", "joint"])
+def test_familiarity_is_about_the_training_images(colours: Path, tmp_path: Path, split: str, regime: str) -> None:
+    """Calibrations are fitted on held-out images: the validation split, or training images left out in turn."""
     shutil.copytree(colours / "own" / "train", tmp_path / "own" / "train")
-    for label, tint in (("red", (40, 0, 0)), ("blue", (0, 0, 40))):
-        (tmp_path / "own" / split / label).mkdir(parents=True, exist_ok=True)
-        for number in range(50):
-            pixels = 60 + np.array(tint) + generator.integers(-15, 15, (20, 20, 3))
-            Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "own" / split / label / f"new {number}.png")
-    quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": [0.01, 0.1], "image_size": 20}
-    task = memoro.train(tmp_path / "own", backbone=str(colours / "vit"), task="own", folds=2, **quick).task
-    found = task.spec.familiarity
+    shutil.copytree(colours / "own" / "val", tmp_path / "own" / split, dirs_exist_ok=True, copy_function=copy_new)
+    quick: dict[str, Any] = {"workers": 0, "quiet": True, "image_size": 20, "regime": regime}
+    if regime != "readout":
+        quick |= {"epochs": 1, "folds": 2, "lr": [0.01, 0.1] if regime == "side" else 0.01}
+    task = memoro.train(tmp_path / "own", backbone=str(colours / "vit"), task="own", **quick).task
+    found, calibration = task.spec.familiarity, task.spec.calibration
     assert found is not None
-    assert found.images == (140 if split == "train" else 100)
-    assert found.energy[1] > 0
-    assert task.spec.calibration is not None
-    assert task.spec.calibration.images == found.images
+    assert calibration is not None
+    train = 64 if split == "train" else 40
+    assert found.images == train
+    assert found.coarse, "fewer than 100 images"
+    left_out = {"side": "2 folds", "joint": "2 folds", "readout": "leave-one-out"}[regime]
+    expected = (64, left_out) if split == "train" else (24, "validation")
+    if regime == "readout":  # its answers without an image are known for all training images
+        expected = (train, left_out)
+    assert (calibration.images, calibration.source) == expected
     file = memoro.save_task(task, tmp_path / "own.safetensors")
     model = memoro.compose(memoro.load_backbone(str(colours / "vit")), [memoro.load_task(file)])
     files = sorted((colours / "own" / "test").rglob("*.png"))
     pixels = torch.stack([task.spec.preprocessing.to_tensor(Image.open(file)) for file in files])
-    tokens = entering_token(model.backbone.anatomy, pixels)
-    energies = model(pixels)["own"].logsumexp(dim=-1, keepdim=True)
-    judged, bank = model.run(pixels).judged["own"], FamiliarityBank([found])
-    scores, shares = bank.judge(tokens, energies)
+    with torch.no_grad():
+        judged = model.run(pixels).judged["own"]
+        scores, shares = FamiliarityBank([found]).judge(pool_pass(model.backbone.anatomy, pixels, 3))
     assert torch.equal(judged.familiarity, shares[:, 0])
     assert torch.equal(judged.score, scores[:, 0])
-    assert not torch.allclose(judged.score, bank.judge(tokens)[0][:, 0])
-    assert not torch.equal(bank.measure(tokens, energies), bank.measure(tokens))
-    if split == "val":
-        calibrate(model.backbone, task, tmp_path / "own", workers=0)
-        assert task.spec.training["familiarity"] == "140 images of own, out of fold; answers to 100 of them"
-        assert task.spec.familiarity.energy[1] > 0
+
+
+def copy_new(source: str, target: str) -> None:
+    """A copy under a name that is still free."""
+    shutil.copy(source, Path(target).with_stem(f"new-{Path(target).stem}"))
 
 
 def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:
@@ -137,7 +165,8 @@ def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:
         assert (task.spec.calibration.images, task.spec.calibration.source) == (24, "validation")
         assert task.spec.familiarity is not None
         assert (task.spec.familiarity.images, len(task.spec.familiarity.means)) == (40, 2)
-        assert task.spec.training["familiarity"] == "40 training images, out of fold"
+        text = "40 training images, left out in turn, against no photographs (--others gives some)"
+        assert task.spec.training["familiarity"] == text
         assert "calibration_error_before" in task.spec.metrics
     back = ("-b", colours / "vit", "--json")
     found = json.loads(

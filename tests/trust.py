@@ -1,4 +1,4 @@
-"""What the tests of calibration and familiarity share."""
+"""What the tests of calibration, familiarity and read-outs share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from memoro.backbones import Backbone
 from memoro.cli import app
 from memoro.tasks.calibration import Calibration
-from memoro.tasks.familiarity import Familiarity, fit_familiarity
+from memoro.tasks.familiarity import Familiarity, Others, fit_familiarity
 from memoro.tasks.task import Task
+from memoro.tasks.taskspec import ReadOut
 
 
 def draw(count: int, dim: int, classes: int, seed: int, shift: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -29,18 +30,41 @@ def draw(count: int, dim: int, classes: int, seed: int, shift: float = 0.0) -> t
     return means[targets] + noise + shift, targets
 
 
-def fit(tokens: Tensor, classes: Tensor | None) -> Familiarity | None:
-    return fit_familiarity(tokens, classes, torch.full(tokens.shape[1:], 9.0))
+def spread(tokens: Tensor, layers: int = 4, statistics: int = 3) -> Tensor:
+    """Statistics (n, layers, statistics, dim): these tokens enter the last layer; all else is made from them."""
+    dim, generator = tokens.shape[1], torch.Generator().manual_seed(7)
+    turns = torch.randn(layers, statistics, dim, dim, generator=generator) / dim**0.5
+    pooled = torch.einsum("nd,lsde->nlse", tokens, turns)
+    pooled[:, -2, 0] = tokens
+    return pooled
+
+
+def photographs(dim: int, count: int = 200, *, layers: int = 4) -> Others:
+    """What is known of images that have nothing to do with those of `draw`."""
+    tokens = 4 * torch.randn(count, dim, generator=torch.Generator().manual_seed(5))
+    return Others.of(spread(tokens, layers))
+
+
+def fit(tokens: Tensor, classes: Tensor | None, others: Others | None = None) -> Familiarity | None:
+    layers = 4 if others is None else len(others.mean)
+    return fit_familiarity(spread(tokens, layers), classes, others)
+
+
+def add_readout(backbone: Backbone, task: Task, *, seed: int = 0, from_layer: int = 1, share: float = 0.5) -> Task:
+    """The task with a random read-out."""
+    reads, generator = ReadOut(from_layer, backbone.anatomy.statistics, share), torch.Generator().manual_seed(seed)
+    features, labels = reads.features(backbone.dim, backbone.depth), len(task.labels)
+    weight = torch.randn(labels, features, generator=generator) / features**0.5
+    task.attach_readout(reads, weight, torch.randn(labels, generator=generator))
+    return task
 
 
 @pytest.fixture
 def known(backbone: Backbone) -> Task:
     """A task with both sections."""
     task = random_task(backbone, "pets")
-    familiarity = fit(*draw(150, backbone.dim, 3, seed=0))
+    familiarity = fit(*draw(150, backbone.dim, 3, seed=0), photographs(backbone.dim))
     assert familiarity is not None
-    assert familiarity.out_of_fold is not None
-    familiarity = familiarity.with_answers(familiarity.out_of_fold, torch.linspace(-1, 1, 150))
     task.update_spec(calibration=Calibration((1.7,), (), (), 90, "4 folds"), familiarity=familiarity)
     return task
 

@@ -88,7 +88,8 @@ def test_what_is_read_from_a_damaged_file_is_what_was_computed(
     images = images.subset(range(8))
     loader = keeper(backbone, images, cache)
     fill(loader)
-    wanted = whole(loader)
+    wanted, statistics = whole(loader), loader.statistics(range(8)).float()
+    assert 1 < float(statistics.abs().max()) < 16
     shutil.copytree(cache.folder, tmp_path / "good")
     draw = random.Random(how.__name__)
     for _ in range(15):
@@ -100,7 +101,9 @@ def test_what_is_read_from_a_damaged_file_is_what_was_computed(
             loader = keeper(backbone, images, cache)
             fill(loader)
             found = whole(loader)
+            pooled = loader.statistics(range(8))
         assert far(found, wanted) < 1e-5
+        assert far(pooled, statistics) < 1e-2, "float16, of values below 16"
         assert count() in (0, 2)  # the records of one file
         assert caplog.text.count(NOTE) == count() // 2
         assert count() or not changed or how is header_byte  # nothing reads the spaces at a header's end
@@ -158,9 +161,10 @@ def test_each_record_is_checked_once(
     real, calls = zlib.crc32, []
     monkeypatch.setattr(zlib, "crc32", lambda *given: (calls.append(1), real(*given))[1])
     first = whole(loader)
-    assert len(calls) == 2 * len(images)  # class tokens, and keys and values
+    assert len(calls) == 3 * len(images)  # class tokens, statistics, and keys and values
     assert torch.equal(whole(loader), first)
-    assert len(calls) == 2 * len(images)
+    assert len(loader.statistics(range(len(images)))) == len(images)
+    assert len(calls) == 3 * len(images)
     calls.clear()
     fresh = keeper(backbone, images, Cache(cache.folder / "other", dtype="float32"))
     fill(fresh)

@@ -15,6 +15,7 @@ from conftest import random_task
 from families import CASES
 from safetensors import safe_open
 from safetensors.torch import save
+from trust import add_readout
 
 import memoro
 from memoro.backbones import Backbone
@@ -46,6 +47,7 @@ def backbone() -> Backbone:
 def file(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pets = random_task(backbone, "pets", cells=1, from_layer=4, labels=["cat", "dog"])
     breeds = random_task(backbone, "breeds", cells=1, from_layer=4, seed=1, extends=[pets])
+    add_readout(backbone, breeds, from_layer=4)
     for task in (pets, breeds):
         task.update_spec(training=TRAINING, metrics=METRICS, preprocessing=backbone.preprocessing)
     return memoro.save_tasks([pets, breeds], tmp_path_factory.mktemp("attack") / "two.safetensors")

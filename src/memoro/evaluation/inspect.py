@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def describe_task(task: Task, backbone: Backbone | None = None) -> dict[str, Any
         "members": spec.members,
         "from_layer": spec.from_layer,
         "memory_norm": spec.memory_norm,
+        "readout": None if spec.readout is None else asdict(spec.readout),
         "parents": [parent.name for parent in task.parents],
         "parameters": sum(parameter.numel() for parameter in task.parameters()),
         "parts": _part_bytes(task),
@@ -72,6 +74,13 @@ def _familiarity(found: Familiarity) -> dict[str, Any]:
     step = 1 / min(found.images, len(found.held_out))
     against = {"photographs": len(found.reader) > 0, "coarse": found.coarse}
     return {**sizes, "images": found.images, **against, "step": step}
+
+
+def _readout_text(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "none"
+    share = "" if found["share"] == 1 else f", {found['share']:.0%} of the answer"
+    return f"statistics of the tokens after layer {found['from_layer']} and later ones{share}"
 
 
 def _part_bytes(task: Task) -> dict[str, int]:
@@ -139,6 +148,7 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
         rows["low-rank weights"] = f"rank {entry['rank']}" if entry["rank"] else "none"
         rows["stream"] = _layers(entry["from_layer"], backbone["depth"])
         rows["ensemble"] = f"{entry['members']} members, whose answers are averaged" if entry["members"] > 1 else ""
+        rows["read-out"] = _readout_text(entry["readout"])
         rows["extends"] = ", ".join(entry["parents"]) or "nothing"
         rows |= {"calibration": _calibration_text(entry), "familiarity": _familiarity_text(entry["familiarity"])}
     sizes = ", ".join(f"{part} {format_bytes(size)}" for part, size in entry.get("parts", {}).items())

@@ -63,14 +63,15 @@ def read_photographs(
             f"{images.name}: {len(images)} photographs are too few to learn what is unfamiliar from: give {FEWEST} or "
             "more, of anything but what the tasks are about."
         )
-    chosen = torch.linspace(0, len(images) - 1, min(len(images), ENOUGH)).round().long().numpy()
+    chosen = torch.linspace(0, len(images) - 1, min(len(images), ENOUGH), device="cpu").round().long().numpy()
     loader = Loader(images.subset(chosen), preprocessing, batch_size=32, workers=reading.get("workers"))
     first = ReadOut.of(backbone.anatomy).from_layer
     (found,), _ = collect_logits(lambda pixels: [pool_pass(backbone.anatomy, pixels, first)], backbone, loader)
     others = Others.of(found)
     if folder is not None:
         path = _kept_at(folder, _key(backbone, preprocessing))
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for place in (folder, path.parent):  # the mode is not that of parents
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_photographs(path, others, backbone, preprocessing)
     return others
 

@@ -41,14 +41,18 @@ def _make_plain(backbone: Backbone, plan: TaskPlan, regime: str) -> Task:
     return _make(backbone, plan)
 
 
+def _make_head(backbone: Backbone, plan: TaskPlan, regime: str) -> Task:
+    """A fork at the last layer: it composes like any other."""
+    return _make_plain(backbone, replace(plan, cells=0, from_layer=backbone.depth), regime)
+
+
 def _head_parameters(task: Task) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in task.named_parameters() if name.startswith("head.")}
 
 
 HEAD = Regime(
     "head",
-    # A fork at the last layer: it composes like any other.
-    lambda backbone, plan: _make_plain(backbone, replace(plan, cells=0, from_layer=backbone.depth), "head"),
+    lambda backbone, plan: _make_head(backbone, plan, "head"),
     lambda depth: {"cells": 0, "from_layer": depth, "rank": 0},
     _head_parameters,
     rates={**RATES, "adamw": (0.003, 0.01, 0.03)},
@@ -67,4 +71,10 @@ SIDE = Regime(
     rates={**RATES, "adamw": (0.001,)},
 )
 JOINT = replace(SIDE, name="joint", readout=0.6)
-READOUT = replace(HEAD, name="readout", trains=lambda task: {}, readout=1.0)
+READOUT = replace(
+    HEAD,
+    name="readout",
+    make=lambda backbone, plan: _make_head(backbone, plan, "readout"),
+    trains=lambda task: {},
+    readout=1.0,
+)

@@ -119,8 +119,13 @@ def _describe(task: Task, picture: str | None) -> Iterator[str]:
     labels = ", ".join(_text(label) for label in spec.labels[:MAX_LABELS])
     more = f", … ({len(spec.labels)} in all)" if len(spec.labels) > MAX_LABELS else ""
     yield f"## {_text(task.name)}"
-    stream = f"{format_count(spec.cells, 'memory cell')} per layer, rank {spec.rank}, from layer {spec.from_layer}"
-    stream += "" if spec.members == 1 else f", an ensemble of {spec.members} members"
+    parts = []
+    if spec.readout is None or spec.readout.share < 1:
+        stream = f"{format_count(spec.cells, 'memory cell')} per layer, rank {spec.rank}, from layer {spec.from_layer}"
+        parts.append(stream + ("" if spec.members == 1 else f", an ensemble of {spec.members} members"))
+    if spec.readout is not None:
+        parts.append(f"a read-out of the tokens after layer {spec.readout.from_layer} and later ones")
+    stream = " and ".join(parts)
     yield f"Head: {spec.kind}, {stream}. Labels: {labels}{more}."
     if task.parents:
         names = ", ".join(_text(parent.name) for parent in task.parents)

@@ -278,8 +278,8 @@ def fit_familiarity(statistics: Tensor, classes: Tensor | None, others: Others |
     groups = torch.zeros(count, dtype=torch.long, device="cpu") if classes is None else classes.cpu()
     if count < 2 * len(set(groups.tolist())):  # images of their own class tell nothing about how much a class varies
         groups = torch.zeros_like(groups)
-    nothing = torch.zeros(0, dtype=torch.float16, device="cpu")
-    plain: dict[str, Any] = {"reader": nothing, "held_out": torch.ones(1), "slope": 1.0, "offset": 0.0, "images": 0}
+    nothing, one = torch.zeros(0, dtype=torch.float16, device="cpu"), torch.ones(1, device="cpu")
+    plain: dict[str, Any] = {"reader": nothing, "held_out": one, "slope": 1.0, "offset": 0.0, "images": 0}
     whole = _describe(tokens, groups)
     if not Familiarity(**whole, **plain).valid:
         return None

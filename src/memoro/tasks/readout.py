@@ -56,10 +56,10 @@ def solve_readout(
     smallest loss of leave-one-out answers: cross-entropy, or squared error for numbers. A temperature that fits them is
     part of the weights, so logits are calibrated.
     """
-    learned = torch.ones(len(targets), dtype=torch.bool) if sample_weight is None else sample_weight > 0
+    learned = torch.ones(len(targets), device="cpu") > 0 if sample_weight is None else sample_weight > 0
     scale = Scale.of(targets[learned]) if kind == "regression" else None
     weights = sample_weight
-    middle = torch.full((labels,), 0.5 if kind == "multilabel" else 0.0)
+    middle = torch.full((labels,), 0.5 if kind == "multilabel" else 0.0, device="cpu")
     if balance and kind == "softmax":
         by_class = class_weights(kind, targets[learned], labels)
         assert by_class is not None
@@ -87,7 +87,7 @@ def solve_readout(
         weight = solved.weight * scale.std.float()[:, None]
         bias, held_out = scale.undo(solved.bias), scale.undo(solved.held_out)
     else:
-        judged = torch.arange(len(targets))[learned]
+        judged = torch.arange(len(targets), device="cpu")[learned]
         temperature, _ = fit(solved.held_out[judged] - middle, judged, 40)
         weight, bias = solved.weight / temperature, (solved.bias - middle) / temperature
         held_out = (solved.held_out - middle) / temperature

@@ -56,9 +56,9 @@ class RidgeSystem:
 
     def __init__(self, count: int, read: Read, sample_weight: Tensor | None = None) -> None:
         self.count, self._read = count, read
-        self.weights = (torch.ones(count) if sample_weight is None else sample_weight.cpu()).double()
+        self.weights = (torch.ones(count, device="cpu") if sample_weight is None else sample_weight.cpu()).double()
         self.total = self.weights.sum()
-        self._project_to(torch.linspace(0, count - 1, min(count, MOST_DIMENSIONS)).round().long())
+        self._project_to(torch.linspace(0, count - 1, min(count, MOST_DIMENSIONS), device="cpu").round().long())
         self._find_axes()
 
     def solve(self, aim: Aim, loss: Loss, groups: Tensor | None = None) -> Ridge:
@@ -83,7 +83,8 @@ class RidgeSystem:
     def _find_axes(self) -> None:
         """The principal axes of all images."""
         size, keeps = self._basis.shape[1], self.count * self._basis.shape[1] <= MOST_KEPT
-        squares, sums = torch.zeros(size, size, dtype=torch.double), torch.zeros(size, dtype=torch.double)
+        squares = torch.zeros(size, size, dtype=torch.double, device="cpu")
+        sums = torch.zeros(size, dtype=torch.double, device="cpu")
         kept = []
         for block in self.blocks():
             rows, own = self._project(block).double(), self.weights[block, None]
@@ -97,7 +98,7 @@ class RidgeSystem:
 
     def blocks(self) -> Sequence[Tensor]:
         """The numbers of all images, some at a time."""
-        parts: Sequence[Tensor] = torch.split(torch.arange(self.count), BLOCK)
+        parts: Sequence[Tensor] = torch.split(torch.arange(self.count, device="cpu"), BLOCK)
         return parts
 
     def rows(self, index: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ class _Solver:
 
     def __init__(self, system: RidgeSystem, aim: Aim, groups: Sequence[Tensor]) -> None:
         self._system, self._aim, self._groups = system, aim, groups
-        products, aims = torch.zeros(()).double(), torch.zeros(()).double()
+        products = aims = torch.zeros((), dtype=torch.double, device="cpu")
         for block in system.blocks():
             weighted = system.weights[block][:, None] * aim(block).double()
             products = products + system.rows(block).T @ weighted
@@ -132,9 +133,11 @@ class _Solver:
         self._products, self._level = products, aims / system.total
 
     def solve(self, loss: Loss) -> Ridge:
-        every = torch.arange(self._system.count)
+        every = torch.arange(self._system.count, device="cpu")
         most = max(1, MOST_JUDGED // len(self._level))
-        judged = every if len(every) <= most else torch.linspace(0, len(every) - 1, most).round().long()
+        judged = every
+        if len(every) > most:
+            judged = torch.linspace(0, len(every) - 1, most, device="cpu").round().long()
         losses = {penalty: loss(self._answer(judged, penalty), judged) for penalty in PENALTIES}
         best = min(losses, key=lambda penalty: losses[penalty])
         weight, bias = self._system.unfold(self._products / (self._system.values + best)[:, None], self._level)
@@ -143,8 +146,8 @@ class _Solver:
     def _answer(self, index: Tensor, penalty: float) -> Tensor:
         """The answers to these images that are left out, one at a time or group by group."""
         answers = torch.cat([self._leave_out(block, penalty) for block in torch.split(index, BLOCK)])
-        place = torch.full((self._system.count,), -1)
-        place[index] = torch.arange(len(index))
+        place = torch.full((self._system.count,), -1, device="cpu")
+        place[index] = torch.arange(len(index), device="cpu")
         for members in self._groups:
             wanted = place[members] >= 0
             if bool(wanted.any()):
@@ -168,7 +171,8 @@ class _Solver:
         rows, shrunk, answers = self._fit(index, penalty)
         roots, aims = self._system.weights[index].sqrt()[:, None], self._aim(index).double()
         kernel = rows @ shrunk.T + 1 / self._system.total
-        errors = torch.linalg.solve(torch.eye(len(index)) - roots * kernel * roots.T, roots * (aims - answers))
+        own = torch.eye(len(index), device="cpu") - roots * kernel * roots.T
+        errors = torch.linalg.solve(own, roots * (aims - answers))
         found: Tensor = answers - kernel @ (roots * errors)
         return found.float()
 

@@ -107,7 +107,7 @@ class Task(TaskModule[TaskSpec]):
         the rest counts from then on."""
         self.detach_readout()
         for parameter in self.head.parameters():
-            parameter.mul_(1 - reads.share)
+            parameter.copy_(parameter * (1 - reads.share) + 0.0)  # no -0.0, which would be other content
         like = self.head.weight
         weight = round_half(weight * reads.share)  # as a file holds it: a smaller value may need more bits
         self.update_spec(readout=reads)

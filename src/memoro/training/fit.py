@@ -52,7 +52,7 @@ def fit(
     training, if there was one and no `image_size` is given.
 
     `recipe` is a Recipe or the name of one (see `RECIPES`). Without it, the regime decides: the paper's, or for
-    low-rank weights AdamW with a rate of 0.001 (0.003 for the head). This is one run with one learning rate;
+    low-rank weights AdamW with a rate of 0.001. This is one run with one learning rate;
     `memoro.train` tries several in one pass. Fields of the recipe and of the options can be given by name:
     `fit(backbone, task, "photos", epochs=5, lr=0.03, folder="runs/photos")`. A Baseline has passes of its own.
     """

@@ -66,7 +66,7 @@ class ReadOuts:
         if images is spec.train:
             return solved.held_out
         read = self._flat(images, spec.preprocessing)
-        blocks = torch.split(torch.arange(len(images)), 1024)
+        blocks = torch.split(torch.arange(len(images), device="cpu"), 1024)
         return torch.cat([read(block).float() @ solved.weight.T + solved.bias for block in blocks])
 
     def _factorise(self, images: ImageSet, preprocessing: Preprocessing, weights: Tensor | None) -> RidgeSystem:

@@ -316,7 +316,7 @@ def _score(result: FitResult, figure: str) -> tuple[Score, FitResult] | None:
     if not result.metrics:
         return None
     if not result.history:  # a read-out
-        return (result.metrics.get(figure, float("-inf")), -result.metrics.get("loss", float("inf"))), result
+        return score(result.task.kind, result.metrics), result
     nothing = float("-inf")
     scores = [(entry.get(f"val_{figure}", nothing), -entry.get("val_loss", -nothing)) for entry in result.history]
     return max(scores), result

@@ -84,12 +84,11 @@ def train(
     `recipe` is the name of one: `default` (regime `joint`, AdamW) or `paper` (regime `memory`, SGD). Where one of
     recipe and regime is not given, the other decides. Or it is a Recipe, whose learning rate is then the only one that
     is tried unless `lr` is given, for regime `joint` unless another is given. `regime` says what is trained, and
-    `cells`,
-    `rank` and `from_layer` where they are not given: see `REGIMES`.
+    `cells`, `rank` and `from_layer` where they are not given: see `REGIMES`.
 
     Several values of `cells`, `rank`, `from_layer` or `lr`, or several `seeds`, are tried in one pass, and the best by
-    validation is kept; without `lr`, a few learning rates are tried. Small sets are compared by cross-validation
-    (`folds`; 0: on a validation split). `ensemble=3` averages three seeds, which adds three tokens to a pass.
+    validation is kept; without `lr`, regimes but `joint` and `side` try three. Small sets are compared by
+    cross-validation (`folds`; 0: on a validation split). `ensemble=3` averages three seeds, which adds three tokens to a pass.
 
     Fields of the recipe and of the options can be given by name: `epochs=5`, `image_size=112`, `folder="runs/{task}"`.
     The task file is written to `out`, a file or folder, if that is given.
@@ -108,8 +107,16 @@ def train(
     chosen, target = find_regime(trained), None if out is None else read_target(out)
     if chosen.readout == 1:
         _check_solved(
-            {"lr": lr, "cells": cells, "rank": rank, "from_layer": from_layer, "ensemble": ensemble, "folds": folds},
-            {**changes, **({} if seeds == 1 else {"seeds": seeds})},
+            {
+                "lr": lr,
+                "cells": cells,
+                "rank": rank,
+                "from_layer": from_layer,
+                "ensemble": ensemble,
+                "folds": folds,
+                "seeds": None if seeds == 1 else seeds,
+            },
+            changes,
         )
     seeds, ensemble = plain_int(seeds), plain_int(ensemble)
     if ensemble is None:
@@ -202,7 +209,9 @@ def train(
             why = str(result.task.spec.training["calibration"]).removeprefix("none: ")
             what = "values have no interval" if result.task.kind == "regression" else "probabilities are not calibrated"
             options.note(f"{sweep.plan.name}: {what} ({why}).")
-        results[sweep.plan.name] = _draw(result, several=len(sweeps) > 1, write=main) if result.metrics else result
+        if result.metrics and len(sweeps) + len(found.results) > 2:  # the plots of a single run are there already
+            result = _draw(result, several=len(sweeps) > 1, write=main)
+        results[sweep.plan.name] = result
     record_time(list(results.values()), options.phases)
     for name, result in results.items():
         if result.metrics and name in files:
@@ -221,8 +230,13 @@ def _check_solved(sizes: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     usual = RECIPES["default"][1]
     given = [name for name, value in sizes.items() if value is not None]
     given += [name for name, value in changes.items() if name in gradients and value != getattr(usual, name)]
+    if "augment" in given:
+        own, plain = changes["augment"], usual.augment
+        options = {"crop": "crop", "scale": "crop_scale", "flip": "flip"}
+        given += [option for name, option in options.items() if getattr(own, name) != getattr(plain, name)]
+        given.remove("augment")
     if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in dict.fromkeys([*given, *set(changes) & {"seeds"}]))
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in dict.fromkeys(given))
         raise TrainingError(f"regime 'readout' is solved in closed form, without training runs: leave out {names}.")
 
 
@@ -307,7 +321,7 @@ def _draw(result: TrainResult, *, several: bool, write: bool) -> TrainResult:
     """Draws the plots of the chosen run; returns the result with the path of the one that compares settings."""
     from memoro.training.runfolder import draw_run, draw_sweep
 
-    if result.folder is None or not (result.rows or several):  # a single run's plots are there already
+    if result.folder is None:
         return result
     suffix = f"-{result.task.name}" if several else ""
     plot = result.folder / f"sweep{suffix}.png" if result.rows else None
