@@ -49,7 +49,7 @@ def test_engine_rows(backbone: Backbone) -> None:
     assert len(ticks) == 2 * candidate_count((1, 3), (0, 2))
     assert rows[1].limit == pytest.approx(1 + 3 / 26)
     assert rows[3].limit == pytest.approx(1 + 3 * 3 / 5 / 26)
-    assert all(row.engine > 0 and row.familiarity > 0 for row in rows)
+    assert all(row.engine > 0 and row.familiarity > 0 and row.readouts > 0 for row in rows)
     assert rows[1].dense is not None
     assert rows[3].dense is None
     [side] = bench_engine(backbone, counts=(3,), forks=(2,), cells=0, rank=2, batch=1, rounds=1)

@@ -14,6 +14,7 @@ from test_baselines import build
 from test_train_numbers import save_table
 from test_train_recipe import save_squares
 from torch import nn
+from trust import add_readout
 
 import memoro
 from memoro.backbones import Backbone
@@ -28,7 +29,8 @@ def devices(module: nn.Module) -> set[str]:
 
 def pair(backbone: Backbone) -> list[memoro.Task]:
     parent = random_task(backbone, "a.parent", cells=2)
-    return [parent, random_task(backbone, "child", seed=1, cells=1, from_layer=2, extends=[parent])]
+    child = random_task(backbone, "child", seed=1, cells=1, from_layer=2, extends=[parent])
+    return [parent, add_readout(backbone, child)]
 
 
 @families

@@ -50,7 +50,8 @@ def test_train_several_tasks_from_the_shell(shell: Callable[..., Any], root: Pat
     assert alone["task"] == "b"
     assert alone["metrics"]["loss"] == pytest.approx(record["tasks"][1]["metrics"]["loss"], abs=1e-2)
 
-    swept = shell("train", *data, "--regime", "memory", "--out", "swept", "--epochs", 1, "--json")  # no rate: three each
+    several = ("--regime", "memory")  # no rate: three each
+    swept = shell("train", *data, *several, "--out", "swept", "--epochs", 1, "--json")
     assert [len(entry["runs"]) for entry in swept["tasks"]] == [3, 3]
     assert sorted(path.name for path in Path("swept").iterdir()) == ["a.safetensors", "b.safetensors"]
     assert {Path(entry["picture"]).name for entry in swept["tasks"]} == {"sweep-a.png", "sweep-b.png"}

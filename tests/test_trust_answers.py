@@ -45,7 +45,11 @@ def test_predict_marks_drops_or_keeps(backbone: Backbone, known: Task) -> None:
     other = random_task(backbone, "rooms", seed=1)
     assert known.spec.familiarity is not None
     other.update_spec(familiarity=strange(known.spec.familiarity))
-    known.update_spec(familiarity=replace(known.spec.familiarity, held_out=torch.full((5,), 1e6), images=5))
+    before = known.spec.familiarity
+    assert "coarse" not in memoro.compose(backbone, known).predict(pictures(1, seed=0))[0]["pets"]
+    known.update_spec(familiarity=replace(before, noticed=0.4))
+    assert memoro.compose(backbone, known).predict(pictures(1, seed=0))[0]["pets"]["coarse"] is True
+    known.update_spec(familiarity=replace(before, held_out=torch.full((5,), 1e6), images=5))
     plain = random_task(backbone, "plain", seed=2)
     model = memoro.compose(backbone, [known, other, plain])
     images = pictures(3, seed=0)
@@ -54,6 +58,7 @@ def test_predict_marks_drops_or_keeps(backbone: Backbone, known: Task) -> None:
         assert (answers["pets"]["familiarity"], answers["pets"]["unfamiliar"]) == (1.0, False)
         assert (answers["rooms"]["familiarity"], answers["rooms"]["unfamiliar"]) == (0.0, True)
         assert answers["pets"]["score"] == pytest.approx(answers["rooms"]["score"])  # the same class means
+        assert answers["pets"]["coarse"] is answers["rooms"]["coarse"] is True, "of five images"
         assert "familiarity" not in answers["plain"]
     assert [list(answers) for answers in model.predict(images, unfamiliar="drop")] == [["pets", "plain"]] * 3
     kept = model.predict(images, unfamiliar="keep")

@@ -88,7 +88,8 @@ def train(
 
     Several values of `cells`, `rank`, `from_layer` or `lr`, or several `seeds`, are tried in one pass, and the best by
     validation is kept; without `lr`, regimes but `joint` and `side` try three. Small sets are compared by
-    cross-validation (`folds`; 0: on a validation split). `ensemble=3` averages three seeds, which adds three tokens to a pass.
+    cross-validation (`folds`; 0: on a validation split). `ensemble=3` averages three seeds, which adds three tokens to
+    a pass.
 
     Fields of the recipe and of the options can be given by name: `epochs=5`, `image_size=112`, `folder="runs/{task}"`.
     The task file is written to `out`, a file or folder, if that is given.
