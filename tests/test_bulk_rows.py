@@ -31,7 +31,7 @@ __all__ = ["mess", "photos", "predictor", "shell", "tasks"]  # fixtures
 
 
 def test_shards_have_the_rows_of_plain_predict(shell: Shell, mess: Path, tasks: list[str], tmp_path: Path) -> None:
-    common = ("predict", "mess", "-b", "vit", *tasks, "--batch-size", 2)
+    common = ("predict", "mess", "-b", "vit", *tasks, "--set", "batch_size=2")
     shell(*common, "--out", "one.parquet")
     said = shell(*common, "--out", "many/", "--shard-size", 4)
     whole = parquet.read_table(tmp_path / "one.parquet").to_pylist()

@@ -64,7 +64,7 @@ def test_problems_at_the_start_are_named(backbone: Backbone, tmp_path: Path) -> 
 
 def test_a_missing_extra_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     from memoro import extras
-    from memoro.cli.serving import serve
+    from memoro.cli.serve import serve
 
     found: Callable[..., Any] = extras.find_spec
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "fastapi" else found(name))

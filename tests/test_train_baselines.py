@@ -231,8 +231,8 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-SOLVED = ("-b", "vit", "--image-size", 20, "--workers", 0, "--json")
-COMMON = (*SOLVED, "--batch-size", 8, "--epochs", 1)
+SOLVED = ("-b", "vit", "--image-size", 20, "--set", "workers=0", "--json")
+COMMON = (*SOLVED, "--set", "batch_size=8", "--epochs", 1)
 
 
 def test_every_regime_from_the_shell(shell: Any, tmp_path: Path) -> None:
@@ -247,12 +247,12 @@ def test_every_regime_from_the_shell(shell: Any, tmp_path: Path) -> None:
         records[regime] = json.loads(done.stdout)
         assert is_baseline(records[regime]["file"]) == (not REGIMES[regime].composes)
     files = [part for regime in REGIMES for part in ("--tasks", f"{regime}.safetensors")]
-    figures = json.loads(shell("eval", "set", "-b", "vit", *files, "--workers", 0, "--json").stdout)
+    figures = json.loads(shell("eval", "set", "-b", "vit", *files, "--set", "workers=0", "--json").stdout)
     assert list(figures) == list(REGIMES)
     for regime, found in figures.items():
         assert found["loss"] == pytest.approx(records[regime]["metrics"]["loss"], abs=1e-5)  # float32, in company
     images = [str(path) for path in sorted(Path("set/test").rglob("*.png"))[:2]]
-    done = shell("predict", *images, "-b", "vit", *files, "--json")
+    done = shell("predict", *images, "-b", "vit", *files, "--format", "json")
     answers = json.loads(done.stdout)
     assert [set(said) for said in answers.values()] == [set(REGIMES)] * 2
     assert "memory-full, class-full" in done.stderr
@@ -267,7 +267,9 @@ def test_every_regime_from_the_shell(shell: Any, tmp_path: Path) -> None:
     assert "cannot be composed" in shell("inspect", "lora.safetensors").stdout
     for command in (("compose", "full.safetensors", "-o", "x"), ("verify", "-b", "vit", "-t", "full.safetensors")):
         assert "needs a separate pass and cannot be composed" in str(shell(*command, code=1))
-    assert "its features cannot be cached" in str(shell("train", "set", "--regime", "full", *COMMON, "--cache", code=1))
+    assert "its features cannot be cached" in str(
+        shell("train", "set", "--regime", "full", *COMMON, "--set", "cache=true", code=1)
+    )
 
 
 def test_rates_of_a_baseline_are_tried_in_passes_of_their_own(shell: Any) -> None:
@@ -276,7 +278,7 @@ def test_rates_of_a_baseline_are_tried_in_passes_of_their_own(shell: Any) -> Non
     record = json.loads(done.stdout)
     assert [row["lr"] for row in record["runs"]] == [0.03, 0.1, 0.3]
     assert record["chosen"]["lr"] == record["training"]["lr"]
-    sweep = ("sweep", "set", "-t", "m", "--regime", "adapter", *COMMON, "--lr", "0.01,0.1")
+    sweep = ("train", "set", "-t", "m", "--regime", "adapter", *COMMON, "--lr", "0.01,0.1")
     assert [row["lr"] for row in json.loads(shell(*sweep).stdout)["runs"]] == [0.01, 0.1]
     assert "regime 'adapter' has no cells" in str(shell(*sweep, "--cells", "0,5", code=1))
     text = " ".join(CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "400"}).output.split())

@@ -33,7 +33,7 @@ from memoro.training.sweep import SweepRow, sweep_table
 
 __all__ = ["no_pictures"]  # a fixture
 
-TRAIN = ("-b", "vit", "--image-size", 20, "--batch-size", 8, "--workers", 0, "--epochs", 2)
+TRAIN = ("-b", "vit", "--image-size", 20, "--set", "batch_size=8", "--set", "workers=0", "--epochs", 2)
 
 
 @pytest.fixture
@@ -75,7 +75,9 @@ def test_progress_is_text_where_there_is_no_terminal_and_time_is_told(
     assert {"base passes", "training"} <= set(facts["phases"])
     assert sum(facts["phases"].values()) == pytest.approx(facts["seconds"], abs=0.5)
     assert memoro.load_task("set.safetensors").spec.training["phases"] == facts["phases"]
-    assert "checking" in shell("eval", "set", "-b", "vit", "-t", "set.safetensors", "--json", "--workers", 0).stderr
+    assert (
+        "checking" in shell("eval", "set", "-b", "vit", "-t", "set.safetensors", "--json", "--set", "workers=0").stderr
+    )
 
 
 def test_the_read_out_is_told_before_the_training(shell: Callable[..., Any]) -> None:
@@ -151,7 +153,7 @@ def test_what_was_left_out_kept_and_replaced_is_told(
 
     for name in ("broken, old.png", "empty.png"):
         (tmp_path / "set" / "train" / "red" / name).unlink()
-    done = shell("train", "set", *TRAIN, "--lr", 0.1, "--no-cache")
+    done = shell("train", "set", *TRAIN, "--lr", 0.1, "--set", "cache=false")
     assert not (tmp_path / "runs" / "set" / "skipped.csv").exists()
     assert "features" not in done.stderr
     assert "set.safetensors was there already: the old file is kept as set.safetensors.1" in done.stderr

@@ -175,26 +175,28 @@ def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:
         assert "calibration_error_before" in task.spec.metrics
     back = ("-b", colours / "vit", "--json")
     found = json.loads(
-        run("eval", colours / "own", "-t", files["own"], "--others", colours / "other", "--workers", 0,
-            "--picture", tmp_path / "trust.png", *back)
-    )["own"]["trust"]  # fmt: skip
+        run("eval", colours / "own", "-t", files["own"], "--others", colours / "other", "--set", "workers=0", *back)
+    )["own"]["trust"]
     draw_trust(tmp_path / "odd.png", {"cost $a_$": {**found, "others": {"$b_$": found["others"]["other"]}}})
     assert found["others"]["other"]["familiarity"]["auroc"] > 0.99
     assert found["others"]["other"]["unfamiliar"] == 1.0
     assert {"calibration_error", "calibration_error_before"} <= set(found)
-    with Image.open(tmp_path / "trust.png") as picture:
-        assert picture.size[0] > 500
-    sets = [word for name in files for word in ("-t", files[name], "--data", f"{name}={colours / name}")]
-    report = json.loads(run("verify", *sets, *back))
-    assert report["base_equal"]
-    for name in files:
-        accuracy = report["accuracy"][name]
-        assert (accuracy["right_task"], accuracy["images"]) == (1.0, 20)
-        assert accuracy["alone"] == accuracy["composed"] == accuracy["routed"]
     shown = run("inspect", files["own"])
     assert "coarse" in shown
     assert "temperature" in shown
-    answers = json.loads(run("predict", colours / "other" / "test", "-t", files["own"], "--unfamiliar", "drop", *back))
+    answers = json.loads(
+        run(
+            "predict",
+            colours / "other" / "test",
+            "-t",
+            files["own"],
+            "--unfamiliar",
+            "drop",
+            "--format",
+            "json",
+            *back[:2],
+        )
+    )
     assert list(answers.values()) == [{}] * 20
 
 
@@ -218,10 +220,10 @@ def test_every_command_reads_tables_with_other_columns_and_absolute_paths(
     colours: Path, table: Path, tmp_path: Path
 ) -> None:
     backbone = memoro.load_backbone(str(colours / "vit"))
-    extra = ["--image-column", "picture"]
+    extra = ["--set", "image_column=picture"]
     if str(colours) in table.read_text():
-        extra.append("--allow-absolute")
-    how = {"image_column": "picture", "allow_absolute": "--allow-absolute" in extra, "label_column": "tint"}
+        extra += ["--set", "allow_absolute=true"]
+    how = {"image_column": "picture", "allow_absolute": "allow_absolute=true" in extra, "label_column": "tint"}
     quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
     assert memoro.train(table, backbone=backbone, val_fraction=0, **how, **quick).task.labels == ["blue", "red"]
     task = random_task(backbone, "own", labels=["blue", "red"])
@@ -230,9 +232,7 @@ def test_every_command_reads_tables_with_other_columns_and_absolute_paths(
     column = ("--label-column", "tint", *extra, "-b", colours / "vit")
     run("calibrate", path, table, *column)
     assert memoro.load_task(path).spec.calibration is not None
-    report = json.loads(run("verify", "-t", path, "--data", f"own={table}", *column, "--json"))
-    assert report["accuracy"]["own"]["images"] == 20
-    words = ("eval", table, "-t", path, "--workers", 0, "--json", *column)
+    words = ("eval", table, "-t", path, "--set", "workers=0", "--json", *column)
     others = [colours / "other", shutil.copytree(colours / "other" / "val", tmp_path / "2025" / "other")]
     others.append(shutil.copytree(colours / "other" / "test", tmp_path / "2025" / "own"))
     found = json.loads(run(*words, *(word for other in others for word in ("--others", other))))["own"]["trust"]
@@ -288,7 +288,9 @@ def test_baselines_are_left_out_of_the_comparison_with_others(colours: Path, tmp
         memoro.train(colours / "own", backbone=str(colours / "vit"), task=name, regime=regime, out=files[-1], **quick)
     words = ["eval", *(f"{file.stem}={colours / 'own'}" for file in files), "--others", colours / "other"]
     words += [word for file in files for word in ("-t", file)]
-    done = CliRunner().invoke(app, [str(word) for word in (*words, "-b", colours / "vit", "--workers", 0, "--json")])
+    done = CliRunner().invoke(
+        app, [str(word) for word in (*words, "-b", colours / "vit", "--set", "workers=0", "--json")]
+    )
     assert done.exit_code == 0, (done.output, done.exception)
     assert "plain is a baseline: --others compares tasks only" in done.stderr
     found = json.loads(done.stdout)

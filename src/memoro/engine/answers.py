@@ -19,6 +19,7 @@ from torch import Tensor
 from memoro.errors import CompositionError, ImageError
 from memoro.heads import HeadKind, probabilities
 from memoro.images import MAX_PIXELS, PICTURE_TYPES, Picture, Preprocessing, open_image, read_file, walk_images
+from memoro.options import option
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.spec import TaskModule
@@ -168,7 +169,7 @@ def read_outputs(model: TaskModule[Any], outputs: Outputs, top: int | None = Non
 class AnswerOptions:
     """How images are answered."""
 
-    batch_size: int = 32
+    batch_size: int = option(32, "Images per batch.")
     top: int | None = None
     """See `read_answers`."""
     routing: Routing = Routing()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from memoro.evaluation.bulk import MANIFEST, Job, Todo, finish
 from memoro.evaluation.imagelist import Shard
 from memoro.evaluation.predictions import Tally
 from memoro.extras import need
+from memoro.options import option
 
 CPUS = 4
 """Of a worker, where there are no GPUs."""
@@ -28,6 +29,25 @@ PATIENCE = 60.0
 """Seconds without a worker that is ready, after which the user is told."""
 MAX_DEATHS = 3
 """Workers that may die over the same shard, or before they are ready."""
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """The cluster to answer on. Any of these options asks for one."""
+
+    ray: bool = option(False, "Use the Ray cluster of $RAY_ADDRESS or of this machine, or start one here.")
+    address: str | None = option(None, "Use this Ray cluster, such as head:6379.", name="ray_address")
+    workers: int | None = option(
+        None, "Number of Ray workers.", name="ray_workers", shown="one per GPU, or per 4 cores"
+    )
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise DataError(f"`ray_workers` {self.workers}: choose 1 or more.")
+
+    @property
+    def wanted(self) -> bool:
+        return self != RayOptions()
 
 
 class Worker:

@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -24,6 +24,7 @@ from memoro.engine.featurestore import FeatureStore, RecordFormat, StoreDtype, d
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
+from memoro.options import option
 from memoro.tasks.taskspec import ReadOut
 
 GIGABYTE = 10**9
@@ -38,11 +39,17 @@ Buffers = dict[tuple[RecordFormat, int], tuple[Tensor, Tensor]]
 class Cache:
     """Where features are kept, how much space they may take, and in which precision."""
 
-    folder: Path = field(default_factory=default_folder)
-    budget: float | None = None
-    """Gigabytes, over all backbones and sets; what was used longest ago is evicted first. None: a tenth of the disk's
-    free space (kept features count as free), at most 20 GB."""
-    dtype: StoreDtype = "float16"
+    folder: Path = option(
+        factory=default_folder, help="Folder of the cache.", name="cache_folder", shown="~/.cache/memoro/features"
+    )
+    budget: float | None = option(
+        None,
+        "Maximum size of the cache in GB.",
+        name="cache_budget",
+        shown="a tenth of the free disk, 20 at most",
+    )
+    """Over all backbones and sets; what was used longest ago is evicted first. Kept features count as free space."""
+    dtype: StoreDtype = option("float16", "Data type of cached features.", name="cache_dtype")
     required: bool = True
     """Whether features that do not fit are an error; else they are computed again in every epoch."""
 
