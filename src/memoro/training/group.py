@@ -18,7 +18,7 @@ from memoro.backbones import Backbone
 from memoro.data import ImageSet, ImageStream, Loader, Splits, Streams
 from memoro.errors import TrainingError
 from memoro.evaluation.logits import AnyBatch, Batches
-from memoro.heads import Scale, class_weights
+from memoro.heads import HEADS, Scale
 from memoro.images import Preprocessing
 from memoro.regimes import Baseline, Regime
 from memoro.tasks.task import Task
@@ -97,7 +97,7 @@ class RunSpec:
         if self.recipe.balance:
             targets = self.known_train.targets
             own = targets if sample_weight is None else targets[sample_weight > 0]
-            balance = class_weights(self.splits.kind, own, len(self.splits.labels))
+            balance = HEADS[self.splits.kind].class_weights(own, len(self.splits.labels))
         val = self.val
         scale = Scale.of(self._first_targets(sample_weight)) if self.splits.kind == "regression" else None
         return Run.start(
