@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from memoro.errors import TrainingError
 from memoro.evaluation.metrics import confusion, measure, score
 from memoro.heads import HEADS
-from memoro.plots import draw_confusion
 from memoro.training import Recipe
 from memoro.training.recipe import find_recipe, merge_options
-from memoro.training.runfolder import draw_curve
 
 COLOURS = {"red": (210, 40, 40), "green": (40, 200, 60), "blue": (50, 60, 210), "grey": (128, 128, 128)}
 
@@ -259,18 +257,3 @@ def test_scores_rank_by_the_main_figure_then_by_loss() -> None:
     assert score("softmax", {"accuracy": 0.8, "loss": 0.1}) > score("softmax", {"accuracy": 0.8, "loss": 0.2})
     assert score("regression", {"r2": -5.0, "loss": 1.0}) > score("regression", {"r2": None, "loss": 0.0})
     assert score("multilabel", {"mean_average_precision": 0.1, "accuracy": 0.0, "loss": 1.0})[0] == 0.1
-
-
-# ------------------------------------------------------------------------------------------------------- pictures
-
-
-@pytest.mark.parametrize("count", [2, 30, 70])
-def test_pictures_take_any_name(tmp_path: Path, count: int) -> None:
-    labels = ["$x_{$ and $", "猫", *(f"class {number} with a rather long name" for number in range(count - 2))]
-    history = [{"epoch": 1, "train_loss": 2.0, "val_loss": 2.5}, {"epoch": 2, "train_loss": 1.0, "val_loss": 1.5}]
-    for path in (
-        draw_confusion(tmp_path / "confusion.png", "$\\bad{", torch.eye(count).long(), labels),
-        draw_curve(tmp_path / "curve.png", "$\\bad{", history),
-    ):
-        with Image.open(path) as image:
-            assert len(image.convert("RGB").getcolors(1 << 20) or []) > 20

@@ -13,7 +13,7 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.backbones.load import TINY, address_of
 from memoro.console import format_bytes, format_count, quoted
-from memoro.data import ImageSet, ImageStream, Splits, Streams
+from memoro.data import ImageSet, Splits
 from memoro.data.near import near_duplicates
 from memoro.engine.composition import Composition
 from memoro.errors import ImageError
@@ -47,8 +47,8 @@ class TaskReport:
     """With `split`: the images that `logits` and `targets` are of."""
     logits: Tensor
     targets: Tensor
-    images: ImageSet | ImageStream
-    splits: Splits | Streams
+    images: ImageSet
+    splits: Splits
     notes: Sequence[str] = ()
     model: Composition | None = None
     """Contains the task, to show where it looked; None for a baseline."""
@@ -179,9 +179,6 @@ def _gallery(report: TaskReport) -> Iterator[Html]:
     if not mistakes:
         yield tag("p", f"There is no mistake among {format_count(len(report.targets), 'image')}.")
         return
-    if not isinstance(images, ImageSet):
-        yield tag("p", "The images of a stream are not kept, so they cannot be shown.")
-        return
     text = "" if numbers else f"{count:,} of {format_count(len(report.targets), 'image')} were answered wrongly. "
     note, cards = None, []
     for mistake in mistakes:
@@ -252,8 +249,6 @@ def _left_out(report: TaskReport) -> Iterator[Html]:
 def _duplicates(report: TaskReport) -> Iterator[Html]:
     """Near-duplicates across splits: a score on images that were learned from is too good."""
     splits = report.splits
-    if not isinstance(splits, Splits):
-        return
     sets = {"train": splits.train, "validation": splits.val, "test": splits.test}
     known = {name: images for name, images in sets.items() if images is not None}
     pairs_of = (("test", "train"), ("validation", "train"), ("test", "validation"))
@@ -298,7 +293,7 @@ def _pair(places: Sequence[tuple[str, ImageSet, int]]) -> Html:
 def _facts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     task, training = report.task, dict(report.task.spec.training)
     sizes = [(name, getattr(report.splits, name)) for name in ("train", "val", "test")]
-    counts = [f"{len(images):,} {name}" for name, images in sizes if isinstance(images, ImageSet)]
+    counts = [f"{len(images):,} {name}" for name, images in sizes if images is not None]
     phases = training.pop("phases", None)
     rows: list[tuple[str, object]] = [
         ("data", report.splits.name),

@@ -65,7 +65,7 @@ class Trainer:
         self.loaders = Loaders(backbone, specs, cache, self.options.workers, processes)
         self.trained = [spec for spec in specs if spec.regime.readout < 1]
         """The specs of the runs; what is solved in closed form has none."""
-        self.groups, self.runs = build_groups(self.trained, self.loaders, halving=self.options.halving)
+        self.groups, self.runs = build_groups(self.trained, self.loaders)
         self.checkpoint = self.options.checkpoint
         self.on_validation: Callable[[], None] = lambda: None
         """Called after every batch of validation images."""
@@ -75,7 +75,7 @@ class Trainer:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """All that must be the same for a resume, and in all processes."""
-        return {**run_identity(self.backbone, self.specs, self.cache), "halving": self.options.halving}
+        return run_identity(self.backbone, self.specs, self.cache)
 
     def autocast(self) -> torch.autocast:
         # Not Accelerate's own: that is one setting for the whole life of a process.
@@ -316,7 +316,6 @@ class Trainer:
             entries.append(entry)
             if run.recipe.patience and progress.epoch + 1 - run.best_epoch >= run.recipe.patience:
                 run.stopped = f"no better validation score for {run.recipe.patience} epochs"
-        group.halve()
         group.next_epoch()
         for callback in self.callbacks:
             callback.on_epoch_end(group, entries)

@@ -11,7 +11,6 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.data import ImageSet
 from memoro.data.near import near_groups
-from memoro.errors import TrainingError
 from memoro.evaluation.metrics import measure
 from memoro.heads import HEADS
 from memoro.images import Preprocessing
@@ -34,8 +33,6 @@ class ReadOuts:
     def solve(self, spec: RunSpec) -> SolvedReadOut:
         """The read-out of a run's training images. The user is told how good it is."""
         images = spec.train
-        if not isinstance(images, ImageSet):
-            raise TrainingError(f"{images.name}: a stream is read only once, so it has no read-out: use regime 'side'.")
         key = content_key(images), spec.preprocessing, id(images.targets), spec.recipe.balance
         if key not in self._solved:
             started = time.monotonic()
