@@ -18,7 +18,7 @@ from memoro.data.near import near_duplicates
 from memoro.engine.composition import Composition
 from memoro.errors import ImageError
 from memoro.evaluation.breakdown import Mistake, class_figures, find_mistakes
-from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion, reported, shown_metrics
+from memoro.evaluation.metrics import COLUMNS, confusion, reported, shown_metrics
 from memoro.files import write_whole
 from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
 from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
@@ -108,7 +108,7 @@ def _task_parts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
 def _curves(report: TaskReport) -> Iterator[Html]:
     names = dict.fromkeys(name.partition("_")[2] for entry in report.history for name in entry if "_" in name)
     charts = []
-    for name in [name for name in names if name in COLUMNS and name in {"loss", MAIN_FIGURE[report.task.kind]}]:
+    for name in [name for name in names if name in COLUMNS and name in {"loss", report.task.head_kind.main_metric}]:
         lines = []
         for split, look in (("train", "dashed"), ("val", ""), ("fold", "")):
             key = f"{split}_{name}"

@@ -17,7 +17,7 @@ from memoro.backbones import Backbone
 from memoro.data import ImageSet, Loader, Splits
 from memoro.errors import TrainingError
 from memoro.evaluation.logits import AnyBatch, Batches
-from memoro.heads import Scale, class_weights
+from memoro.heads import HEADS, Scale
 from memoro.images import Preprocessing
 from memoro.regimes import Baseline, Regime
 from memoro.tasks.task import Task
@@ -93,7 +93,7 @@ class RunSpec:
             sample_weight[torch.from_numpy(self.held_out)] = 0.0
         learned = self.train.targets if sample_weight is None else self.train.targets[sample_weight > 0]
         if self.recipe.balance:
-            balance = class_weights(self.splits.kind, learned, len(self.splits.labels))
+            balance = HEADS[self.splits.kind].class_weights(learned, len(self.splits.labels))
         val = self.val
         return Run.start(
             self.task,

@@ -11,7 +11,8 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.data import ImageSet
 from memoro.data.near import near_groups
-from memoro.evaluation.metrics import MAIN_FIGURE, measure
+from memoro.evaluation.metrics import measure
+from memoro.heads import HEADS
 from memoro.images import Preprocessing
 from memoro.tasks.readout import SolvedReadOut, solve_readout
 from memoro.tasks.ridge import Read, RidgeSystem
@@ -47,7 +48,7 @@ class ReadOuts:
                 groups=torch.from_numpy(groups.numbers),
             )
             self._solved[key] = found
-            figure = MAIN_FIGURE[spec.splits.kind]
+            figure = HEADS[spec.splits.kind].main_metric
             score = measure(spec.splits.kind, labels, found.held_out, images.targets).get(figure)
             seconds = time.monotonic() - started
             told = "" if score is None else f"{figure.replace('_', ' ')} {score:.3f} on images left out one by one, "

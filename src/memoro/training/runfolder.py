@@ -15,9 +15,10 @@ from filelock import Timeout
 
 from memoro.console import Bar
 from memoro.errors import TrainingError
-from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE
+from memoro.evaluation.metrics import COLUMNS
 from memoro.evaluation.predictions import no_formula
 from memoro.files import hold_folder, left_behind, write_whole
+from memoro.heads import HEADS
 from memoro.training.group import RunGroup
 from memoro.training.loop import Trainer
 from memoro.training.recipe import CHECKPOINT, METRICS, REPORT, SKIPPED
@@ -54,7 +55,7 @@ class ProgressBar(Bar):
 
     def _keep_best(self, group: RunGroup, entries: Sequence[dict[str, Any]]) -> None:
         folds = any(run.sample_weight is not None for run in group.runs)
-        for figure in dict.fromkeys(MAIN_FIGURE.values()):
+        for figure in [head.main_metric for head in HEADS.values()]:
             scores = [entry[f"val_{figure}"] for entry in entries if f"val_{figure}" in entry]
             if folds and scores:  # the best of few images would be luck
                 self._best[f"mean fold {COLUMNS[figure]}"] = sum(scores) / len(scores)

@@ -17,7 +17,8 @@ from memoro.console import make_table
 from memoro.data import Splits
 from memoro.data.splits import SINGLE_IMAGES, Index, fold_numbers
 from memoro.errors import TrainingError
-from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, add_folds, measure, measure_task, recorded, score
+from memoro.evaluation.metrics import COLUMNS, add_folds, measure, measure_task, recorded, score
+from memoro.heads import HEADS
 from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
 from memoro.regimes.regime import RATES
@@ -107,7 +108,7 @@ class SweepSpec:
     @property
     def score_name(self) -> str:
         """What the settings are compared by."""
-        return f"{f'{self.folds}-fold' if self.folds else 'validation'} {COLUMNS[MAIN_FIGURE[self.splits.kind]]}"
+        return f"{f'{self.folds}-fold' if self.folds else 'validation'} {COLUMNS[HEADS[self.splits.kind].main_metric]}"
 
     @property
     def held_out(self) -> list[Index]:
@@ -232,7 +233,7 @@ Score = tuple[float, float]
 
 
 def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]]) -> SweepResult:
-    figure = MAIN_FIGURE[sweep.splits.kind]
+    figure = HEADS[sweep.splits.kind].main_metric
     scored: dict[Setting, list[tuple[Score, FitResult] | None]] = {}
     for setting, results in gathered.items():
         found = _score_folds(results, sweep) if sweep.folds else _score(results[0], figure)
