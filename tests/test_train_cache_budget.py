@@ -33,7 +33,7 @@ def test_what_does_not_fit_names_the_choices(backbone: Backbone, images: ImageSe
     assert fill(loader, budget=gigabytes(size)) == 2 * len(images)
     with pytest.raises(CacheError) as told:
         fill(loader, budget=gigabytes(size - 1))
-    for choice in ("a later fork", "fewer views (--views 1", "more space (--cache-budget)", "--no-cache"):
+    for choice in ("a later fork", "fewer views (--views 1", "more space (--cache-budget)", "--set", "cache=false"):
         assert choice in str(told.value)
     with pytest.raises(CacheError) as told:
         fill(keeper(backbone, images, cache, first=3), budget=0)

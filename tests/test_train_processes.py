@@ -233,7 +233,7 @@ def check_interrupted(folder: Path, together: list[dict[str, Any]]) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train_loss" not in line] == list(range(1, 16))
     assert len(lines) == 15 + 3
-    assert (folder / "curve.png").is_file()
+    assert (folder / "report.html").is_file()
 
 
 def check_command(together: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
@@ -268,8 +268,8 @@ def test_reproduce_runs_on_two_processes(root: Path, tmp_path: Path) -> None:
 
     for split in ("train", "test"):
         save_squares(tmp_path / "squares" / split, {"blue": 9, "green": 8, "red": 8})
-    command = ("reproduce", "table2", "-d", tmp_path / "squares", "-b", root / "vit", "--epochs", 1, "--steps", 2)
-    command += ("--workers", 0, "--image-size", 20, "--seeds", 1, "--method", "head", "--method", "memory-full 1")
+    command = ("reproduce", "table2", "-d", tmp_path / "squares", "-b", root / "vit", "--epochs", 1, "--set", "steps=2")
+    command += ("--set", "workers=0", "--image-size", 20, "--seeds", 1, "--method", "head", "--method", "memory-full 1")
     said = launch(TORCHRUN, "-m", "memoro", *command, "--out", tmp_path / "two", cwd=root)
     assert said.count("jobs to run") == 1
     single = CliRunner().invoke(app, [str(word) for word in (*command, "--out", tmp_path / "one")])

@@ -180,10 +180,10 @@ def claim(job: Job) -> Iterator[None]:
         try:
             held.enter_context(hold_folder(job.folder))
         except Timeout:
-            text = f"another job is writing to {job.folder}: wait for it, or choose another folder with --out."
+            text = f"another job is writing to {job.folder}: wait for it, or choose another folder."
             raise DataError(text) from None
         except OSError as error:
-            text = f"cannot write to {job.folder} ({error.strerror}): choose another folder with --out."
+            text = f"cannot write to {job.folder} ({error.strerror}): choose another folder."
             raise DataError(text) from None
         yield
 
@@ -210,8 +210,8 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
     if done:
         if not resume:
             raise DataError(
-                f"{folder} already has {format_count(len(done), 'shard')} of answers. To continue, add --resume; "
-                "to start anew, choose another folder with --out."
+                f"{folder} already has {format_count(len(done), 'shard')} of answers. To continue, add `resume=True`; "
+                "to start anew, choose another folder."
             )
         _compare(folder, _read_manifest(folder / MANIFEST), manifest)
         if not endless:
@@ -220,7 +220,7 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
         there = folder.iterdir() if folder.is_dir() else ()
         ours = (MANIFEST, IMAGES, LOCK, *_PARTS)
         if folder.is_file() or any(not any(map(file.match, ours)) for file in there):
-            raise DataError(f"{folder} is not an empty folder: choose another one with --out.")
+            raise DataError(f"{folder} is not an empty folder: choose another one.")
         if not endless:
             write_list(folder / IMAGES, cut_shards(job.source.keys(), job.shard_size))
         write_whole(folder / MANIFEST, json.dumps(manifest, ensure_ascii=True, indent=1).encode())
@@ -274,7 +274,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             return record
     except (OSError, ValueError):
         pass
-    raise DataError(f"{path} is missing or damaged: choose another folder with --out.")
+    raise DataError(f"{path} is missing or damaged: choose another folder.")
 
 
 _NAMES = {
@@ -292,7 +292,7 @@ def _compare(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
         different = [_NAMES.get(key, f"--{key.replace('_', '-')}") for key in keys]
         raise DataError(
             f"{folder} has answers of another job, and these differ: {', '.join(different)}. Repeat the command as it "
-            "was, or choose another folder with --out."
+            "was, or choose another folder."
         )
 
 

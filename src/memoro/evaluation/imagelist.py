@@ -57,7 +57,7 @@ def read_list(path: Path) -> Iterator[Shard]:
                 keys = [tuple(key) if isinstance(key, list) else key for key in json.loads(line)]
                 yield Shard(number, keys)
     except (OSError, ValueError, TypeError):
-        raise DataError(f"{path} is missing or damaged: choose another folder with --out.") from None
+        raise DataError(f"{path} is missing or damaged: choose another folder.") from None
 
 
 def update_list(path: Path, source: Unlabelled, size: int, done: Collection[int]) -> list[str]:

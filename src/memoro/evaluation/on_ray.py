@@ -82,7 +82,7 @@ def check_ray(job: Job) -> None:
     """Raises if Ray is not installed, or the job is not for several processes."""
     sources = job.source.sources if isinstance(job.source, Chain) else (job.source,)
     if any(isinstance(source, Stream) for source in sources):
-        raise DataError("a stream is read from front to back, by one process: leave out --ray or --streaming.")
+        raise DataError("a stream is read from front to back, by one process: leave out `ray` or `streaming`.")
     need("ray", extra="ray")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import format_bytes
-from memoro.data import ImageSet, Loader
+from memoro.data import Loader
 from memoro.data.augment import output_size
 from memoro.engine import featurestore
 from memoro.engine.featurestore import FeatureStore, RecordFormat, StoreDtype, default_folder
@@ -79,7 +79,6 @@ class CachedLoader:
     def __init__(
         self, loader: Loader, backbone: Backbone, cache: Cache, from_layer: int, buffers: Buffers | None = None
     ) -> None:
-        assert isinstance(loader.images, ImageSet)
         self.loader, self.images, self.batch_size = loader, loader.images, loader.batch_size
         self._backbone = backbone
         size = output_size(loader.preprocessing)
@@ -195,7 +194,7 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
     records = {(loader.store.folder, key): loader for loader in loaders for keys in loader.keys for key in keys}
     whole = sum(loader.store.format.size for loader in records.values())
     if whole > budget:
-        raise CacheError(_too_big(loaders, whole, f"the budget is {format_bytes(budget)}", "--cache-budget"))
+        raise CacheError(_too_big(loaders, whole, f"the budget is {format_bytes(budget)}", "`Cache.budget`"))
     _, needed = estimate(loaders)
     used = {file for loader in loaders for keys in loader.keys for file in loader.store.files_of(keys)}
     featurestore.mark_used(used)
@@ -212,7 +211,7 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
     except OSError as error:
         raise featurestore.cannot_keep(cache.folder, error) from None
     if needed > 0.95 * free:
-        raise CacheError(_too_big(loaders, needed, f"the disk has {format_bytes(free)} left", "--cache-folder"))
+        raise CacheError(_too_big(loaders, needed, f"the disk has {format_bytes(free)} left", "`Cache.folder`"))
     for loader in loaders:
         loader.store.refresh()  # loaders may share records
         loader.fill(tick)
@@ -226,9 +225,9 @@ def estimate(loaders: Sequence[CachedLoader]) -> tuple[int, int]:
 
 def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str) -> str:
     views, layers = max(len(loader.views) for loader in loaders), loaders[0].store.format.layers
-    choices = [f"more space ({option})", "--no-cache, which computes every pass again"]
+    choices = [f"more space ({option})", "`cache=False`, which computes every pass again"]
     if views > 1:
-        choices.insert(0, f"fewer views (--views 1: {format_bytes(size / views)})")
+        choices.insert(0, f"fewer views (`views=1`: {format_bytes(size / views)})")
     if layers > 4:
         choices.insert(0, f"a later fork (4 layers: {format_bytes(size * 4 / layers)})")
     return f"the features take {format_bytes(size)}, and {limit}. Choose {', '.join(choices[:-1])} or {choices[-1]}."

@@ -171,8 +171,6 @@ class TrainOptions:
         shown="statistics always, features on a CPU if they fit",
         typed=bool | None,
     )
-    halving: bool = False
-    """After every quarter of the epochs, stop the worse half of each task's runs."""
     others: Any = option(
         None,
         "50 or more photographs of anything else, to learn what is unfamiliar from: folder or .zip.",
@@ -229,19 +227,26 @@ class TrainOptions:
         return None if self.cache is False else Cache(required=bool(self.cache))
 
 
+REMOVED = {
+    "streaming": "data sets of the hub are downloaded; leave it out",
+    "halving": "all runs are trained to the end; try fewer values, or stop runs with patience",
+}
+"""Options of earlier versions, and what to do without each."""
+
+
 def merge_options(
     recipe: Recipe | None, options: TrainOptions | None, changes: Mapping[str, Any]
 ) -> tuple[Recipe, TrainOptions]:
     """Both with some fields replaced. `changes` may name fields of either."""
     known = [[field.name for field in fields(kind)] for kind in (Recipe, TrainOptions)]
     for name in changes:
+        if name in REMOVED:
+            raise TrainingError(f"{name} was removed: {REMOVED[name]}.")
         if name not in known[0] + known[1]:
             raise TrainingError(f"unknown training option {name!r}; the options are {', '.join(known[0] + known[1])}.")
     own = [{name: value for name, value in changes.items() if name in names} for names in known]
     recipe = recipe or Recipe()
     merged = replace(recipe, **own[0]), replace(options or TrainOptions(), **{"phases": Phases(), **own[1]})
-    if merged[1].halving and merged[0].steps is not None:
-        raise TrainingError("--halving stops runs after quarters of the epochs: give --epochs instead of --steps.")
     check_views(merged[0], merged[1].wanted_cache)
     return merged
 
@@ -250,5 +255,5 @@ def check_views(recipe: Recipe, cache: Cache | None) -> None:
     """Raises where features are to be kept but no view occurs twice."""
     if recipe.views is None and cache is not None and cache.required:
         raise TrainingError(
-            "a cache needs a fixed number of views, such as 4: with views=None (--views 0) every epoch draws new ones."
+            "a cache needs a fixed number of views, such as `views=4`: with `views=None`, every epoch draws new ones."
         )

@@ -12,7 +12,6 @@ from typing import Any, overload
 from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
-from memoro.console import quoted
 from memoro.data import Augment
 from memoro.data.dataset import MAX_UNREADABLE
 from memoro.engine.parents import check_together
@@ -64,7 +63,6 @@ def train(
     image_column: str | None = None,
     allow_absolute: bool = False,
     max_unreadable: float = MAX_UNREADABLE,
-    streaming: bool = False,
     width: int = 5,
     out: str | Path | None = None,
     recipe: Recipe | str | None = None,
@@ -101,8 +99,6 @@ def train(
     own_recipe = isinstance(recipe, Recipe)
     if lr is None and isinstance(recipe, Recipe):
         lr = recipe.lr
-    if streaming and regime is None and recipe is None:
-        regime = "side"  # a stream is read only once
     trained, recipe = find_recipe(recipe, regime)
     recipe, options = merge_options(recipe, options, changes)
     chosen, target = find_regime(trained), None if out is None else read_target(out)
@@ -122,9 +118,9 @@ def train(
     seeds, ensemble = plain_int(seeds), plain_int(ensemble)
     if ensemble is None:
         ensemble = 1 if start is None or seeds != 1 else start.members
-    check_ensemble(ensemble, seeds, chosen, options)
+    check_ensemble(ensemble, seeds, chosen)
     rates = chosen.rates[recipe.optimizer]
-    rates = rates[len(rates) // 2 :][:1] if streaming or chosen.readout == 1 else rates
+    rates = rates[len(rates) // 2 :][:1] if chosen.readout == 1 else rates
     grid = Grid(
         several(cells),
         several(from_layer),
@@ -139,9 +135,9 @@ def train(
     columns = None if label_column is None else [label_column] if isinstance(label_column, str) else [*label_column]
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
         task, kind = task or start.name, kind or start.kind
-    sources = name_sources(data, task, columns, streaming)
+    sources = name_sources(data, task, columns)
     if start is not None and len(sources) > 1:
-        raise TrainingError("--start-from continues one task: give one DATA, and one --label-column at most.")
+        raise TrainingError("`start_from` continues one task: give one set of images, and one `label_column` at most.")
     if target is not None:
         check_target(target, several=len(sources) > 1)
     stays = isinstance(backbone, Backbone) and device is None
@@ -152,15 +148,15 @@ def train(
 
     if not own_recipe and recipe.views == 1 and "views" not in changes and _asks_for_views(recipe.augment):
         recipe = replace(recipe, views=RECIPES["paper"][1].views)
-        options.note(f"random crops and flips need several views of an image: using {recipe.views} (--views).")
+        options.note(f"random crops and flips need several views of an image: using {recipe.views} (`views`).")
     grid = _with_sizes(grid, chosen, start, backbone)
     if not chosen.composes:  # each run has its own passes: no folds unless asked for
         folds = folds or 0
     plan = TaskPlan("", (), extends=_link_parents(several(extends)), width=width)
     missing = {parent.name for parent in start.extends} - {parent.name for parent in plan.extends} if start else ()
     if missing:
-        words = [word for name in sorted(missing) for word in ("--extends", name + SUFFIX)]
-        raise TrainingError(f"the task to start from extends {', '.join(sorted(missing))}: add {quoted(*words)}.")
+        parents = ", ".join(f"`extends={name}{SUFFIX}`" for name in sorted(missing))
+        raise TrainingError(f"the task to start from extends {', '.join(sorted(missing))}: add {parents}.")
     options.phases.switch("reading")
     reading = {
         "kind": kind,
@@ -168,7 +164,7 @@ def train(
         "allow_absolute": allow_absolute,
         "max_unreadable": max_unreadable,
     }
-    sets = load_sources(sources, columns, streaming, recipe, options, **reading)
+    sets = load_sources(sources, columns, recipe, options, **reading)
     options.phases.switch("start-up")
     if start is not None:
         name, splits = next(iter(sets.items()))
@@ -176,7 +172,7 @@ def train(
         sets[name] = replace(splits, notes=(*splits.notes, OPTIMISTIC))
     files = {} if target is None else {name: file_of(name, target, several=len(sets) > 1) for name in sets}
     leftovers = [part for file in files.values() for part in left_behind(file)]
-    compared = choose_folds(list(sets.values()), chosen, grid, folds, recipe, options)
+    compared = choose_folds(list(sets.values()), chosen, grid, folds, recipe)
     own_steps = None if start is None else start.spec.preprocessing
     sweeps = [
         SweepSpec(
@@ -191,7 +187,7 @@ def train(
         sweeps = [_with_known_rate(sweep, options) for sweep in sweeps]
     if start is not None and grid.seeds < start.members:
         options.note(
-            f"only {grid.seeds} of the {start.members} members of {start.name!r} are trained further (--ensemble)."
+            f"only {grid.seeds} of the {start.members} members of {start.name!r} are trained further (`ensemble`)."
         )
     if options.folder is not None:
         options = replace(options, folder=Path(str(options.folder).replace("{task}", _name_folder(list(sets)))))
@@ -210,8 +206,6 @@ def train(
             why = str(result.task.spec.training["calibration"]).removeprefix("none: ")
             what = "values have no interval" if result.task.kind == "regression" else "probabilities are not calibrated"
             options.note(f"{sweep.plan.name}: {what} ({why}).")
-        if result.metrics and len(sweeps) + len(found.results) > 2:  # the plots of a single run are there already
-            result = _draw(result, several=len(sweeps) > 1, write=main)
         results[sweep.plan.name] = result
     record_time(list(results.values()), options.phases)
     for name, result in results.items():
@@ -237,7 +231,7 @@ def _check_solved(sizes: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         given += [option for name, option in options.items() if getattr(own, name) != getattr(plain, name)]
         given.remove("augment")
     if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in dict.fromkeys(given))
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(given))
         raise TrainingError(f"regime 'readout' is solved in closed form, without training runs: leave out {names}.")
 
 
@@ -251,17 +245,17 @@ def _with_sizes(grid: Grid, regime: Regime, start: Task | None, backbone: Backbo
         for name in ("cells", "from_layers", "ranks"):
             if getattr(grid, name) not in {free, getattr(own, name)}:
                 raise TrainingError(
-                    f"{start.name!r} keeps its cells, rank and layers: leave out --cells, --rank and --from-layer."
+                    f"{start.name!r} keeps its cells, rank and layers: leave out `cells`, `rank` and `from_layer`."
                 )
         return own
     if regime.name in {"head", "readout"}:
         if any(grid.cells) or grid.from_layers not in {free, (backbone.depth,)}:
-            raise TrainingError(f"regime {regime.name!r} has no layers of its own: leave out --cells and --from-layer.")
+            raise TrainingError(f"regime {regime.name!r} has no layers of its own: leave out `cells` and `from_layer`.")
         return replace(grid, cells=free, from_layers=free)
     if not regime.composes:
         for name, asked in (("cells", grid.cells), ("rank", grid.ranks)):
             if asked != free and name not in BASELINES[regime.name].sizes:
-                raise TrainingError(f"regime {regime.name!r} has no {name}: leave out --{name}.")
+                raise TrainingError(f"regime {regime.name!r} has no {name}: leave out `{name}`.")
     return grid
 
 
@@ -303,11 +297,10 @@ def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions
     """Options without effect, and properties of the data."""
     notes, settings, regime = [], len(sweeps[0].grid.settings()), sweeps[0].regime
     if folds and not any(sweep.folds for sweep in sweeps):
-        reason = "of --halving" if options.halving else "there is a validation split"
-        why = "there is only one setting" if sweeps[0].grid.choices == 1 else reason
-        notes.append(f"--folds {folds} is not used, because {why}.")
+        why = "there is only one setting" if sweeps[0].grid.choices == 1 else "there is a validation split"
+        notes.append(f"`folds={folds}` is not used, because {why}.")
     if sweeps[0].recipe.patience and any(sweep.folds for sweep in sweeps):
-        notes.append("--patience is not used: the runs of a cross-validation are compared at the end.")
+        notes.append("`patience` is not used: the runs of a cross-validation are compared at the end.")
     notes += dict.fromkeys(text for sweep in sweeps for text in sweep.splits.notes)
     if options.folder is not None and any(sweep.splits.skipped for sweep in sweeps):
         notes.append(f"all images that were left out are listed in {options.folder / SKIPPED}.")
@@ -316,21 +309,6 @@ def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions
     if settings > 1 and not regime.composes:
         notes.append(f"regime {regime.name!r} changes base tokens, so its {settings} runs need separate passes.")
     return notes
-
-
-def _draw(result: TrainResult, *, several: bool, write: bool) -> TrainResult:
-    """Draws the plots of the chosen run; returns the result with the path of the one that compares settings."""
-    from memoro.training.runfolder import draw_run, draw_sweep
-
-    if result.folder is None:
-        return result
-    suffix = f"-{result.task.name}" if several else ""
-    plot = result.folder / f"sweep{suffix}.png" if result.rows else None
-    if write:
-        draw_run(result.folder, suffix, result)
-    if write and plot is not None:
-        draw_sweep(plot, result.task.name, result.rows, result.score_name)
-    return replace(result, plot=plot)
 
 
 def _save(result: TrainResult, file: Path, options: TrainOptions, *, write: bool) -> TrainResult:
@@ -344,7 +322,7 @@ def _save(result: TrainResult, file: Path, options: TrainOptions, *, write: bool
             options.note(f"{file} was there already: the old file is kept as {previous}.")
         save_baseline(task, file) if isinstance(task, Baseline) else save_task(task, file)
     except TaskFileError as error:
-        again = "Fix the problem, then run the same command with --resume to write the file."
+        again = "Fix the problem, then train again with `resume=True` to write the file."
         rest = "" if result.folder is None else f" The weights are saved in {result.folder}. {again}"
         raise TaskFileError(f"{error}{rest}") from None
     return replace(result, file=file, previous=previous)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memoro.console import format_count
-from memoro.data import Splits, Streams
+from memoro.data import Splits
 from memoro.data.annotations import first_few
 from memoro.errors import TrainingError
 from memoro.evaluation.training_images import SKETCH
@@ -32,16 +32,16 @@ def read_start(source: Task | str | Path, name: str | None) -> Task:
     if isinstance(source, Task):
         return source
     if is_baseline(source):
-        raise TrainingError(f"{source} is a baseline: --start-from continues tasks only.")
+        raise TrainingError(f"{source} is a baseline: `start_from` continues tasks only.")
     tasks = load_tasks(source)
     chosen = [task for task in tasks if len(tasks) == 1 or task.name == name]
     if not chosen:
         names = ", ".join(task.name for task in tasks)
-        raise TrainingError(f"{source} contains {len(tasks)} tasks: choose one of {names} with --task.")
+        raise TrainingError(f"{source} contains {len(tasks)} tasks: choose one of {names} with `task`.")
     return chosen[0]
 
 
-def compare_labels(old: Task, splits: Splits | Streams) -> str:
+def compare_labels(old: Task, splits: Splits) -> str:
     """Says which labels are kept, new and dropped; raises where the data is of another kind, or has none of them."""
     if splits.kind != old.kind:
         raise TrainingError(f"{old.name!r} has a {old.kind} head, but {splits.name} is a {splits.kind} set.")
@@ -50,7 +50,7 @@ def compare_labels(old: Task, splits: Splits | Streams) -> str:
     if len(new) == len(splits.labels) or (splits.kind == "regression" and (new or dropped)):
         raise TrainingError(
             f"{splits.name} has other labels ({first_few(splits.labels)}) than {old.name!r} ({first_few(old.labels)}): "
-            "leave out --start-from."
+            "leave out `start_from`."
         )
     parts = [f"{format_count(len(splits.labels) - len(new), 'label')} kept"]
     parts += [
