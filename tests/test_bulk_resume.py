@@ -144,7 +144,7 @@ def test_resuming_knows_what_could_not_be_read_before(
 def test_another_job_is_refused(photos: Path, predictor: Predictor, backbone: Backbone) -> None:
     job = new_job(photos, predictor)
     answer_here(job, begin(job))
-    with pytest.raises(DataError, match=r"already has 3 shards of answers\. To continue, add --resume"):
+    with pytest.raises(DataError, match=r"already has 3 shards of answers\. To continue, add `resume=True`"):
         begin(job)
     with pytest.raises(DataError, match="photos is not an empty folder"):
         begin(replace(job, folder=photos))
@@ -188,12 +188,12 @@ def test_trusting_a_table_is_part_of_the_job(
         )
         answer_here(plain, begin(plain))
         [row] = read_rows(plain.folder)
-        assert "use --allow-absolute" in row["error"]
-        with pytest.raises(DataError, match="these differ: --allow-absolute"):
+        assert "use `allow_absolute=True`" in row["error"]
+        with pytest.raises(DataError, match="these differ: `allow_absolute`"):
             begin(trusting, resume=True)
         plain.path(0).unlink()
         assert answer_here(trusting, begin(trusting, resume=True)).unreadable == 0
-        with pytest.raises(DataError, match="these differ: --allow-absolute"):
+        with pytest.raises(DataError, match="these differ: `allow_absolute`"):
             begin(plain, resume=True)
 
 
@@ -276,7 +276,7 @@ def test_one_job_owns_a_folder(
             time.sleep(0.01)
         held = {file.name: file.read_bytes() for file in Path("out").iterdir()}
         for said in (answers(code=1), answers("--resume", code=1), shell(*other, code=1)):
-            assert "another job is writing to out: wait for it, or choose another folder with --out" in said.err
+            assert "another job is writing to out: wait for it, or choose another folder" in said.err
         assert {file.name: file.read_bytes() for file in Path("out").iterdir()} == held
         if kill:
             os.kill(first.pid, signal.SIGKILL)

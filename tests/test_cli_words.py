@@ -287,7 +287,7 @@ def test_baselines_are_refused_where_they_cannot_go(shell: Shell, backbone: Back
 def test_bad_options_are_refused_before_anything_is_read(shell: Shell, tmp_path: Path) -> None:
     for folds in ("1", "-2"):
         assert (
-            "choose 2 or more, or 0" in shell("train", "nothing", "-b", "none", "--set", f"folds={folds}", code=2).err
+            "choose 2 or more, or 0" in shell("train", "nothing", "-b", "none", "--set", f"folds={folds}", code=1).err
         )
     save_images(tmp_path / "set", "a/1.png", "b/1.png")
     assert (
@@ -337,7 +337,7 @@ def test_offline_the_hub_is_quiet_and_the_way_out_is_named(monkeypatch: pytest.M
         raise OSError("no network.")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)
-    way_out = r"\(no network\)\..*`hf download owner/name --local-dir FOLDER`, then -b FOLDER\.$"
+    way_out = r"\(no network\)\..*`hf download owner/name --local-dir FOLDER`, then give FOLDER as `backbone`\.$"
     with pytest.raises(BackboneError, match=way_out):
         memoro.load_backbone("owner/name")
     with pytest.raises(BackboneError, match=r"pass the folder\.$"):

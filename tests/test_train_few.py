@@ -79,7 +79,7 @@ def test_uneven_classes_are_judged_by_balanced_accuracy(shell: Shell) -> None:
     ):
         done = shell("train", "set", *QUICK, "--lr", 0.05, *also)
         assert done.stdout.index("balanced accuracy") < done.stdout.replace("balanced accuracy", "").index("accuracy")
-        assert ("--balance (in Python, balance=True) gives rare classes more weight" in flat(done.stderr)) is hint
+        assert ("--set balance=true gives rare classes more weight" in flat(done.stderr)) is hint
     assert memoro.load_task("set.safetensors").spec.training["balance"] is True
     done = shell("eval", "set", "-b", "vit", "-t", "set.safetensors", "--set", "workers=0")
     header = next(line for line in done.stdout.splitlines() if "accuracy" in line)

@@ -227,7 +227,7 @@ def test_random_views_are_drawn_where_they_are_asked_for(
 
 def test_a_head_has_no_sizes_and_there_is_a_seed(backbone: Backbone, tmp_path: Path) -> None:
     squares = save_squares(tmp_path / "squares")
-    with pytest.raises(TrainingError, match="regime 'head' has no layers of its own: leave out --cells"):
+    with pytest.raises(TrainingError, match="regime 'head' has no layers of its own: leave out `cells`"):
         memoro.train(squares, backbone=backbone, regime="head", cells=[0, 5])
     with pytest.raises(TrainingError, match="seeds 0: choose a whole number, 1 or more"):
         memoro.train(squares, backbone=backbone, seeds=0)

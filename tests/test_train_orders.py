@@ -62,11 +62,11 @@ def test_small_columns_get_folds_like_small_folders(shell: Callable[..., Any], r
 
 def test_what_does_nothing_is_told(shell: Callable[..., Any], root: Path) -> None:
     many = root / "many"
-    assert "--folds 3 is not used, because there is only one setting" in told(
+    assert "--set folds=3 is not used, because there is only one setting" in told(
         shell("train", many, *QUICK, "--set", "folds=3", "--regime", "side")
     )
     assert "the task is calibrated by 3-fold cross-validation" in told(shell("train", many, *QUICK, "--set", "folds=3"))
-    assert "--patience is not used" in told(shell("train", many, *QUICK, "--set", "patience=1"))
+    assert "--set patience is not used" in told(shell("train", many, *QUICK, "--set", "patience=1"))
 
 
 def test_rates_follow_the_optimiser_and_heads_are_tried_once(shell: Callable[..., Any], root: Path) -> None:

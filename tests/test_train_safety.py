@@ -184,7 +184,7 @@ def test_a_file_that_could_not_be_written_is_written_by_a_resume(
     with monkeypatch.context() as patch:
         patch.setattr("memoro.tasks.taskfile.write_whole", full)
         told = shell(*command, code=1)
-    assert "The weights are saved in runs/many. Fix the problem, then run the same command with --resume" in told
+    assert "The weights are saved in runs/many. Fix the problem, then train again with --resume" in told
     assert not Path("t.safetensors").exists()
     monkeypatch.setattr(Trainer, "step", lambda *given: pytest.fail("it was trained again"))
     shell(*command, "--resume")
@@ -204,10 +204,10 @@ def test_what_a_killed_write_left_beside_the_output_is_removed(shell: Any, root:
 
 def test_a_float16_backbone_is_not_trained_on(vit: Any, squares: Path, root: Path, shell: Any) -> None:
     half = load_backbone(vit, dtype=torch.float16)
-    with pytest.raises(TrainingError, match=r"is in float16, .* load it with dtype='float32' \(--dtype float32\)"):
+    with pytest.raises(TrainingError, match=r"is in float16, .* load it with `dtype='float32'`"):
         fit(half, new_task(half, "t", LABELS), squares, **SHORT, **QUICK)
     copy.deepcopy(vit).half().save_pretrained("vit")
-    assert "--dtype float32" in shell("train", root / "many", "--lr", 0.1, code=1)
+    assert "--set dtype=float32" in shell("train", root / "many", "--lr", 0.1, code=1)
     shell("train", root / "many", "--lr", 0.1, "--set", "dtype=float32")
 
 
@@ -337,7 +337,7 @@ def test_a_folder_with_files_of_others_is_left_alone(backbone: Backbone, squares
     for name in ("config.json", "report.html", "metrics.jsonl"):
         (tmp_path / "mine").mkdir(exist_ok=True)
         (tmp_path / "mine" / name).write_text("{}")
-        with pytest.raises(TrainingError, match=f"has a {name} that is not from a training: choose another --folder"):
+        with pytest.raises(TrainingError, match=f"has a {name} that is not from a training: choose another `folder`"):
             fit(backbone, new_task(backbone, "squares", LABELS), squares, **options)
         assert (tmp_path / "mine" / name).read_text() == "{}"
         (tmp_path / "mine" / name).unlink()

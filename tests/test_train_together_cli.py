@@ -90,7 +90,7 @@ def test_wrong_combinations_from_the_shell(shell: Callable[..., Any], root: Path
     for wrong in ([many, few], [f"a={many}", f"a={few}"], [f"a={many}", few], [f"a={many}", f"b={few}", "-t", "c"]):
         assert "give NAME=DATA for each" in told(shell("train", *wrong, code=1))
     assert "looks like a path" in told(shell("train", f"x/y={many}", f"b={few}", code=1))
-    assert "--views 0" in told(shell("train", many, "--set", "cache=true", "--set", "views=0", code=1))
+    assert "--set views=none" in told(shell("train", many, "--set", "cache=true", "--set", "views=none", code=1))
     assert "the features take" in told(
         shell("train", many, "--set", "cache=true", "--set", "cache_budget=0", "--lr", 0.1, code=1)
     )

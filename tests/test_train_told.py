@@ -244,7 +244,7 @@ def test_tables_fit_80_columns_without_cutting_words(backbone: Backbone, tmp_pat
 
 def test_suggested_commands_can_be_pasted(backbone: Backbone) -> None:
     other = memoro.load_backbone(CASES[1].model())
-    with pytest.raises(CompositionError, match=r"memoro train DATA --backbone .* --task 'my fruits'$"):
+    with pytest.raises(CompositionError, match=r"'my fruits' was trained for .* train the task again on this one"):
         memoro.compose(other, [random_task(backbone, "my fruits")])
 
 
@@ -257,6 +257,6 @@ def test_parents_are_suggested_in_quotes(shell: Callable[..., Any], backbone: Ba
 
 def test_help_warns_of_flips(shell: Callable[..., Any]) -> None:
     text = " ".join(shell("train", "--help").stdout.replace("│", " ").split())
-    assert "flips hurt: use --flip 0" in text
+    assert "images show text, add --set flip=0" in text
     assert "--kind" in text
     assert "--start-from" in text

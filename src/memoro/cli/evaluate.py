@@ -19,7 +19,7 @@ from memoro.cli.options import (
     print_json,
     read_data,
 )
-from memoro.cli.settings import Settings, add_flags, read_settings
+from memoro.cli.settings import Settings, add_flags, read_settings, shell_log
 from memoro.console import plain_console
 from memoro.data import DataOptions
 from memoro.engine.answers import AnswerOptions
@@ -31,6 +31,7 @@ app = typer.Typer()
 @app.command("eval")
 @add_flags("eval")
 def evaluate_tasks(
+    context: typer.Context,
     data: Annotated[
         list[str], typer.Argument(help="One dataset for all tasks, or NAME=DATA for each.", show_default=False)
     ],
@@ -73,16 +74,15 @@ def evaluate_tasks(
     reading["batch_size"] = AnswerOptions(**changes[AnswerOptions]).batch_size
     frozen, loaded = load_models(tasks, backbone, device)
     errors = plain_console(stderr=True, soft_wrap=True)
+    log = shell_log(errors, context)
     page = out or (Path("report.html") if report else None)
     if page is not None and page.suffix.lower() not in {".html", ".htm"}:
         raise DataError(f"--out {page} is for the HTML report: name it .html. For metrics as JSON, use --json.")
     relied: dict[str, dict[str, Any]] = {}
     if others:  # first: they may be mistyped
         sets = name_sets(others)
-        relied = evaluate_trust(
-            frozen, loaded, read_data(data), sets, false_alarms=false_alarms, log=errors.print, **reading
-        )
-    results = evaluate(frozen, loaded, read_data(data), report=page, quiet=False, log=errors.print, **reading)
+        relied = evaluate_trust(frozen, loaded, read_data(data), sets, false_alarms=false_alarms, log=log, **reading)
+    results = evaluate(frozen, loaded, read_data(data), report=page, quiet=False, log=log, **reading)
     if page is not None:
         errors.print(f"report: {page}")
     if as_json:
@@ -96,6 +96,7 @@ def evaluate_tasks(
 @app.command("calibrate")
 @add_flags("calibrate")
 def calibrate_task(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="A task file.", show_default=False)],
     data: Annotated[str, typer.Argument(help="Labelled images that the task was not trained on.", show_default=False)],
     backbone: TaskBackboneOption = None,
@@ -129,7 +130,7 @@ def calibrate_task(
     parents = [parent for path in extends or [] for parent in load_tasks(path)]
     console = plain_console(soft_wrap=True)
     frozen, before = load(backbone, device, task.spec.backbone), task.spec
-    calibrate(frozen, task, data, parents=parents, others=others, log=console.print, **reading)
+    calibrate(frozen, task, data, parents=parents, others=others, log=shell_log(console, context), **reading)
     if task.spec is before:
         raise typer.Exit(1)
     keep_old(out or file)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from memoro.cli.options import DeviceOption, TaskBackboneOption, TaskFiles, load_models, share_cores
-from memoro.cli.settings import Settings, read_settings
+from memoro.cli.settings import Settings, read_settings, shell_log
 from memoro.console import Bar, format_count, format_time, plain_console
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ _MANY = "Many images"
 
 @app.command()
 def predict(
+    context: typer.Context,
     images: Annotated[
         list[str],
         typer.Argument(
@@ -141,7 +142,7 @@ def predict(
         frozen, tuple(models), AnswerOptions(**changes[AnswerOptions], top=top, routing=routing, embeddings=embeddings)
     )
     _explain_passes(predictor)
-    errors = plain_console(stderr=True, soft_wrap=True)
+    tell = shell_log(plain_console(stderr=True, soft_wrap=True), context)
     if folder:
         assert out is not None
         job = Job(source, predictor, Path(out), chosen, shard_size or SHARD_SIZE, raw_csv)
@@ -151,7 +152,7 @@ def predict(
         tally = _write_one(source, predictor, chosen, file, count, workers, raw_csv)
     if tally.first is not None:
         some = f"{tally.unreadable} of {tally.images} images could not be read, such as "
-        errors.print(f"{some if tally.images > 1 else ''}{tally.first.image}: {tally.first.error}")
+        tell(f"{some if tally.images > 1 else ''}{tally.first.image}: {tally.first.error}")
     raise typer.Exit(1 if tally.unreadable and (strict or tally.unreadable == tally.images) else 0)
 
 

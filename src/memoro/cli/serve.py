@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from memoro.cli.options import DeviceOption, TaskBackboneOption, load, share_cores
-from memoro.cli.settings import Settings, add_flags, read_settings
+from memoro.cli.settings import Settings, add_flags, read_settings, shell_log
 from memoro.console import format_count, plain_console, quiet_libraries
 from memoro.serve.options import ServeOptions
 
@@ -25,6 +25,7 @@ app = typer.Typer()
     allow_host={"default": None, "show_default": False},
 )
 def serve(
+    context: typer.Context,
     tasks: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,7 +69,7 @@ def serve(
     model = store.current.model
     console.print(f"{format_count(len(model.names), 'task')} on {model.backbone.name}: {', '.join(model.names) or '-'}")
     for name, reason in store.skipped.items():
-        console.print(f"not served: {name}: {reason}")
+        shell_log(console, context)(f"not served: {name}: {reason}")
     if not store.writable:
         console.print("attaching is off: it needs --tasks FOLDER")
     elif not options.may_write:

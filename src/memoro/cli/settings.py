@@ -67,7 +67,9 @@ def _serve() -> Sequence[type]:
 
 _READ = ("image_column", "allow_absolute", "max_unreadable", "batch_size", "workers")
 FIELDS: Mapping[str, Fields] = {
-    "train": Fields(_train, ("kind", "label_column", "image_size", "lr", "epochs", "seed", "folder", "resume")),
+    "train": Fields(
+        _train, ("kind", "label_column", "image_size", "lr", "epochs", "seed", "folder", "resume", "track")
+    ),
     "eval": Fields(_data, ("label_column",), _READ),
     "calibrate": Fields(_data, ("label_column",), _READ[:-1]),
     "predict": Fields(

@@ -28,19 +28,19 @@ from memoro.training.train import train as train_tasks
 
 app = typer.Typer()
 
-TASK, DATA, RUNS, OUTPUT = "Task", "Data", "Training", "Output"
+TASK, RUNS, OUTPUT = "Data and task", "Training", "Output"
 
 
 @app.command()
 @add_flags(
     "train",
-    kind={"rich_help_panel": DATA},
+    kind={"rich_help_panel": TASK, "metavar": "KIND"},
     label_column={
-        "rich_help_panel": DATA,
+        "rich_help_panel": TASK,
         "type": list[str] | None,
         "help": "Label column of a table; repeat to train a task for each in the same pass.",
     },
-    image_size={"rich_help_panel": DATA},
+    image_size={"rich_help_panel": TASK},
     lr={
         "rich_help_panel": RUNS,
         "type": str | None,
@@ -51,6 +51,7 @@ TASK, DATA, RUNS, OUTPUT = "Task", "Data", "Training", "Output"
     seed={"rich_help_panel": RUNS},
     folder={"rich_help_panel": OUTPUT},
     resume={"rich_help_panel": OUTPUT},
+    track={"rich_help_panel": OUTPUT, "show_default": False},
 )
 def train(
     context: typer.Context,
@@ -108,6 +109,7 @@ def train(
     recipe: Annotated[
         Literal["default", "paper"] | None,
         typer.Option(
+            metavar="NAME",
             help="default (AdamW, plain images) or paper (SGD, random views).",
             show_default="paper with regimes head and memory",
             rich_help_panel=RUNS,

@@ -39,7 +39,7 @@ class DataOptions:
     """The one split to use."""
     kind: HeadKind | None = option(
         None,
-        "What a label is: one class, several labels (a|b) or a number.",
+        "What a label is: class, labels (several: a|b) or number.",
         shown="inferred from the data",
         typed=Literal["class", "labels", "number"] | None,
     )

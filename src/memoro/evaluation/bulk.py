@@ -289,7 +289,7 @@ _NAMES = {
 def _compare(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     keys = [key for key in new if old.get(key) != new[key]]
     if keys:
-        different = [_NAMES.get(key, f"--{key.replace('_', '-')}") for key in keys]
+        different = [_NAMES.get(key, f"`{key}`") for key in keys]
         raise DataError(
             f"{folder} has answers of another job, and these differ: {', '.join(different)}. Repeat the command as it "
             "was, or choose another folder."

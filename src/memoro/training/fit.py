@@ -227,7 +227,7 @@ def _run(trainer: Trainer, options: TrainOptions, processes: Processes) -> None:
     from memoro.training.runfolder import ProgressBar, RunFolder
 
     if options.folder is not None and processes.main:
-        trainer.callbacks.append(RunFolder(options.folder, trainer, tensorboard=options.tensorboard))
+        trainer.callbacks.append(RunFolder(options.folder, trainer, track=options.track))
     if not trainer.runs:
         for callback in trainer.callbacks:
             callback.on_train_begin([])

@@ -195,7 +195,8 @@ class TrainOptions:
     """None: nothing is written."""
     resume: bool = option(False, "Continue from the checkpoint in the run folder.")
     workers: int | None = option(None, "Processes that decode images.", shown="one per core")
-    tensorboard: bool = False
+    track: str | None = option(None, "Also log to tensorboard, wandb, mlflow or another of Accelerate's trackers.")
+    """It needs a run folder."""
     quiet: bool = False
     """Show no progress bars, and print no notes."""
     log: Callable[[str], None] | None = None

@@ -46,7 +46,6 @@ def train(
     *,
     backbone: Any = TINY,
     device: str | None = None,
-    dtype: str | None = None,
     task: str | None = None,
     kind: str | None = None,
     regime: str | None = None,
@@ -55,8 +54,6 @@ def train(
     from_layer: int | Iterable[int] | None = None,
     lr: float | Iterable[float] | None = None,
     seeds: int = 1,
-    ensemble: int | None = None,
-    folds: int | None = None,
     extends: Task | str | Path | Iterable[Task | str | Path] = (),
     start_from: Task | str | Path | None = None,
     label_column: str | Sequence[str] | None = None,
@@ -75,7 +72,7 @@ def train(
     dict of results is returned. A list of label columns does the same for the columns of one table. `kind` says what
     the labels are: `class`, `labels` (several for an image) or `number`; by default the data decides. `image_column`,
     `allow_absolute` and `max_unreadable` are as in `load_data`. `backbone` is a Backbone, or anything that
-    load_backbone takes; then `device` (None: a GPU if there is one) and `dtype` are used.
+    load_backbone takes; then `device` (None: a GPU if there is one) and the option `dtype` are used.
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
 
@@ -101,6 +98,7 @@ def train(
         lr = recipe.lr
     trained, recipe = find_recipe(recipe, regime)
     recipe, options = merge_options(recipe, options, changes)
+    ensemble, folds = options.ensemble, options.folds
     chosen, target = find_regime(trained), None if out is None else read_target(out)
     if chosen.readout == 1:
         _check_solved(
@@ -141,7 +139,7 @@ def train(
     if target is not None:
         check_target(target, several=len(sources) > 1)
     stays = isinstance(backbone, Backbone) and device is None
-    backbone = load_backbone(backbone, device=None if stays else own_device(device), dtype=dtype)
+    backbone = load_backbone(backbone, device=None if stays else own_device(device), dtype=options.dtype)
     main = find_processes(backbone.device).main
     if not main:
         options = replace(options, quiet=True, log=None)
