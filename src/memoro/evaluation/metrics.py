@@ -78,7 +78,7 @@ def measure_task(task: TaskModule[Any], logits: Tensor, targets: Tensor, *, fitt
     `fitted_on`: the calibration was fitted on these very answers, so it is judged by others like it (`decide_unseen`).
     """
     found = measure(task.kind, task.labels, logits, targets)
-    calibration = getattr(task.spec, "calibration", None)  # a baseline has none
+    calibration = getattr(task.spec, "calibration", None)  # only tasks have one
     if calibration is None or task.kind == "regression":
         return found
     decided = decide_unseen(task.kind, logits, targets) if fitted_on else calibration.decide(logits)

@@ -20,7 +20,8 @@ from memoro.errors import TrainingError
 from memoro.evaluation.logits import AnyBatch, Batches
 from memoro.heads import Scale, class_weights
 from memoro.images import Preprocessing
-from memoro.regimes import Baseline, Regime
+from memoro.regimes import Regime
+from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 from memoro.training.cached import Buffers, Cache, CachedLoader
 from memoro.training.distributed import Processes
@@ -39,7 +40,7 @@ FIRST_OF_STREAM = 256
 class RunSpec:
     """What to train on what, and how."""
 
-    task: Task | Baseline
+    task: Model
     recipe: Recipe
     regime: Regime
     splits: Splits | Streams
