@@ -57,8 +57,11 @@ def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbon
     expected = memoro.compose(backbone, [task, other]).predict(names)
     renamed = json.loads(shell("predict", names[0], "-b", "vit", "-t", "other=wide.safetensors", "--json").out)
     [single] = memoro.compose(backbone, [other]).predict(names[:1])  # another batch size may round differently
-    assert renamed[names[0]]["other"] == single["wide"]
-    assert list(found.items()) == list(zip(names, expected, strict=True))
+    assert renamed[names[0]]["other"] == single["wide"] != found[names[0]]["pets"]
+    assert list(found) == names
+    for answers, wanted in zip(found.values(), expected, strict=True):
+        for name in ("pets", "wide"):
+            assert answers[name]["probabilities"] == pytest.approx(wanted[name]["probabilities"], abs=1e-5)  # float32
     assert len({json.dumps(answers) for answers in found.values()}) == 3
     (tmp_path / "bad.jpg").write_bytes(b"junk")
     said = shell("predict", "bad.jpg", *names, "-b", "vit", *files, "--json")

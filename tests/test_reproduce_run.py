@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from memoro.cli.reproducing import _without_folder
+from memoro.lab.cli.reproduce import _without_folder
 from reproducing import checkpoint, order_of, record_of, shapes
 
 from memoro.errors import DataError, TrainingError
