@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from memoro.lab.cli.reproduce import _without_folder
 from reproducing import checkpoint, order_of, record_of, shapes
 
 from memoro.errors import DataError, TrainingError
+from memoro.lab.cli.reproduce import _without_folder
 from memoro.lab.reproduce.measure import Budget, is_flat, keep_classes, train_seeds
 from memoro.lab.reproduce.methods import memory, memory_full, side
 from memoro.lab.reproduce.plan import PAPER, Job, Request, plan_table
