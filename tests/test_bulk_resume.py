@@ -152,10 +152,10 @@ def test_another_job_is_refused(photos: Path, predictor: Predictor, backbone: Ba
     trained = random_task(backbone, "pets", seed=5, labels=["cat", "dog"])
     others: dict[str, Job] = {
         "the tasks": replace(job, predictor=replace(predictor, models=(trained, age))),
-        "--top": replace(job, predictor=replace(predictor, how=AnswerOptions(4, top=2))),
-        "--shard-size": replace(job, shard_size=4),
-        "--format": replace(job, form="csv"),
-        "--raw-csv": replace(job, raw_csv=True),
+        "`top`": replace(job, predictor=replace(predictor, how=AnswerOptions(4, top=2))),
+        "`shard_size`": replace(job, shard_size=4),
+        "`format`": replace(job, form="csv"),
+        "`raw_csv`": replace(job, raw_csv=True),
     }
     for what, other in others.items():
         with pytest.raises(DataError, match=f"these differ: {what}\\. Repeat"):

@@ -27,7 +27,6 @@ from memoro.errors import BackboneError, DataError
 from memoro.evaluation.inspect import inspect_tables, inspect_tasks
 from memoro.evaluation.metrics import metrics_tables
 from memoro.evaluation.predictions import predictions_table
-from memoro.regimes import BASELINES, TaskPlan
 from memoro.training.checkpoint import compare_identities
 from memoro.training.recipe import Recipe
 from memoro.training.result import TrainResult, fit_table
@@ -273,15 +272,6 @@ def test_tasks_that_do_not_go_together_are_told_for_the_shell(
         (("train", "nothing", "-b", "vit", "--extends", "child.safetensors"), "Add --extends pets.safetensors"),
     ):
         assert f"which was not given. {advice}, or the path" in shell(*command, code=1).err
-
-
-def test_baselines_are_refused_where_they_cannot_go(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:
-    plan = TaskPlan(name="wide", labels=("a", "b"))
-    memoro.save_baseline(BASELINES["lora"].build(backbone, plan), tmp_path / "wide.safetensors")
-    for command in (("verify", "-b", "vit", "-t", "wide.safetensors"), ("compose", "wide.safetensors", "-o", "x")):
-        told = shell(*command, code=1).err
-        assert "wide.safetensors is a baseline, which cannot be composed or verified. 'wide' was trained" in told
-        assert "load_baseline" not in told
 
 
 def test_bad_options_are_refused_before_anything_is_read(shell: Shell, tmp_path: Path) -> None:

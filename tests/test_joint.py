@@ -256,7 +256,7 @@ def test_a_read_out_from_the_shell(shell: Callable[..., Any], tmp_path: Path, ow
     for options, named in (
         (("--lr", 0.1, "--epochs", 3), "--lr, --epochs"),
         (("--rank", 4, "--from-layer", 2, "--set", "views=4"), "--rank, --from-layer, --set views"),
-        (("--set", "flip=0.5", "--set", "crop_scale=0.5"), "--set flip, --set crop_scale"),
+        (("--set", "flip=0.5", "--set", "crop_scale=0.5,1"), "--set flip, --set crop_scale"),
     ):
         said = str(shell(*solved, *options, code=1).exception)
         assert "is solved in closed form" in said

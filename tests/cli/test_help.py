@@ -71,3 +71,12 @@ def test_help_is_as_wide_as_the_terminal(capfd: pytest.CaptureFixture[str], monk
         assert " ".join(paragraph).endswith("it depends on which tasks are attached.")
         assert all(len(line) > width - 20 for line in paragraph[:-1])
         assert (len(paragraph) == 1) == (width == 400)
+
+
+def test_commands_of_the_laboratory_have_help(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = printed(capfd, monkeypatch, "lab", "--help")
+    for name in ("reproduce", "bench", "train-baseline"):
+        assert name in page
+    assert "memoro lab reproduce table2" in printed(capfd, monkeypatch, "lab", "reproduce", "--help")

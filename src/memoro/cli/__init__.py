@@ -28,20 +28,23 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "demo": Verb("demo", "memoro demo", "see it work, without a download"),
-    "train": Verb("train", "memoro train photos/ --task pets", "learn from folders of classes"),
-    "eval": Verb("evaluate", "memoro eval photos/ -t pets.safetensors", "metrics on the test split"),
-    "predict": Verb("predict", "memoro predict new/*.jpg -t pets.safetensors", "all tasks answer in one pass"),
-    "explain": Verb("explain", "memoro explain 1.jpg -t pets.safetensors", "where the task looked"),
-    "serve": Verb("serve", "memoro serve -t tasks/", "answer over HTTP; with a page"),
-    "inspect": Verb("tasks", "memoro inspect pets.safetensors", "what a task file contains"),
-    "compose": Verb("tasks", "memoro compose A B -o both.safetensors", "several tasks in one file"),
-    "verify": Verb("tasks", "memoro verify -t both.safetensors 1.jpg", "is the backbone unchanged?"),
-    "calibrate": Verb("evaluate", "memoro calibrate pets.safetensors new/", "fit to your own images"),
-    "export": Verb("tasks", "memoro export -t A -o model.onnx", "backbone and tasks as ONNX"),
-    "card": Verb("tasks", "memoro card pets.safetensors", "a model card for the hub"),
-    "import": Verb("tasks", "memoro import model.pt -o tasks.safetensors", "the paper's reproduction"),
-    "cache": Verb("tasks", "memoro cache --clear", "show or empty the feature cache"),
+    "demo": Verb("memoro.cli.demo", "memoro demo", "see it work, without a download"),
+    "train": Verb("memoro.cli.train", "memoro train photos/ --task pets", "learn from folders of classes"),
+    "eval": Verb("memoro.cli.evaluate", "memoro eval photos/ -t pets.safetensors", "metrics on the test split"),
+    "predict": Verb(
+        "memoro.cli.predict", "memoro predict new/*.jpg -t pets.safetensors", "all tasks answer in one pass"
+    ),
+    "explain": Verb("memoro.cli.explain", "memoro explain 1.jpg -t pets.safetensors", "where the task looked"),
+    "serve": Verb("memoro.cli.serve", "memoro serve -t tasks/", "answer over HTTP; with a page"),
+    "inspect": Verb("memoro.cli.tasks", "memoro inspect pets.safetensors", "what a task file contains"),
+    "compose": Verb("memoro.cli.tasks", "memoro compose A B -o both.safetensors", "several tasks in one file"),
+    "verify": Verb("memoro.cli.tasks", "memoro verify -t both.safetensors 1.jpg", "is the backbone unchanged?"),
+    "calibrate": Verb("memoro.cli.evaluate", "memoro calibrate pets.safetensors new/", "fit to your own images"),
+    "export": Verb("memoro.cli.tasks", "memoro export -t A -o model.onnx", "backbone and tasks as ONNX"),
+    "card": Verb("memoro.cli.tasks", "memoro card pets.safetensors", "a model card for the hub"),
+    "import": Verb("memoro.cli.tasks", "memoro import model.pt -o tasks.safetensors", "the paper's reproduction"),
+    "cache": Verb("memoro.cli.tasks", "memoro cache --clear", "show or empty the feature cache"),
+    "lab": Verb("memoro.lab.cli", "memoro lab --help", "study the method and its speed"),
 }
 
 
@@ -53,8 +56,8 @@ class Verbs(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands and cmd_name in VERBS:
-            module = import_module(f"memoro.cli.{VERBS[cmd_name].module}")
-            command = typer.main.get_group(module.app).commands[cmd_name]
+            group = typer.main.get_group(import_module(VERBS[cmd_name].module).app)
+            command = group.commands.get(cmd_name, group)  # all of the laboratory is one verb
             keep_lines(command)
             self.commands[cmd_name] = command
         return self.commands.get(cmd_name)
@@ -134,3 +137,5 @@ def keep_lines(command: Any) -> None:
     paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
     joined = [text if text.startswith("memoro ") else " ".join(text.split("\n")) for text in paragraphs]
     command.help = "\n\n".join("\b\n" + text if text.startswith("memoro ") else text for text in joined)
+    for inner in getattr(command, "commands", {}).values():
+        keep_lines(inner)

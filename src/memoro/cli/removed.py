@@ -16,6 +16,9 @@ _READ = ("image-column", "allow-absolute", "max-unreadable", "batch-size", "work
 REMOVED = {
     "sweep": "memoro train, which takes several values: --rank 4,8 --lr 0.001,0.003 --seeds 3",
     "train --streaming": "downloading the dataset, as without it; prediction still streams",
+    "bench": "memoro lab bench",
+    "reproduce": "memoro lab reproduce",
+    "train --width": "memoro lab train-baseline --width",
     "train --tensorboard": "--track tensorboard",
     "train --cache": "--set cache=true",
     "train --no-cache": "--set cache=false",

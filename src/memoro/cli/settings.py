@@ -18,6 +18,7 @@ from memoro.errors import MemoroError
 from memoro.options import Option, read_options
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+WORDS_OF = {"True": "true", "False": "false", "None": "none"}
 
 
 class Fields(NamedTuple):
@@ -250,9 +251,7 @@ def name_options(text: str, verb: str, command: Any) -> str:
             return " ".join(filter(None, [flags[name], "" if value == "True" else value]))
         for setting in settings.values():
             if name in {setting.name, f"{setting.owner.__name__}.{setting.field}"}:
-                return (
-                    f"--set {setting.name}{value and '=' + _written({'True': True, 'False': False}.get(value, value))}"
-                )
+                return f"--set {setting.name}{value and '=' + WORDS_OF.get(value, value)}"
         return found[0]
 
     return re.sub(r"`([A-Za-z_.]+)(?:=([^`\n]*))?`", replace, text)
