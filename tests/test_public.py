@@ -63,7 +63,7 @@ def test_the_core_needs_neither_torchvision_nor_training() -> None:
     code = (
         "import sys, memoro\n"
         "memoro.load_backbone, memoro.new_task, memoro.compose, memoro.save_task, memoro.import_tasks\n"
-        "import memoro.cli, memoro.serve.run\n"
+        "import memoro.cli, memoro.serve.server\n"
         "print([m for m in ('torchvision','timm','accelerate','datasets','peft','matplotlib') if m in sys.modules])\n"
     )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
