@@ -122,7 +122,7 @@ def test_the_product_knows_nothing_of_the_laboratory() -> None:
     product = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "lab"]
     assert [path for path in product if "Baseline" in path.read_text()] == []
     code = (
-        "import sys, memoro.training, memoro.serve.run, memoro.demo\n"
+        "import sys, memoro.training, memoro.serve.server, memoro.demo\n"
         "import typer; from memoro.cli import app; typer.main.get_command(app)\n"
         "print([m for m in sys.modules if m.startswith('memoro.lab')])\n"
     )
