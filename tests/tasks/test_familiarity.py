@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from trust import draw, fit, photographs, spread
 
+from memoro.answer import Answer
 from memoro.engine.answers import Routing
 from memoro.evaluation.evaluate import auroc, false_positives
 from memoro.tasks.familiarity import (
