@@ -15,6 +15,7 @@ from memoro.arguments import several
 from memoro.backbones import Backbone
 from memoro.console import bar, format_count, plain_console
 from memoro.data import ImageSet, Loader, Splits, load_data
+from memoro.data.dataset import digest_keys
 from memoro.data.load import has_columns
 from memoro.engine.composition import compose
 from memoro.errors import DataError, TrainingError
@@ -80,13 +81,20 @@ def evaluate(
     results: dict[str, dict[str, Any]] = {}
     reports: dict[str, TaskReport] = {}
     for splits, images, split, unknown, names in groups.values():
+        if (
+            splits.train is None
+            and split == "test"
+            and any(_learned_some(models[name], images, tasks) for name in names)
+        ):
+            how = {"workers": workers, "quiet": quiet, "measured_only": False}
+            splits, images, split, unknown = load_test_images(sources[names[0]], models[names[0]], **how, **reading)
         notes = [*splits.notes]
         for text in notes:
             log(text if text.startswith("warning: ") else f"note: {text}")
         if unknown:
             notes.append(_not_known(unknown, models[names[0]].kind, images, names))
             log(f"note: {notes[-1]}")
-        left_out = _find_learned(images, split, [models[name] for name in names], tasks)
+        left_out = _find_learned(splits, images, split, [models[name] for name in names], tasks)
         for name, learned in left_out.items():
             notes.append(f"{name}: {_describe_learned(images, learned)}")
             log(f"warning: {notes[-1]}")
@@ -136,12 +144,24 @@ def _check_levels(images: ImageSet, preprocessing: Preprocessing, names: Sequenc
     return f"{found} {white:,.6g} is white in the training images of {', '.join(names)}: brighter pixels become white."
 
 
+def _learned_some(model: Task, images: ImageSet, tasks: Sequence[Task]) -> bool:
+    """Whether a model learned from some of the images, but too few of its images are recorded to know which."""
+    return learned_images(model, images, tasks) is None and learned_from(model, images, others=tasks) is not None
+
+
 def _find_learned(
-    images: ImageSet, split: str, models: Sequence[Task], tasks: Sequence[Task]
+    splits: Splits, images: ImageSet, split: str, models: Sequence[Task], tasks: Sequence[Task]
 ) -> dict[str, npt.NDArray[np.bool_]]:
     """By the model's name which images of a test split it or its ancestors learned from, where that is known exactly
-    and is a part of them only."""
+    and is a part of them only. Where not all that it learned from is recorded, copies of training images are known if
+    they explain what is recorded."""
     found = {model.name: learned_images(model, images, tasks) for model in models} if split == "test" else {}
+    new = splits.new_test
+    if new is not None and new is not images:
+        copies = ~np.isin(digest_keys(images), digest_keys(new))
+        for model in models:
+            if _learned_some(model, images, tasks) and learned_from(model, new, others=tasks) is None:
+                found[model.name] = copies
     return {name: learned for name, learned in found.items() if learned is not None and 0 < learned.sum() < len(images)}
 
 
