@@ -71,6 +71,27 @@ def test_an_evaluation_leaves_out_what_was_learned(leaky: Path, backbone: Backbo
     assert clean == {name: value for name, value in found.items() if name != "learned_images"}
 
 
+def test_an_evaluation_leaves_out_copies_of_more_images_than_a_file_records(
+    leaky: Path, backbone: Backbone, tmp_path: Path
+) -> None:
+    save_squares(leaky / "train", {"red": 140, "blue": 140}, first=1000)
+    task, told = train(leaky, backbone, regime="head", val_fraction=0).task, list[str]()
+    assert task.spec.training["images"] == 300
+    for more in ({}, {"report": tmp_path / "report.html"}):
+        found = memoro.evaluate(backbone, task, leaky, workers=0, log=told.append, **more)["leaky"]
+        assert (found["images"], found["learned_images"]) == (8, 8)
+        assert any("8 images of leaky:test, such as" in text and "were learned from" in text for text in told)
+        assert not any("overestimates" in text for text in told)
+    # Copies of images that are not in train of this set: which ones is not known.
+    told.clear()
+    for colour in ("red", "blue"):
+        shutil.rmtree(leaky / "train" / colour)
+    save_squares(leaky / "train", {"red": 4, "blue": 4}, first=2000)
+    found = memoro.evaluate(backbone, task, leaky, workers=0, log=told.append)["leaky"]
+    assert found["images"] == 16
+    assert any("overestimates accuracy on new images" in text for text in told)
+
+
 @pytest.fixture
 def family(tmp_path: Path, backbone: Backbone) -> dict[str, Task]:
     """A grandparent that learned from images which the others never saw."""

@@ -127,7 +127,7 @@ def know(task: memoro.Task, limit: float) -> memoro.Task:
     """Makes a task call every image familiar whose strangeness is at most this."""
     known = fit(torch.randn(60, task.spec.backbone.dim, generator=torch.Generator().manual_seed(0)), None)
     assert known is not None
-    task.update_spec(familiarity=replace(known, held_out=torch.full((5,), limit), images=5))
+    task.update_spec(familiarity=replace(known, held_out=torch.full((5,), limit), images=100))
     return task
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import random_task
 from families import CASES
 from PIL import Image
+from random_tasks import random_task
 from torch import Tensor
 from typer.testing import CliRunner
 

@@ -24,7 +24,7 @@ from memoro.errors import DataError, TrainingError
 from memoro.evaluation.logits import collect_logits, collect_outputs
 from memoro.evaluation.metrics import measure_task, warn_of
 from memoro.evaluation.report import TaskReport, write_report
-from memoro.evaluation.training_images import describe_learned, find_learned, warn_learned
+from memoro.evaluation.training_images import describe_learned, find_learned, learned_some, warn_learned
 from memoro.heads import HeadKind
 from memoro.images import Preprocessing
 from memoro.tasks.familiarity import FALSE_ALARMS
@@ -89,13 +89,20 @@ def evaluate(
     results: dict[str, dict[str, Any]] = {}
     reports: dict[str, TaskReport] = {}
     for splits, images, split, unknown, names in groups.values():
+        if (
+            splits.train is None
+            and split == "test"
+            and any(learned_some(models[name], images, tasks) for name in names)
+        ):
+            how = {"workers": workers, "quiet": quiet, "measured_only": False}
+            splits, images, split, unknown = load_test_images(sources[names[0]], models[names[0]], **how, **reading)
         notes = [*splits.notes]
         for text in notes:
             log(text if text.startswith("warning: ") else f"note: {text}")
         if unknown:
             notes.append(_not_known(unknown, models[names[0]].kind, images, names))
             log(f"note: {notes[-1]}")
-        left_out = find_learned(images, split, [models[name] for name in names], tasks)
+        left_out = find_learned(splits, images, split, [models[name] for name in names], tasks)
         for name, learned in left_out.items():
             notes.append(f"{name}: {describe_learned(images, learned)}")
             log(f"warning: {notes[-1]}")

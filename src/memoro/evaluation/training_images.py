@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from memoro.console import format_count
 from memoro.data import ImageSet, Splits
+from memoro.data.dataset import digest_keys
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 
@@ -109,12 +110,24 @@ def _learned_from(task: Model, images: ImageSet, splits: Splits | None) -> str |
 
 
 def find_learned(
-    images: ImageSet, split: str, models: Sequence[Task], tasks: Sequence[Task]
+    splits: Splits, images: ImageSet, split: str, models: Sequence[Task], tasks: Sequence[Task]
 ) -> dict[str, npt.NDArray[np.bool_]]:
     """By the model's name which images of a test split it or its ancestors learned from, if that is known exactly and
-    is a part of them only."""
+    is a part of them only. If not all that it learned from is recorded, copies of training images are known if they
+    explain what is recorded."""
     learned = {model.name: learned_images(model, images, tasks) for model in models} if split == "test" else {}
+    new = splits.new_test
+    if new is not None and new is not images:
+        copies = ~np.isin(digest_keys(images), digest_keys(new))
+        for model in models:
+            if learned_some(model, images, tasks) and learned_from(model, new, others=tasks) is None:
+                learned[model.name] = copies
     return {name: which for name, which in learned.items() if which is not None and 0 < which.sum() < len(images)}
+
+
+def learned_some(model: Task, images: ImageSet, tasks: Sequence[Task]) -> bool:
+    """Whether a model learned from some of the images, but too few of its images are recorded to know which."""
+    return learned_images(model, images, tasks) is None and learned_from(model, images, others=tasks) is not None
 
 
 def describe_learned(images: ImageSet, learned: npt.NDArray[np.bool_]) -> str:
