@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from bulk_jobs import COUNT, new_job, photos, predictor
 from test_cli_words import Shell, shell
-from test_predict import tasks
+from test_predictions import tasks
 
 from memoro.data.tables import Places
 from memoro.data.unlabelled import Chain, Stream, open_unlabelled
 from memoro.errors import DataError
 from memoro.evaluation import on_ray
-from memoro.evaluation.bulk import Job, Predictor, begin
+from memoro.evaluation.bulk import Job, begin
 from memoro.evaluation.on_ray import place_workers
+from memoro.evaluation.predictions import Predictor
 
 __all__ = ["photos", "predictor", "shell", "tasks"]  # fixtures
 

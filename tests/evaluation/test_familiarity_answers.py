@@ -21,7 +21,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.engine.streams import pool_pass
 from memoro.errors import CompositionError, DataError
-from memoro.evaluation.trust import draw_trust, evaluate_trust
+from memoro.evaluation.evaluate import evaluate_others
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import Familiarity, FamiliarityBank, Others, fit_familiarity
 from memoro.tasks.task import Task
@@ -173,22 +173,20 @@ def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:
         assert "calibration_error_before" in task.spec.metrics
     back = ("-b", colours / "vit", "--json")
     found = json.loads(
-        run("eval", colours / "own", "-t", files["own"], "--others", colours / "other", "--workers", 0,
-            "--picture", tmp_path / "trust.png", *back)
-    )["own"]["trust"]  # fmt: skip
-    draw_trust(tmp_path / "odd.png", {"cost $a_$": {**found, "others": {"$b_$": found["others"]["other"]}}})
+        run("eval", colours / "own", "-t", files["own"], "--others", colours / "other", "--workers", 0, *back)
+    )["own"]["trust"]
     assert found["others"]["other"]["familiarity"]["auroc"] > 0.99
     assert found["others"]["other"]["unfamiliar"] == 1.0
     assert {"calibration_error", "calibration_error_before"} <= set(found)
-    with Image.open(tmp_path / "trust.png") as picture:
-        assert picture.size[0] > 500
-    sets = [word for name in files for word in ("-t", files[name], "--data", f"{name}={colours / name}")]
-    report = json.loads(run("verify", *sets, *back))
-    assert report["base_equal"]
+    sets = [f"{name}={colours / name}" for name in files]
+    both = [word for name in files for word in ("-t", files[name])]
+    metrics = json.loads(run("eval", *sets, *both, "--together", "--workers", 0, *back))
     for name in files:
-        accuracy = report["accuracy"][name]
-        assert (accuracy["right_task"], accuracy["images"]) == (1.0, 20)
-        assert accuracy["alone"] == accuracy["composed"] == accuracy["routed"]
+        accuracy = metrics[name]["together"]
+        assert (accuracy["right_task"], metrics[name]["images"]) == (1.0, 20)
+        assert accuracy["alone"] == accuracy["composed"] == accuracy["routed"] == metrics[name]["accuracy"]
+    apart = json.loads(run("eval", *sets, *both, "--workers", 0, *back))
+    assert "together" not in apart["own"]
     shown = run("inspect", files["own"])
     assert "coarse" in shown
     assert "temperature" in shown
@@ -228,9 +226,8 @@ def test_every_command_reads_tables_with_other_columns_and_absolute_paths(
     column = ("--label-column", "tint", *extra, "-b", colours / "vit")
     run("calibrate", path, table, *column)
     assert memoro.load_task(path).spec.calibration is not None
-    report = json.loads(run("verify", "-t", path, "--data", f"own={table}", *column, "--json"))
-    assert report["accuracy"]["own"]["images"] == 20
     words = ("eval", table, "-t", path, "--workers", 0, "--json", *column)
+    assert json.loads(run(*words))["own"]["images"] == 20
     others = [colours / "other", shutil.copytree(colours / "other" / "val", tmp_path / "2025" / "other")]
     others.append(shutil.copytree(colours / "other" / "test", tmp_path / "2025" / "own"))
     found = json.loads(run(*words, *(word for other in others for word in ("--others", other))))["own"]["trust"]
@@ -254,15 +251,15 @@ def test_other_images_need_no_labels(colours: Path, tmp_path: Path) -> None:
     (tmp_path / "paths.csv").write_text("path\n" + "".join(f"plain/{file.name}\n" for file in plain.iterdir()))
     places = {"one": tmp_path / "one", "plain": plain, "zip": f"{plain}.zip", "table": tmp_path / "paths.csv",
               "glob": f"{plain}/*.png"}  # fmt: skip
-    found = evaluate_trust(backbone, [task], colours / "own", places, workers=0)["own"]["others"]
+    found = evaluate_others(backbone, [task], colours / "own", places, workers=0)["own"]["others"]
     assert [record["images"] for record in found.values()] == [10] * 5
     for record in found.values():
         assert record["familiarity"] == found["one"]["familiarity"]
     said: list[str] = []
     some: dict[str, Any] = {"others": {"plain": plain}, "false_alarms": 0.5, "workers": 0, "log": said.append}
-    half = evaluate_trust(backbone, [task], colours / "own", **some)["own"]
+    half = evaluate_others(backbone, [task], colours / "own", **some)["own"]
     assert not said
-    whole = evaluate_trust(backbone, [task], colours / "own", **{**some, "false_alarms": 0.01})["own"]
+    whole = evaluate_others(backbone, [task], colours / "own", **{**some, "false_alarms": 0.01})["own"]
     assert half["false_alarms"] > whole["false_alarms"]
     assert said == [
         "note: own: familiarity is based on 40 images, too few for a false-alarm rate of 0.01: only images more "
@@ -271,8 +268,8 @@ def test_other_images_need_no_labels(colours: Path, tmp_path: Path) -> None:
     for name in ("broken.png", "empty.png"):
         (plain / name).write_bytes(b"no image")
     said.clear()
-    again = evaluate_trust(backbone, [task], colours / "own", {"plain": plain}, workers=0, log=said.append)["own"]
+    again = evaluate_others(backbone, [task], colours / "own", {"plain": plain}, workers=0, log=said.append)["own"]
     assert again["others"]["plain"]["images"] == 10
     assert said[0] == "note: plain: 2 images that cannot be read were left out."
     with pytest.raises(DataError, match="no such file or folder"):
-        evaluate_trust(backbone, [task], colours / "own", {"gone": tmp_path / "gone"}, workers=0)
+        evaluate_others(backbone, [task], colours / "own", {"gone": tmp_path / "gone"}, workers=0)

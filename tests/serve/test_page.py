@@ -20,7 +20,7 @@ from memoro.cli import app
 from memoro.engine.explain import _RAMP
 from memoro.images import Preprocessing
 from memoro.pages.page import read_style
-from memoro.serve.page import SAMPLES, read_files
+from memoro.serve.app import SAMPLES, read_files
 
 __all__ = ["backbone", "folder"]  # fixtures
 
@@ -153,7 +153,7 @@ def test_the_files_are_in_the_package() -> None:
     """Wheels take everything under src/memoro that git does not ignore."""
     folder = Path(str(files("memoro.serve"))) / "static"
     assert {path.name for path in folder.iterdir()} == set(read_files()) - {"style.css"}
-    ignored = (Path(__file__).parents[1] / ".gitignore").read_text().split()
+    ignored = (Path(__file__).parents[2] / ".gitignore").read_text().split()
     assert not any(part.strip("/") in {"static", "serve"} or part.startswith("*.js") for part in ignored)
 
 
@@ -172,7 +172,7 @@ def test_serve_opens_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """The command itself, without a browser and without waiting for Ctrl-C."""
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", opened.append)
-    monkeypatch.setattr("memoro.serve.run.run_server", lambda store, options, started: started("http://127.0.0.1:1"))
+    monkeypatch.setattr("memoro.serve.server.run_server", lambda store, options, started: started("http://127.0.0.1:1"))
     for more, right in ((["--open"], ["http://127.0.0.1:1"]), ([], [])):
         opened.clear()
         found = CliRunner().invoke(app, ["serve", "--tasks", str(tmp_path), *more])

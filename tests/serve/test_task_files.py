@@ -12,15 +12,15 @@ from families import CASES
 from safetensors import safe_open
 from safetensors.torch import save
 from serving import backbone, fill, picture, serving
-from test_serve_tasks import contents, file_of, in_folder
+from test_store import contents, file_of, in_folder
 from typer.testing import CliRunner
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.cli import app
 from memoro.errors import TaskFileError
-from memoro.serve import run
-from memoro.serve.run import open_store
+from memoro.serve import server
+from memoro.serve.server import open_store
 
 __all__ = ["backbone"]  # fixtures
 
@@ -127,7 +127,7 @@ def test_a_parent_without_a_hash_is_refused_everywhere(folder: Path, backbone: B
 
 
 def test_skipped_files_are_told_at_the_start(folder: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "run_server", lambda *_: None)
+    monkeypatch.setattr(server, "run_server", lambda *_: None)
     monkeypatch.setattr("memoro.cli.serving.load", lambda *_: backbone)
     found = CliRunner().invoke(app, ["serve", "--tasks", str(folder)])
     assert found.exit_code == 0, found.output

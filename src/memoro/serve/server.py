@@ -1,4 +1,4 @@
-"""Connections: how many there may be, how long each may wait before it asks, and how long it may take to read."""
+"""The server process: it starts and stops, and limits how many connections there are and how long each may wait."""
 
 from __future__ import annotations
 
@@ -6,16 +6,26 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import socket
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from memoro.backbones import Backbone, BackboneRecord
+from memoro.errors import ServeError
+from memoro.serve.app import create_app
 from memoro.serve.options import BUSY, ServeOptions
+from memoro.serve.store import TaskStore, read_task_files
 
 BACKLOG = 1024
 """Connections that the system holds until the server takes them."""
@@ -180,3 +190,61 @@ def _free_descriptors() -> int | None:
     except OSError:
         used = 64
     return None if most == resource.RLIM_INFINITY else max(0, most - used)
+
+
+def open_store(places: Sequence[str | Path], load: Callable[[BackboneRecord | None], Backbone]) -> TaskStore:
+    """The tasks of a folder, or of anything else that `-t` takes, on the backbone that `load` gives for most of
+    them."""
+    given = read_task_files(places)
+    return TaskStore(load(given.backbone), given)
+
+
+def run_server(store: TaskStore, options: ServeOptions, started: Callable[[str], None] = lambda url: None) -> None:
+    """Serves until SIGINT or SIGTERM, then finishes what it took in. `started` receives the address."""
+    server = make_server(store, options)
+    listening = listen(options)
+    started(address_of(listening))
+    # uvicorn raises the signal that stopped it again once all is done: it has served its purpose then.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=[listening])
+    finally:
+        listening.close()
+
+
+def make_server(store: TaskStore, options: ServeOptions) -> uvicorn.Server:
+    """uvicorn with the app. h11 limits the size of headers, which the faster httptools does not."""
+    quiet_logs()
+    limits = Limits(options)
+    config = uvicorn.Config(
+        create_app(store, replace(options, max_connections=limits.connections)),
+        http=partial(Connection, limits),  # type: ignore[arg-type]  # uvicorn only calls it
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        proxy_headers=False,
+        server_header=False,
+        backlog=limits.at_once,
+        timeout_keep_alive=options.idle_timeout,  # type: ignore[arg-type]  # asyncio takes fractions, too
+        timeout_graceful_shutdown=int(options.timeout) + 5,
+    )
+    return Server(config)
+
+
+def listen(options: ServeOptions) -> socket.socket:
+    """The listening socket; port 0 takes a free one."""
+    try:
+        family, *_, place = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        found = socket.create_server(place[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ServeError(f"cannot listen on {options.host}:{options.port} ({error.strerror}); try --port 0.") from None
+    found.set_inheritable(True)
+    return found
+
+
+def address_of(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

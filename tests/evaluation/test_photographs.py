@@ -18,7 +18,7 @@ from memoro.backbones import Backbone
 from memoro.engine.featurestore import clear
 from memoro.engine.streams import pool_pass
 from memoro.errors import DataError
-from memoro.evaluation.photographs import FEWEST, FILE, find_photographs, read_photographs, write_photographs
+from memoro.evaluation.calibrate import FEWEST, FILE, find_photographs, read_photographs, write_photographs
 from memoro.tasks.familiarity import PRINCIPAL, Others
 
 __all__ = ["colours"]  # fixtures

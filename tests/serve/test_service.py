@@ -21,7 +21,7 @@ from memoro.engine import composition as composition_module
 from memoro.engine.composition import Composition
 from memoro.serve import batching, bodies
 from memoro.serve.batching import Batcher
-from memoro.serve.metrics import Metrics
+from memoro.serve.guard import Metrics
 
 __all__ = ["backbone", "folder"]  # fixtures
 

@@ -24,7 +24,7 @@ from memoro.engine import composition as composition_module
 from memoro.errors import ServeError
 from memoro.serve import batching
 from memoro.serve.options import ServeOptions
-from memoro.serve.run import listen, open_store, run_server
+from memoro.serve.server import listen, open_store, run_server
 
 __all__ = ["backbone", "folder"]  # fixtures
 

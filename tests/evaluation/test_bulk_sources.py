@@ -15,11 +15,12 @@ import pytest
 from bulk_jobs import COUNT, NAMES, new_job, photos, png, predictor, read_all, read_rows
 from pyarrow import parquet
 from test_cli_words import Shell, shell
-from test_predict import read_csv, tasks
+from test_predictions import read_csv, tasks
 
 from memoro.data.unlabelled import Stream, is_endless, open_unlabelled
 from memoro.errors import DataError
-from memoro.evaluation.bulk import Predictor, answer_here, begin
+from memoro.evaluation.bulk import answer_here, begin
+from memoro.evaluation.predictions import Predictor
 from memoro.images import find_images, finding
 
 __all__ = ["photos", "predictor", "shell", "tasks"]  # fixtures

@@ -19,15 +19,15 @@ from bulk_jobs import COUNT, NAMES, new_job, photos, png, predictor, read_rows
 from conftest import in_fork, random_task
 from pyarrow import parquet
 from test_cli_words import Said, Shell, shell
-from test_predict import mess, tasks
+from test_predictions import mess, tasks
 
 from memoro.backbones import Backbone
 from memoro.data.unlabelled import open_unlabelled
 from memoro.engine.answers import AnswerOptions
 from memoro.errors import DataError
 from memoro.evaluation import bulk
-from memoro.evaluation.bulk import MANIFEST, Job, Predictor, answer_here, begin
-from memoro.evaluation.imagelist import IMAGES
+from memoro.evaluation.bulk import IMAGES, MANIFEST, Job, answer_here, begin
+from memoro.evaluation.predictions import Predictor
 from memoro.images import open_image
 
 __all__ = ["mess", "photos", "predictor", "shell", "tasks"]  # fixtures

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 from serving import Running, backbone, folder, picture, serving
-from test_serve_answers import IMAGES, close, expected, server
+from test_service import IMAGES, close, expected, server
 
 import memoro
 from memoro.backbones import Backbone

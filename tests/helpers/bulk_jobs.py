@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from conftest import random_task
 from pyarrow import parquet
-from test_predict import picture
+from test_predictions import picture
 
 from memoro.backbones import Backbone
 from memoro.data.unlabelled import Unlabelled, open_unlabelled
 from memoro.engine.answers import AnswerOptions
-from memoro.evaluation.bulk import Job, Predictor
+from memoro.evaluation.bulk import Job
+from memoro.evaluation.predictions import Predictor
 
 COUNT = 21
 NAMES = [f"{number:02}.png" for number in range(COUNT)]

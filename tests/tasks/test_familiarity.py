@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from trust import draw, fit, photographs, spread
 
+from memoro.answer import Answer
 from memoro.engine.answers import Routing
-from memoro.evaluation.trust import auroc, false_positives
+from memoro.evaluation.evaluate import auroc, false_positives
 from memoro.tasks.familiarity import (
     PRINCIPAL,
     SHRINKAGE,
@@ -200,7 +201,7 @@ def test_the_limit_is_where_answers_are_marked(count: int) -> None:
     for false_alarms in (0.0, 1e-9, 0.01, 0.07, 0.5, 1 / count, 1.0):
         routing, limit = Routing(false_alarms=false_alarms), found.limit(false_alarms)
         for strange, share in shares.items():
-            assert (routing.apply({"familiarity": share}) or {})["unfamiliar"] == (strange > limit), (
+            assert routing.apply(Answer(familiarity=share)).unfamiliar == (strange > limit), (
                 false_alarms,
                 strange,
             )

@@ -14,7 +14,7 @@ from bulk_jobs import COUNT, NAMES, new_job, photos, predictor, read_all, read_r
 from conftest import random_task
 from pyarrow import parquet
 from test_cli_words import Shell, shell
-from test_predict import mess, tasks
+from test_predictions import mess, tasks
 from trust import fit
 
 import memoro
@@ -23,8 +23,8 @@ from memoro.data import workers
 from memoro.data.unlabelled import open_unlabelled
 from memoro.engine import answers
 from memoro.engine.answers import AnswerOptions, Routing
-from memoro.evaluation.bulk import MANIFEST, Predictor, answer_here, begin
-from memoro.evaluation.imagelist import IMAGES
+from memoro.evaluation.bulk import IMAGES, MANIFEST, answer_here, begin
+from memoro.evaluation.predictions import Predictor
 
 __all__ = ["mess", "photos", "predictor", "shell", "tasks"]  # fixtures
 

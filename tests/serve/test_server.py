@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from conftest import random_task
 from serving import backbone, fill, serving
-from test_serve_tasks import IMAGE, file_of, in_folder
+from test_store import IMAGE, file_of, in_folder
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import CompositionError, ServeError
-from memoro.serve.run import open_store
+from memoro.serve.server import open_store
 
 __all__ = ["backbone"]  # fixtures
 

@@ -11,7 +11,7 @@ from test_train_recipe import save_squares
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.evaluation.trust import calibrate
+from memoro.evaluation.calibrate import calibrate
 from memoro.tasks.task import Task
 
 QUICK: dict[str, Any] = {"lr": 0.01, "epochs": 1, "image_size": 20, "batch_size": 8, "workers": 0, "quiet": True}

@@ -24,8 +24,7 @@ from memoro.backbones import Backbone
 from memoro.console import bar, make_table, plain_console, printable
 from memoro.demo.page import Cost, DemoResult, write_page
 from memoro.errors import ImageError
-from memoro.evaluation.breakdown import class_figures
-from memoro.evaluation.metrics import measure, warn_of
+from memoro.evaluation.metrics import class_figures, measure, warn_of
 from memoro.images import open_image
 
 

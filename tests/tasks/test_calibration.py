@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import memoro
 from memoro.backbones import Backbone
 from memoro.cli import app
+from memoro.evaluation.calibrate import calibrate
 from memoro.evaluation.metrics import measure, measure_task
-from memoro.evaluation.trust import calibrate
 from memoro.heads import HeadKind
 from memoro.tasks.calibration import fit_calibration
 from memoro.training.trust import add_calibration

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import random_task
 from serving import Running, backbone, folder, multipart, picture, serving, wait_until
-from test_serve_safety import Gate
+from test_guard import Gate
 
 import memoro
 from memoro.backbones import Backbone

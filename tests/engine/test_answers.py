@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import random_task
 from PIL import Image
-from test_predict import encoded, picture
+from test_predictions import encoded, picture
 
 import memoro
 from memoro.backbones import Backbone

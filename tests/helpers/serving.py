@@ -23,7 +23,7 @@ from trust import fit
 import memoro
 from memoro.backbones import Backbone
 from memoro.serve.options import ServeOptions
-from memoro.serve.run import address_of, listen, make_server, open_store
+from memoro.serve.server import address_of, listen, make_server, open_store
 from memoro.serve.store import TaskStore
 
 
