@@ -46,6 +46,9 @@ def evaluate_tasks(
         float,
         typer.Option(min=0, max=1, help="With --others: share of own images that may be called unfamiliar."),
     ] = 0.01,
+    together: Annotated[
+        bool, typer.Option("--together", help="Also measure accuracy composed with all tasks, and routed by score.")
+    ] = False,
     report: Annotated[
         bool, typer.Option("--report", help="Also write an HTML report: confusion matrix, each class, worst mistakes.")
     ] = False,
@@ -65,9 +68,8 @@ def evaluate_tasks(
 
     Images of classes that a task does not know are left out and listed.
     """
-    from memoro.evaluation.evaluate import evaluate
+    from memoro.evaluation.evaluate import evaluate, evaluate_others, name_sets, others_tables, together_table
     from memoro.evaluation.metrics import metrics_tables
-    from memoro.evaluation.trust import evaluate_trust, name_sets, trust_tables
 
     changes = read_settings("eval", settings)
     reading: dict[str, Any] = {"workers": None, **flags, **changes[DataOptions]}
@@ -81,15 +83,16 @@ def evaluate_tasks(
     relied: dict[str, dict[str, Any]] = {}
     if others:  # first: they may be mistyped
         sets = name_sets(others)
-        relied = evaluate_trust(frozen, loaded, read_data(data), sets, false_alarms=false_alarms, log=log, **reading)
-    results = evaluate(frozen, loaded, read_data(data), report=page, quiet=False, log=log, **reading)
+        relied = evaluate_others(frozen, loaded, read_data(data), sets, false_alarms=false_alarms, log=log, **reading)
+    results = evaluate(frozen, loaded, read_data(data), report=page, together=together, quiet=False, log=log, **reading)
     if page is not None:
         errors.print(f"report: {page}")
     if as_json:
         trust = {name: {"trust": relied[name]} if name in relied else {} for name in results}
         print_json({name: {**metrics, **trust[name]} for name, metrics in results.items()})
         return
-    for table in (*metrics_tables(results), *(trust_tables(relied) if relied else ())):
+    tables = [*metrics_tables(results), *(others_tables(relied) if relied else ())]
+    for table in [*tables, *([together_table(results)] if together else ())]:
         plain_console().print(table)
 
 
@@ -118,7 +121,7 @@ def calibrate_task(
 
     The weights and the content hash stay the same. Calibration and familiarity are added if the task has none.
     """
-    from memoro.evaluation.trust import calibrate
+    from memoro.evaluation.calibrate import calibrate
     from memoro.tasks.hub import find_task_file
     from memoro.tasks.taskfile import load_task, load_tasks, save_task
 

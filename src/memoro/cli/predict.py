@@ -19,9 +19,9 @@ from memoro.console import Bar, format_count, format_time, plain_console
 
 if TYPE_CHECKING:
     from memoro.data.unlabelled import Unlabelled
-    from memoro.evaluation.bulk import Job, Predictor
+    from memoro.evaluation.bulk import Job
     from memoro.evaluation.on_ray import RayOptions
-    from memoro.evaluation.predictions import Tally
+    from memoro.evaluation.predictions import Predictor, Tally
 
 app = typer.Typer()
 
@@ -121,9 +121,9 @@ def predict(
     from memoro.data import DataOptions
     from memoro.data.unlabelled import open_unlabelled
     from memoro.engine.answers import AnswerOptions, Routing
-    from memoro.evaluation.bulk import SHARD_SIZE, Job, Predictor
+    from memoro.evaluation.bulk import SHARD_SIZE, Job
     from memoro.evaluation.on_ray import RayOptions
-    from memoro.evaluation.predictions import check_form
+    from memoro.evaluation.predictions import Predictor, check_form
 
     folder = out is not None and (out.endswith(("/", os.sep)) or Path(out).is_dir())
     changes = read_settings("predict", settings)

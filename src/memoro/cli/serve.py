@@ -59,7 +59,7 @@ def serve(
     from memoro.extras import need
 
     need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")
-    from memoro.serve.run import open_store, run_server
+    from memoro.serve.server import open_store, run_server
 
     limits = read_settings("serve", settings)[ServeOptions]
     options = ServeOptions(allowed_hosts=tuple(flags.pop("allow_host") or ()), **flags, **limits)
