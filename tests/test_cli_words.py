@@ -17,6 +17,7 @@ from PIL import Image
 from rich.console import Console
 
 import memoro
+from memoro.answer import Answer
 from memoro.backbones import Backbone
 from memoro.cli import main
 from memoro.console import bar, format_bytes, plain_console, quiet_libraries
@@ -109,7 +110,7 @@ def test_strange_names_are_shown_as_they_are(shell: Shell, backbone: Backbone, t
 def test_tables_and_bars_escape_for_every_console(
     backbone: Backbone, pets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = {"label": STRANGE, "probability": 0.5, "probabilities": {STRANGE: 0.5}}
+    answer = Answer(label=STRANGE, probability=0.5, probabilities={STRANGE: 0.5})
     assert rendered(predictions_table([Prediction(f"{STRANGE}.jpg", {STRANGE: answer})], 1)).count(STRANGE) == 3
     figures = {"split": "test", "images": 3, "accuracy": 0.5, "worst_classes": {STRANGE: 0.5}}
     assert rendered(*metrics_tables({STRANGE: figures})).count(STRANGE) == 3

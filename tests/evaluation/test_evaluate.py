@@ -54,7 +54,9 @@ def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbon
     files = ("-t", "pets.safetensors", "-t", "wide.safetensors")
     found = json.loads(shell("predict", *names, "-b", "vit", *files, "--format", "json").out)
     expected = memoro.compose(backbone, [task, other]).predict(names)
-    renamed = json.loads(shell("predict", names[0], "-b", "vit", "-t", "other=wide.safetensors", "--format", "json").out)
+    renamed = json.loads(
+        shell("predict", names[0], "-b", "vit", "-t", "other=wide.safetensors", "--format", "json").out
+    )
     [single] = memoro.compose(backbone, [other]).predict(names[:1])  # another batch size may round differently
     wanted = single["wide"]["probabilities"]
     assert renamed[names[0]]["other"]["probabilities"] == pytest.approx(wanted, abs=1e-5)  # float32
