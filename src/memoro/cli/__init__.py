@@ -58,7 +58,7 @@ class Verbs(TyperGroup):
         if cmd_name not in self.commands and cmd_name in VERBS:
             group = typer.main.get_group(import_module(VERBS[cmd_name].module).app)
             command = group.commands.get(cmd_name, group)  # all of the laboratory is one verb
-            keep_lines(command)
+            arrange_help(command)
             self.commands[cmd_name] = command
         return self.commands.get(cmd_name)
 
@@ -131,11 +131,11 @@ a hub id or a folder. A hub id (me/pets) can be given instead of a task file.
     )
 
 
-def keep_lines(command: Any) -> None:
+def arrange_help(command: Any) -> None:
     """Joins the lines of each paragraph of the help, so that they are as wide as the terminal; examples stay as they
     are."""
     paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
     joined = [text if text.startswith("memoro ") else " ".join(text.split("\n")) for text in paragraphs]
     command.help = "\n\n".join("\b\n" + text if text.startswith("memoro ") else text for text in joined)
     for inner in getattr(command, "commands", {}).values():
-        keep_lines(inner)
+        arrange_help(inner)

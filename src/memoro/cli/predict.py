@@ -45,7 +45,8 @@ def predict(
         typer.Option(
             "--format",
             "-f",
-            help="Format of the answers; jsonl has a line for each image.",
+            metavar="FORMAT",
+            help="table, json, jsonl (a line for each image), csv or parquet.",
             show_default="by the suffix of --out, else table; parquet for a folder",
         ),
     ] = None,
