@@ -71,12 +71,11 @@ def sweep(
     grid: Grid,
     *,
     folds: int = 0,
-    halving: bool = False,
     log: Any = None,
     **given: Any,
 ) -> SweepResult:
     recipe = Recipe(**{"epochs": 2, "batch_size": 5, "warmup": 2, **given})
     plan, size = TaskPlan("t", data.labels), backbone.preprocessing.at(20)
     spec = SweepSpec(plan, REGIMES["memory"], data, size, grid, recipe, folds)
-    [result] = run_sweeps(backbone, [spec], **FRESH, halving=halving, log=log)
+    [result] = run_sweeps(backbone, [spec], **FRESH, log=log)
     return result

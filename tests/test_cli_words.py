@@ -335,9 +335,6 @@ def test_bad_options_are_refused_before_anything_is_read(shell: Shell, tmp_path:
     for folds in ("1", "-2"):
         assert "choose 2 or more, or 0" in shell("train", "nothing", "-b", "none", "--folds", folds, code=2).err
     save_images(tmp_path / "set", "a/1.png", "b/1.png")
-    told = shell("train", "set", "-b", "none", "--streaming", code=1).err
-    assert "set is a local file or folder: --streaming is for hub datasets" in told
-    assert "--steps 1000" in told
     assert (
         shell("train", "set", "-b", "none", "--flip", 3, code=1).err
         == "error: flip 3.0: choose a probability from 0 to 1.\n"

@@ -14,12 +14,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import datasets
+import numpy as np
 import pytest
 import torch
 from test_data_images import picture, save_classes, to_bytes
 
-from memoro.data import Augment, Batch, ImageSet, ImageStream, Loader, load_data, load_stream, loader
+from memoro.data import Augment, Batch, ImageSet, Loader, load_data, loader
 from memoro.data.decoding import DecodeAhead
 from memoro.data.workers import WorkerPool
 from memoro.engine.answers import Decoder
@@ -305,33 +305,26 @@ def test_little_shared_memory_changes_nothing(images: ImageSet, monkeypatch: pyt
     assert not any(batch.pixels.is_shared() for batch in copied)
 
 
-@pytest.fixture
-def counted() -> tuple[ImageStream, list[int]]:
-    """A stream of 64 images, and the numbers of those that were read from it so far."""
-    read: list[int] = []
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for at in range(64):
-            read.append(at)
-            yield {"image": to_bytes(picture(at)), "label": at % 2}
-
-    features = datasets.Features(image=datasets.Value("binary"), label=datasets.ClassLabel(names=["a", "b"]))
-    train = load_stream(datasets.IterableDataset.from_generator(rows, features=features), val_fraction=0).train
-    assert train is not None
-    read.clear()
-    return train, read
-
-
 @pytest.mark.parametrize(("images_ahead", "most"), [(1, 16), (16, 24), (1000, 32)])
 def test_what_is_decoded_ahead_is_bounded_in_bytes(
-    counted: tuple[ImageStream, list[int]], monkeypatch: pytest.MonkeyPatch, images_ahead: int, most: int
+    images: ImageSet, monkeypatch: pytest.MonkeyPatch, images_ahead: int, most: int
 ) -> None:
-    stream, read = counted
+    many = images.subset(np.arange(64) % len(images))
     monkeypatch.setattr("memoro.data.workers.PREFETCH_BYTES", images_ahead * torch.empty(3, 11, 7).nbytes)
-    batches = Loader(stream, SMALL, batch_size=8, augment=Augment(), workers=2).epoch(1)
+    loader = Loader(many, SMALL, batch_size=8, augment=Augment(), workers=2)
+    asked: list[int] = []
+    parts = loader.parts
+
+    def counted(number: int, start: int = 0) -> Iterator[Any]:
+        for samples, total in parts(number, start):
+            asked.extend(samples.tolist())
+            yield samples, total
+
+    monkeypatch.setattr(loader, "parts", counted)
+    batches = loader.epoch(1)
     first = next(batches)
-    assert len(read) <= most
-    assert same([first, *batches], list(Loader(stream, SMALL, batch_size=8, augment=Augment(), workers=0).epoch(1)))
+    assert len(asked) <= most
+    assert same([first, *batches], list(Loader(many, SMALL, batch_size=8, augment=Augment(), workers=0).epoch(1)))
 
 
 def test_predictions_decode_ahead_within_the_same_bound(images: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,6 @@ def test_training_joins_the_seeds_of_the_best_setting(backbone: Backbone, tmp_pa
     ("options", "words"),
     [
         ({"seeds": 2}, "--ensemble and --seeds"),
-        ({"halving": True}, "--ensemble and --halving"),
         ({"regime": "full"}, "no ensembles"),
         ({"regime": "head"}, "mean of linear heads"),
         ({"ensemble": 0}, "1 to 64 members"),

@@ -52,7 +52,7 @@ def test_a_parent_may_have_any_name(backbone: Backbone, tmp_path: Path) -> None:
 
 def test_a_long_and_thin_input_is_shown_as_it_is() -> None:
     wide = memoro.Preprocessing(resize=(64, 512))
-    pixels, [view] = read_views([Image.new("RGB", (600, 80))], wide)
+    pixels, [view] = read_views([("wide", Image.new("RGB", (600, 80)))], wide)
     assert pixels.shape[-2:] == (64, 512)
     assert view.size == (512, 64)
 

@@ -216,7 +216,6 @@ def test_an_ensemble_without_a_read_out_is_trained_further(
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     CASES[0].model().save_pretrained(tmp_path / "vit")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("memoro.training.runfolder.draw_run", lambda *given: [])
 
     def run(*arguments: object, code: int = 0) -> Any:
         done = CliRunner().invoke(app, [str(one) for one in arguments])

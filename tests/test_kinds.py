@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from families import CASES
 from test_train_recipe import save_square
-from test_train_resume import no_pictures
 from typer.testing import CliRunner
 
 import memoro
@@ -18,8 +17,6 @@ from memoro.cli import app
 from memoro.data import load_data
 from memoro.errors import DataError
 from memoro.heads import find_kind
-
-__all__ = ["no_pictures"]  # a fixture
 
 COLOURS = ("red", "green", "blue")
 

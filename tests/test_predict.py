@@ -13,6 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rich.console import Console
 from test_cli_words import Shell, shell  # noqa: F401
 
 import memoro
+from memoro.answer import Answer
 from memoro.backbones import Backbone
 from memoro.engine.answers import Prediction
 from memoro.errors import ImageError
@@ -178,8 +180,8 @@ def test_a_table_shows_a_probability_where_no_label_is_predicted(
 
 
 def test_a_table_wider_than_the_terminal_has_a_row_for_each_task() -> None:
-    def answer(label: str, **more: Any) -> dict[str, Any]:
-        return {"label": label, "probability": 0.9, "probabilities": {label: 0.9}, **more}
+    def answer(label: str, **more: Any) -> Answer:
+        return Answer(label=label, probability=0.9, probabilities={label: 0.9}, **more)
 
     tasks = {f"a-long-task-{number}": answer("golden retriever", unfamiliar=number > 0) for number in range(4)}
     rows = [Prediction("a.jpg", tasks), Prediction("b.jpg", {}, "no image")]
@@ -192,7 +194,7 @@ def test_a_table_wider_than_the_terminal_has_a_row_for_each_task() -> None:
     assert re.search(r"a\.jpg +│ a-long-task-0 │ golden retriever 0\.90 +│\n", shown)
     assert re.search(r"│ +│ a-long-task-3 │ unfamiliar \(golden retriever 0\.90\) │\n", shown)
     assert re.search(r"b\.jpg +│ +│ no image +│\n", shown)
-    scored = {name: {**one, "score": float(number)} for number, (name, one) in enumerate(tasks.items())}
+    scored = {name: replace(one, score=float(number)) for number, (name, one) in enumerate(tasks.items())}
     table = predictions_table([Prediction("a.jpg", scored)], 1, width=60)
     assert [str(cell) for cell in table.columns[1].cells] == sorted(tasks, reverse=True)
     assert [str(cell) for cell in table.columns[0].cells] == ["a.jpg", "", "", ""]
@@ -252,7 +254,7 @@ def test_writing_keeps_no_predictions(form: str, tmp_path: Path, monkeypatch: py
         nonlocal most
         for number in range(100):
             sizes.append(file.tell())
-            row = Prediction(f"{number}.jpg", {"pets": {"label": "a", "probability": 1.0, "probabilities": {"a": 1.0}}})
+            row = Prediction(f"{number}.jpg", {"pets": Answer(label="a", probability=1.0, probabilities={"a": 1.0})})
             weakref.finalize(row, end)
             alive[0] += 1
             most = max(most, alive[0])
@@ -265,8 +267,10 @@ def test_writing_keeps_no_predictions(form: str, tmp_path: Path, monkeypatch: py
 
 
 def test_json_has_no_nan() -> None:
-    whole = {"label": "a", "probability": math.nan, "probabilities": {"a": math.nan, "b": 0.5}, "score": 1.0}
-    answers = {"pets": whole, "age": {"values": {"years": math.inf}, "intervals": {"years": [-math.inf, math.inf]}}}
+    answers = {
+        "pets": Answer(label="a", probability=math.nan, probabilities={"a": math.nan, "b": 0.5}, score=1.0),
+        "age": Answer(values={"years": math.inf}, intervals={"years": [-math.inf, math.inf]}),
+    }
     right = {
         "pets": {"label": "a", "probability": None, "probabilities": {"a": None, "b": 0.5}, "score": 1.0},
         "age": {"values": {"years": None}, "intervals": {"years": [None, None]}},

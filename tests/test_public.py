@@ -72,7 +72,7 @@ def test_the_core_needs_neither_torchvision_nor_training() -> None:
 
 # A package imports its own level and those before it, never a later one.
 LEVELS = [
-    {"arguments", "errors", "extras", "files", "heads", "plots", "pages", "phases", "console"},
+    {"answer", "arguments", "errors", "extras", "files", "heads", "plots", "pages", "phases", "console"},
     {"images"},
     {"backbones"},
     {"tasks"},

@@ -38,11 +38,6 @@ def squares(tmp_path: Path) -> Path:
     return save_squares(tmp_path / "squares")
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memoro.training.runfolder.draw_run", lambda *given: [])
-
-
 def pixels_of(backbone: Backbone, images: ImageSet) -> Tensor:
     steps = backbone.preprocessing.at(20)
     return torch.stack([steps.to_tensor(images.open(at)) for at in range(len(images))]).to(backbone.dtype)
@@ -256,21 +251,6 @@ def test_kept_statistics_are_read_without_a_pass(
     assert fresh.logits is not None
     assert first.logits is not None
     torch.testing.assert_close(fresh.logits, first.logits, rtol=0, atol=1e-2)  # float16, of batches of another size
-
-
-def test_a_stream_has_no_read_out(backbone: Backbone) -> None:
-    import datasets
-
-    from memoro.data import load_stream
-
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
-    rows = [{"image": Image.new("RGB", (24, 24)), "label": number % 2} for number in range(4)]
-    table = datasets.Dataset.from_list(rows, features=features).to_iterable_dataset()
-    streams = load_stream(datasets.IterableDatasetDict({"train": table}))
-    for regime in ("readout", "joint"):
-        steps = {} if regime == "readout" else {"steps": 1}
-        with pytest.raises(TrainingError, match=r"a stream is read only once.*use regime 'side'"):
-            memoro.train(streams, backbone=backbone, **{**SOLVED, "regime": regime}, **steps)
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals

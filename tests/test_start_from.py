@@ -11,13 +11,10 @@ import pytest
 import torch
 from families import CASES
 from test_train_recipe import save_squares
-from test_train_resume import no_pictures
 from typer.testing import CliRunner
 
 import memoro
 from memoro.cli import app
-
-__all__ = ["no_pictures"]  # a fixture
 
 TRAIN = ("--image-size", 20, "--batch-size", 8, "--lr", 0.05, "--workers", 0)
 
@@ -197,7 +194,6 @@ def test_a_resume_starts_from_the_same_task(shell: Callable[..., Any]) -> None:
         assert "(start_from " in problem
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_an_ensemble_that_is_continued_is_not_calibrated_on_images_it_may_have_seen(tmp_path: Path) -> None:
     backbone = memoro.load_backbone(CASES[0].model())
     save_squares(tmp_path / "set", {"red": 40, "green": 40})

@@ -191,7 +191,6 @@ def test_a_resumed_baseline_is_the_same(
         fit(backbone, model, squares, folder=tmp_path / folder, **options)
         return model
 
-    monkeypatch.setattr("memoro.training.runfolder.draw_run", lambda *given: [])
     calm, step, calls = train("calm"), Trainer.step, iter(range(100))
 
     def stop(*given: Any) -> None:
@@ -219,7 +218,6 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A folder with a backbone and a set, and a function that runs a command in it."""
     make_root(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("memoro.training.runfolder.draw_run", lambda *given: [])
 
     def run(*arguments: object, code: int = 0) -> Any:
         done = CliRunner().invoke(app, [str(argument) for argument in arguments])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from caches import age, answers, cache, curve, files, fill, images, keeper, small_shards, splits, tasks_of
 from conftest import in_fork
-from test_train_resume import at_call, no_pictures, often
+from test_train_resume import at_call, often
 
 from memoro.backbones import Backbone
 from memoro.data import ImageSet, Splits
@@ -23,7 +23,7 @@ from memoro.engine.streams import Features
 from memoro.errors import TrainingError
 from memoro.training import Cache, Trainer, cached
 
-__all__ = ["cache", "images", "no_pictures", "often", "small_shards", "splits"]  # fixtures
+__all__ = ["cache", "images", "often", "small_shards", "splits"]  # fixtures
 
 
 # In place of which call the process dies, and how many records are left.

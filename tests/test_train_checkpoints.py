@@ -14,7 +14,6 @@ from test_train_resume import (
     Trial,
     at_call,
     calm,
-    no_pictures,
     often,
     progress_of,
     trainer,
@@ -25,7 +24,7 @@ from memoro.errors import TrainingError
 from memoro.tasks.task import new_task
 from memoro.training import Recipe, Trainer, fit
 
-__all__ = ["calm", "no_pictures", "often", "trainer"]  # fixtures
+__all__ = ["calm", "often", "trainer"]  # fixtures
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,14 +78,6 @@ def make_root(root: Path) -> Path:
     return root
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_pictures() -> Iterator[None]:
-    """None in forked commands: they would take most of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memoro.training.runfolder.draw_run", lambda *given: [])
-        yield
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a backbone, a set, a task trained on it, and one of numbers."""
@@ -148,8 +139,8 @@ def test_train_prints_one_json_document(tmp_path: Path) -> None:
     assert not {"runs", "chosen"} & set(record), "there is nothing to choose from"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {line["epoch"] for line in lines if "val_accuracy" in line} == {1, 2}
-    assert is_png(folder / "curve.png")
-    assert is_png(folder / "confusion.png")
+    assert (folder / "report.html").is_file()
+    assert not list(folder.glob("*.png"))
 
 
 def test_train_shows_a_table_and_notes(root: Path, tmp_path: Path) -> None:

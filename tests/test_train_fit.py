@@ -18,7 +18,7 @@ from torch import Tensor
 import memoro
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import Augment, Splits, load_data
-from memoro.errors import CompositionError, DataError, TrainingError
+from memoro.errors import CompositionError, DataError, MemoroError, TrainingError
 from memoro.regimes import REGIMES, TaskPlan, find_regime
 from memoro.tasks.task import Task, new_task
 from memoro.training import FitResult, Recipe, RunSpec, fit, train_runs
@@ -325,8 +325,7 @@ def test_tables_of_every_kind(kind: Any, backbone: Backbone, tmp_path: Path) -> 
     options = {"epochs": 16, "lr": 0.03, "optimizer": "adamw", "augment": PLAIN, "val_fraction": 0, **QUICK}
     result = fit(backbone, task, path, batch_size=10, folder=tmp_path / "run", **options)
     assert result.metrics[figure] >= bar
-    assert (tmp_path / "run" / "curve.png").is_file()
-    assert (tmp_path / "run" / "confusion.png").is_file() == (kind == "softmax")
+    assert (tmp_path / "run" / "report.html").is_file()
     saved = memoro.load_task(memoro.save_task(task, tmp_path / "t.safetensors"))
     again = memoro.evaluate(backbone, [saved], path, workers=0)["t"]
     assert again[figure] == pytest.approx(result.metrics[figure], abs=1e-5)
@@ -404,3 +403,18 @@ def test_saved_loaded_and_composed_it_says_the_same(backbone: Backbone, squares:
         # float32, and the stream has other shapes in company
         assert one["first"]["probability"] == pytest.approx(many["first"]["probability"], abs=1e-5)
         assert one["first"]["probability"] != pytest.approx(many["second"]["probability"], abs=1e-5)
+
+
+def test_tensorboard_events_have_a_folder_for_each_run(backbone: Backbone, squares: Path, tmp_path: Path) -> None:
+    task = new_task(backbone, "squares", LABELS, cells=0, from_layer=5)
+    fit(backbone, task, squares, epochs=1, lr=0.1, folder=tmp_path, tensorboard=True, **QUICK)
+    assert list((tmp_path / "tensorboard" / "0").glob("events*"))
+
+
+def test_a_missing_extra_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memoro import extras
+
+    extras.need("torch")
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with pytest.raises(MemoroError, match=r"pip install 'memoro\[train\]'"):
+        extras.need("accelerate")

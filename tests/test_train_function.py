@@ -16,7 +16,6 @@ from families import CASES
 from run_groups import root
 from test_train_fit import FRESH
 from test_train_recipe import save_squares
-from test_train_resume import no_pictures
 from typer.testing import CliRunner
 
 import memoro
@@ -28,7 +27,7 @@ from memoro.errors import DataError, TrainingError
 from memoro.training import Cache, Recipe, TrainOptions
 from memoro.training.recipe import RECIPES
 
-__all__ = ["no_pictures", "root"]  # fixtures
+__all__ = ["root"]  # fixtures
 
 QUICK: dict[str, Any] = {"image_size": 20, "batch_size": 5, "epochs": 2, "workers": 0, "quiet": True}
 WORDS = ["--image-size", "20", "--batch-size", "5", "--epochs", "2", "--workers", "0", "--json"]
@@ -150,7 +149,8 @@ def test_wrong_arguments_are_refused_before_anything_is_read(root: Path) -> None
         ({"a": root}, {"label_column": "x"}, "a task per column of one table"),
         ({"a": root, "b": root}, {"out": "one.safetensors"}, "several tasks need a folder"),
         (root, {"cache": True, "views": None}, "a fixed number of views"),
-        (root, {"streaming": True}, "is a local file or folder"),
+        (root, {"streaming": True}, "streaming was removed: data sets of the hub are downloaded"),
+        (root, {"halving": True}, "halving was removed"),
         (root, {"lr": [0.1, -1]}, "lr -1.0: choose a number above 0"),
         (root, {"seeds": "2"}, "seeds '2': choose a whole number"),
         (root, {"ensemble": "2"}, "ensemble '2': choose a whole number"),
@@ -177,7 +177,7 @@ def test_a_task_without_validation_images_leaves_the_others_alone(backbone: Back
 def test_a_score_that_is_undefined_does_not_lose_the_task(
     backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R² of a single validation image; the plot of the settings has no points."""
+    """R² of a single validation image."""
     save_squares(tmp_path, {"blue": 6})
     rows = [f"blue/{path.name},{at}.5" for at, path in enumerate(sorted((tmp_path / "blue").iterdir()))]
     (tmp_path / "set.csv").write_text("\n".join(["path,number", *rows]))
@@ -185,8 +185,6 @@ def test_a_score_that_is_undefined_does_not_lose_the_task(
     how: dict[str, Any] = {"lr": (0.001, 0.003), "folds": 0, "folder": "run", "out": "set.safetensors"}
     found = memoro.train("set.csv", backbone=backbone, **how, **QUICK)
     assert not any(np.isfinite(row.val).any() for row in found.rows)
-    assert found.plot is not None
-    assert found.plot.is_file()
     assert memoro.load_task("set.safetensors").content_hash() == found.task.content_hash()
 
 

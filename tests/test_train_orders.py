@@ -11,7 +11,6 @@ import torch
 from run_groups import LOAD, root, run_spec
 from test_train_fit import FRESH
 from test_train_recipe import save_square, save_squares
-from test_train_resume import no_pictures
 from test_train_together_cli import shell, told
 
 from memoro.backbones import Backbone, load_backbone
@@ -20,7 +19,7 @@ from memoro.errors import BackboneError, TrainingError
 from memoro.training import train_runs
 from memoro.training.sweep import SweepRow
 
-__all__ = ["no_pictures", "root", "shell"]  # fixtures
+__all__ = ["root", "shell"]  # fixtures
 
 QUICK = ("--epochs", 1, "--no-cache")
 
@@ -65,8 +64,6 @@ def test_what_does_nothing_is_told(shell: Callable[..., Any], root: Path) -> Non
         shell("train", many, *QUICK, "--folds", 3, "--regime", "side")
     )
     assert "the task is calibrated by 3-fold cross-validation" in told(shell("train", many, *QUICK, "--folds", 3))
-    halved = told(shell("sweep", many, *QUICK, "--folds", 3, "--halving", "--lr", "0.1,0.2"))
-    assert "--folds 3 is not used, because of --halving" in halved
     assert "--patience is not used" in told(shell("train", many, *QUICK, "--patience", 1))
 
 

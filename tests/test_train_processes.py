@@ -224,7 +224,7 @@ def check_interrupted(folder: Path, together: list[dict[str, Any]]) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train_loss" not in line] == list(range(1, 16))
     assert len(lines) == 15 + 3
-    assert (folder / "curve.png").is_file()
+    assert (folder / "report.html").is_file()
 
 
 def check_command(together: list[dict[str, Any]], wanted: dict[str, Any]) -> None:

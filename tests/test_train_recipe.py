@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from memoro.errors import TrainingError
 from memoro.evaluation.metrics import confusion, measure, score
-from memoro.heads import class_weights, loss_sum
-from memoro.plots import draw_confusion
+from memoro.heads import HEADS
 from memoro.training import Recipe
 from memoro.training.recipe import find_recipe, merge_options
-from memoro.training.runfolder import draw_curve
 
 COLOURS = {"red": (210, 40, 40), "green": (40, 200, 60), "blue": (50, 60, 210), "grey": (128, 128, 128)}
 
@@ -147,9 +145,9 @@ def test_softmax_loss_with_smoothing_and_weights(logits: Tensor) -> None:
     for row, target in zip(logits, targets.tolist(), strict=True):
         logs = row - row.exp().sum().log()
         wanted -= float(weights[target] * (0.9 * logs[target] + 0.1 * logs.mean()))
-    found = loss_sum("softmax", logits, targets, smoothing=0.1, weights=weights)
+    found = HEADS["softmax"].loss_sum(logits, targets, smoothing=0.1, weights=weights)
     assert float(found) == pytest.approx(wanted, abs=1e-12)
-    assert float(loss_sum("softmax", logits, targets)) != pytest.approx(wanted, abs=1e-2)
+    assert float(HEADS["softmax"].loss_sum(logits, targets)) != pytest.approx(wanted, abs=1e-2)
 
 
 def test_multilabel_loss(logits: Tensor) -> None:
@@ -159,37 +157,37 @@ def test_multilabel_loss(logits: Tensor) -> None:
     for row, target in zip(logits.sigmoid(), targets.double() * 0.8 + 0.1, strict=True):
         each = -(weights.double() * target * row.log() + (1 - target) * (1 - row).log())
         wanted += float(each.mean())
-    found = loss_sum("multilabel", logits, targets, smoothing=0.2, weights=weights)
+    found = HEADS["multilabel"].loss_sum(logits, targets, smoothing=0.2, weights=weights)
     assert float(found) == pytest.approx(wanted, abs=1e-10)
-    assert float(loss_sum("multilabel", logits, targets, smoothing=0.2)) != pytest.approx(wanted, abs=1e-2)
+    assert float(HEADS["multilabel"].loss_sum(logits, targets, smoothing=0.2)) != pytest.approx(wanted, abs=1e-2)
 
 
 def test_regression_loss(logits: Tensor) -> None:
     targets = torch.arange(21.0).view(7, 3)
     wanted = float(((logits - targets) ** 2).sum() / 3)
-    assert float(loss_sum("regression", logits, targets)) == pytest.approx(wanted)
+    assert float(HEADS["regression"].loss_sum(logits, targets)) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("kind", ["softmax", "multilabel", "regression"])
 def test_losses_are_sums(kind: Any, logits: Tensor) -> None:
     targets = torch.tensor([0, 2, 1, 1, 0, 2, 2]) if kind == "softmax" else (logits > 0.3).double()
-    parts = [loss_sum(kind, logits[a:b], targets[a:b]) for a, b in ((0, 2), (2, 7), (7, 7))]
-    assert float(sum(parts)) == pytest.approx(float(loss_sum(kind, logits, targets)), abs=1e-12)
+    parts = [HEADS[kind].loss_sum(logits[a:b], targets[a:b]) for a, b in ((0, 2), (2, 7), (7, 7))]
+    assert float(sum(parts)) == pytest.approx(float(HEADS[kind].loss_sum(logits, targets)), abs=1e-12)
     assert float(parts[2]) == 0
-    assert loss_sum(kind, logits.bfloat16(), targets).dtype == torch.float32
+    assert HEADS[kind].loss_sum(logits.bfloat16(), targets).dtype == torch.float32
 
 
 def test_class_weights() -> None:
     targets = torch.tensor([0] * 6 + [1] * 3 + [3])
-    weights = class_weights("softmax", targets, 4)
+    weights = HEADS["softmax"].class_weights(targets, 4)
     assert weights is not None
     assert weights.tolist() == pytest.approx([10 / 18, 10 / 9, 0, 10 / 3])
     assert float(weights[targets].mean()) == pytest.approx(1.0)
     shown = torch.tensor([[1.0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
-    many = class_weights("multilabel", shown, 2)
+    many = HEADS["multilabel"].class_weights(shown, 2)
     assert many is not None
     assert many.tolist() == pytest.approx([1 / 3, 3.0, 3.0])
-    assert class_weights("regression", shown, 1) is None
+    assert HEADS["regression"].class_weights(shown, 1) is None
 
 
 # ------------------------------------------------------------------------------------------------------- metrics
@@ -259,18 +257,3 @@ def test_scores_rank_by_the_main_figure_then_by_loss() -> None:
     assert score("softmax", {"accuracy": 0.8, "loss": 0.1}) > score("softmax", {"accuracy": 0.8, "loss": 0.2})
     assert score("regression", {"r2": -5.0, "loss": 1.0}) > score("regression", {"r2": None, "loss": 0.0})
     assert score("multilabel", {"mean_average_precision": 0.1, "accuracy": 0.0, "loss": 1.0})[0] == 0.1
-
-
-# ------------------------------------------------------------------------------------------------------- pictures
-
-
-@pytest.mark.parametrize("count", [2, 30, 70])
-def test_pictures_take_any_name(tmp_path: Path, count: int) -> None:
-    labels = ["$x_{$ and $", "猫", *(f"class {number} with a rather long name" for number in range(count - 2))]
-    history = [{"epoch": 1, "train_loss": 2.0, "val_loss": 2.5}, {"epoch": 2, "train_loss": 1.0, "val_loss": 1.5}]
-    for path in (
-        draw_confusion(tmp_path / "confusion.png", "$\\bad{", torch.eye(count).long(), labels),
-        draw_curve(tmp_path / "curve.png", "$\\bad{", history),
-    ):
-        with Image.open(path) as image:
-            assert len(image.convert("RGB").getcolors(1 << 20) or []) > 20

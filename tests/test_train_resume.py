@@ -131,11 +131,6 @@ def progress_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memoro.training.runfolder.draw_run", lambda *given: [])  # half of the time here
-
-
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     """A training that nobody disturbs."""

@@ -16,7 +16,7 @@ from conftest import in_fork
 from families import CASES
 from run_groups import root, run_spec, sets, sweep
 from test_train_fit import FRESH, LABELS, QUICK, distance, double, squares
-from test_train_resume import at_call, no_pictures, often
+from test_train_resume import at_call, often
 from typer.testing import CliRunner
 
 import memoro
@@ -29,7 +29,7 @@ from memoro.training import Trainer, fit
 from memoro.training.runfolder import lock_folder
 from memoro.training.sweep import Grid, SweepRow
 
-__all__ = ["double", "no_pictures", "often", "root", "squares"]  # fixtures
+__all__ = ["double", "often", "root", "squares"]  # fixtures
 
 SHORT: dict[str, Any] = {"epochs": 2, "batch_size": 5, "lr": 0.05}
 
@@ -253,14 +253,11 @@ def test_a_setting_that_diverged_with_some_seeds_is_ranked_last(
 
     monkeypatch.setattr(Trainer, "train", spoil)
     notes: list[str] = []
-    for halving in (False, True):
-        found = sweep(
-            double, sets(root)[0], Grid((1,), (0,), (1e-9, 0.1), 3), halving=halving, log=notes.append, epochs=4
-        )
-        assert [row.diverged for row in found.rows] == [0, 2]
-        assert found.rows[1].val > (found.rows[0].val[0],)  # it did win on the seed that was left
-        assert found.task.spec.training["lr"] == 1e-9
-        assert "1 cells, rank 0, from layer 0, lr 0.1 diverged with 2 of 3 seeds and is ranked last" in notes[-1]
+    found = sweep(double, sets(root)[0], Grid((1,), (0,), (1e-9, 0.1), 3), log=notes.append, epochs=4)
+    assert [row.diverged for row in found.rows] == [0, 2]
+    assert found.rows[1].val > (found.rows[0].val[0],)  # it did win on the seed that was left
+    assert found.task.spec.training["lr"] == 1e-9
+    assert "1 cells, rank 0, from layer 0, lr 0.1 diverged with 2 of 3 seeds and is ranked last" in notes[-1]
 
 
 # ------------------------------------------------------------------------------------------------------- devices
@@ -325,7 +322,7 @@ def test_tasks_reach_the_backbones_device(vit: Any, root: Path) -> None:
 
 def test_a_folder_with_files_of_others_is_left_alone(backbone: Backbone, squares: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {**SHORT, "image_size": 20, "workers": 0, "quiet": True, "folder": tmp_path / "mine"}
-    for name in ("config.json", "report.html", "metrics.jsonl", "curve_fit.png"):
+    for name in ("config.json", "report.html", "metrics.jsonl"):
         (tmp_path / "mine").mkdir(exist_ok=True)
         (tmp_path / "mine" / name).write_text("{}")
         with pytest.raises(TrainingError, match=f"has a {name} that is not from a training: choose another --folder"):

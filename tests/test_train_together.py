@@ -12,7 +12,7 @@ import pytest
 import torch
 from run_groups import LABELS, LOAD, root, run_spec, same_result, sets
 from test_train_fit import FRESH, PLAIN, QUICK, distance, double
-from test_train_resume import at_call, figures, no_pictures, often
+from test_train_resume import at_call, figures, often
 
 from memoro.backbones import Backbone
 from memoro.data import load_data
@@ -23,7 +23,7 @@ from memoro.training import Cache, FitResult, RunSpec, fit, fit_tasks, train_run
 from memoro.training.loop import Trainer
 from memoro.training.recipe import TrainOptions
 
-__all__ = ["double", "no_pictures", "often", "root"]  # fixtures
+__all__ = ["double", "often", "root"]  # fixtures
 
 
 def several(backbone: Backbone, root: Path) -> list[RunSpec]:

@@ -11,20 +11,18 @@ from typing import Any
 import pytest
 from families import CASES
 from run_groups import root
-from test_train_resume import no_pictures
 from typer.testing import CliRunner
 
 import memoro
 from memoro.cli import app
 
-__all__ = ["no_pictures", "root"]  # fixtures
+__all__ = ["root"]  # fixtures
 
 
 @pytest.fixture
 def shell(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     CASES[0].model().save_pretrained(tmp_path / "vit")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("memoro.training.runfolder.draw_sweep", lambda path, *given: path)
     common = ["-b", "vit", "--image-size", "20", "--batch-size", "5", "--workers", "0"]
 
     def run(command: str, *arguments: object, code: int = 0) -> Any:
@@ -54,7 +52,6 @@ def test_train_several_tasks_from_the_shell(shell: Callable[..., Any], root: Pat
     swept = shell("train", *data, *several, "--out", "swept", "--epochs", 1, "--json")
     assert [len(entry["runs"]) for entry in swept["tasks"]] == [3, 3]
     assert sorted(path.name for path in Path("swept").iterdir()) == ["a.safetensors", "b.safetensors"]
-    assert {Path(entry["picture"]).name for entry in swept["tasks"]} == {"sweep-a.png", "sweep-b.png"}
 
 
 def test_the_run_folder_of_many_tasks_has_a_short_name(shell: Callable[..., Any], root: Path) -> None:
@@ -93,14 +90,3 @@ def test_wrong_combinations_from_the_shell(shell: Callable[..., Any], root: Path
     assert "looks like a path" in told(shell("train", f"x/y={many}", f"b={few}", code=1))
     assert "--views 0" in told(shell("train", many, "--cache", "--views", 0, code=1))
     assert "the features take" in told(shell("train", many, "--cache", "--cache-budget", 0, "--lr", 0.1, code=1))
-
-
-def test_halving_from_the_shell(shell: Callable[..., Any], root: Path) -> None:
-    options = ("--cells", "0", "--from-layer", "5", "--lr", "0.0001,0.1", "--seeds", 2, "--epochs", 4, "--json")
-    record = shell("sweep", root / "many", *options, "--halving", "--regime", "head")
-    assert [len(row["val"]) for row in record["runs"]] == [2, 2]
-    assert record["metrics"]["split"] == "val"
-    steps = [json.loads(line) for line in (Path(record["folder"]) / "metrics.jsonl").read_text().splitlines()]
-    epochs = [line["run"] for line in steps if "train_loss" in line]
-    assert sorted(epochs.count(run) for run in set(epochs)) == [1, 1, 2, 4]
-    assert record["training"]["epochs"] == 4

@@ -14,7 +14,6 @@ from conftest import random_task
 from families import CASES
 from rich.console import Console
 from test_train_recipe import save_squares
-from test_train_resume import no_pictures
 from typer.testing import CliRunner
 
 import memoro
@@ -31,8 +30,6 @@ from memoro.training.cached import GIGABYTE
 from memoro.training.fit import what_is_kept
 from memoro.training.sweep import SweepRow, sweep_table
 
-__all__ = ["no_pictures"]  # a fixture
-
 TRAIN = ("-b", "vit", "--image-size", 20, "--batch-size", 8, "--workers", 0, "--epochs", 2)
 
 
@@ -42,7 +39,6 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     save_squares(tmp_path / "set" / "train", {"red": 20, "green": 20})
     save_squares(tmp_path / "set" / "test", {"red": 4, "green": 4}, first=900)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("memoro.training.runfolder.draw_sweep", lambda path, *given: path)
 
     def run(*arguments: object, code: int = 0) -> Any:
         done = CliRunner().invoke(app, [str(one) for one in arguments])

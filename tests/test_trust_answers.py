@@ -110,8 +110,8 @@ def test_images_are_judged_by_statistics_of_hidden_states(case: Case) -> None:
         assert known is not None
         task.update_spec(familiarity=known)
     with torch.no_grad():
-        judged = memoro.compose(backbone, tasks).run(pixels[80:]).judged
-        some = memoro.compose(backbone, tasks).run(pixels[80:], ["two"]).judged
+        judged = memoro.compose(backbone, tasks).run(pixels[80:]).recognition
+        some = memoro.compose(backbone, tasks).run(pixels[80:], ["two"]).recognition
     assert list(judged) == ["four", "two", "none"]
     assert list(some) == ["two"]
     assert torch.equal(some["two"].familiarity, judged["two"].familiarity)
@@ -149,7 +149,7 @@ def test_familiarity_is_about_the_training_images(colours: Path, tmp_path: Path,
     files = sorted((colours / "own" / "test").rglob("*.png"))
     pixels = torch.stack([task.spec.preprocessing.to_tensor(Image.open(file)) for file in files])
     with torch.no_grad():
-        judged = model.run(pixels).judged["own"]
+        judged = model.run(pixels).recognition["own"]
         scores, shares = FamiliarityBank([found]).judge(pool_pass(model.backbone.anatomy, pixels, 3))
     assert torch.equal(judged.familiarity, shares[:, 0])
     assert torch.equal(judged.score, scores[:, 0])

@@ -200,8 +200,8 @@ def test_an_outdated_familiarity_is_left_out(known: Task, tmp_path: Path, versio
     assert found.spec.calibration == known.spec.calibration
     assert found.content_hash() == known.content_hash()
     backbone = memoro.load_backbone(CASES[0].model())
-    assert memoro.compose(backbone, found).run(pixels).judged == {}
-    assert set(memoro.compose(backbone, known).run(pixels).judged) == {"pets"}
+    assert memoro.compose(backbone, found).run(pixels).recognition == {}
+    assert set(memoro.compose(backbone, known).run(pixels).recognition) == {"pets"}
     assert written_format(memoro.save_task(found, path)) == 2, "older versions can read what is left"
 
 
@@ -231,7 +231,7 @@ def test_a_description_of_another_kind_of_backbone_is_refused() -> None:
         some = Others.of(spread(4 * torch.randn(60, 24), layers, statistics))
         task.update_spec(familiarity=fit_familiarity(spread(tokens, layers, statistics), classes, some))
         if fits:
-            judged = memoro.compose(backbone, task).run(torch.zeros(1, 3, 20, 20)).judged
+            judged = memoro.compose(backbone, task).run(torch.zeros(1, 3, 20, 20)).recognition
             assert judged["pets"].familiarity.isfinite().all()
         else:
             with pytest.raises(CompositionError, match="does not read 2 vectors a layer"):

@@ -50,17 +50,13 @@ def resume(
         fit(backbone, task, splits, folder=root / name, **OPTIONS, **FRESH, **options)
         return task.content_hash()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memoro.training.runfolder.draw_run", lambda *given: None)
-        whole = train("whole")
+    whole = train("whole")
 
     def damaged(damage: Callable[[Path], None]) -> str:
         shutil.rmtree(root / "copy", ignore_errors=True)
         shutil.copytree(root / "whole", root / "copy")
         damage(root / "copy" / "checkpoint.safetensors")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("memoro.training.runfolder.draw_run", lambda *given: None)
-            return train("copy", resume=True)
+        return train("copy", resume=True)
 
     assert damaged(lambda path: None) == whole
     return damaged

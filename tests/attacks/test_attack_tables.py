@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 from test_data_images import picture, to_bytes
 
-from memoro.data import Splits, load_data, load_stream
+from memoro.data import Splits, load_data
 from memoro.errors import DataError, MemoroError
 
 IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
@@ -63,7 +63,7 @@ def last_image(splits: Splits) -> bytes:
 
 
 @pytest.mark.parametrize("way", ["absolute", "relative", "url", "file url", "chained url"])
-@pytest.mark.parametrize("kind", ["parquet", "dataset", "stream"])
+@pytest.mark.parametrize("kind", ["parquet", "dataset"])
 def test_cell_that_names_something_outside(
     outside: Path, asked: list[str], way: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,12 +78,9 @@ def test_cell_that_names_something_outside(
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
     rows = {"image": cells(path), "label": [at % 2 for at in range(31)]}
     made = datasets.Dataset.from_dict(rows, features=features)
-    stream = load_stream(made.to_iterable_dataset(), val_fraction=0).train
-    assert stream is not None
     read = {
         "parquet": lambda: load_data(parquet(Path(), path)),
         "dataset": lambda: load_data(made),
-        "stream": lambda: list(stream.samples()),
     }
     with pytest.raises(DataError, match=r"leaves the table's folder.*allow_absolute=True"):
         read[kind]()

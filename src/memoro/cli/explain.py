@@ -36,7 +36,7 @@ def explain(
     """
     from memoro.console import make_table
     from memoro.engine.composition import compose
-    from memoro.evaluation.overlays import brief_answer, draw_overlays, picture_format, save_picture
+    from memoro.evaluation.overlays import draw_overlays, picture_format, save_picture
     from memoro.images import find_images
 
     picture_format(out)  # an error before the work
@@ -52,12 +52,12 @@ def explain(
     for name, note in found.notes.items():
         errors.print(f"note: {name}: {note}")
     if as_json:
-        print_json({"out": str(out), "images": found.answers, "skipped": found.skipped})
+        print_json({"out": str(out), "images": found.to_json(), "skipped": found.skipped})
         return
     rows: list[list[Cell]] = [
-        [image, name, brief_answer(own["answer"]), [f"{part} {share:.0%}" for part, share in own["attention"].items()]]
+        [image, name, str(looked.answer), [f"{part} {share:.0%}" for part, share in looked.attention.items()]]
         for image, answers in found.answers.items()
-        for name, own in answers.items()
+        for name, looked in answers.items()
     ]
     plain_console().print(make_table(["image", "task", "answer", "attention to"], rows, left=4))
     plain_console(soft_wrap=True).print(f"written to {out}")

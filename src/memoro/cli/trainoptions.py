@@ -32,7 +32,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "task": _option(str | None, None, _TASK, "Name of the task.", "--task", "-t", show_default="the dataset's name"),
     "regime": _option(
         str | None, None, _TASK, "What is trained; see above.",
-        show_default="joint; memory with --recipe paper; side with --streaming",
+        show_default="joint; memory with --recipe paper",
     ),
     "cells": _option(int | None, None, _TASK, "Memory cells in each layer.", show_default="0; 5 with memory"),
     "rank": _option(
@@ -75,15 +75,12 @@ TRAIN: dict[str, tuple[Any, Any]] = {
         show_default="those known for the backbone",
     ),
     "workers": _option(int | None, None, _DATA, "Processes that decode images.", show_default="one per core"),
-    "streaming": _option(
-        bool, False, _DATA, "Read a hub dataset as a stream, storing nothing; needs --steps.", "--streaming"
-    ),
     "out": _option(
         str | None, None, _OUTPUT, "Task file to write, or a folder (tasks/) for several.", "--out", "-o",
         show_default="TASK.safetensors",
     ),
     "folder": _option(
-        Path | None, None, _OUTPUT, "Run folder: metrics, plots, checkpoint, report.", show_default="runs/TASK"
+        Path | None, None, _OUTPUT, "Run folder: metrics, checkpoint, report.", show_default="runs/TASK"
     ),
     "resume": _option(bool, False, _OUTPUT, "Continue from the checkpoint in the run folder.", "--resume"),
     "tensorboard": _option(bool, False, _OUTPUT, "Also write TensorBoard events.", "--tensorboard"),
@@ -173,7 +170,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     ),
 }  # fmt: skip
 
-SWEEP = {name: option for name, option in TRAIN.items() if name != "streaming"} | {
+SWEEP = TRAIN | {
     "cells": _option(
         str | None, None, _TASK, "Numbers of memory cells to try, separated by commas.",
         show_default="0; 0,5 with memory",
@@ -192,9 +189,6 @@ SWEEP = {name: option for name, option in TRAIN.items() if name != "streaming"} 
         show_default="0.001 with joint and side; others try three",
     ),
     "seeds": _option(int, 1, _CHOOSING, "Number of seeds to try for each combination."),
-    "halving": _option(
-        bool, False, _CHOOSING, "After every quarter of the epochs, stop the worse half of the runs.", "--halving"
-    ),
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""Datasets: from folders, archives, tables, the hub and streams to batches of pixels with their targets.
+"""Datasets: from folders, archives, tables and the hub to batches of pixels with their targets.
 
-`load_data`, `load_columns` and `load_stream` read splits of an `ImageSet` or `ImageStream`; a `Loader` makes batches.
+`load_data` and `load_columns` read splits of an `ImageSet`; a `Loader` makes batches.
 """
 
 from memoro.data.augment import Augment
@@ -9,7 +9,6 @@ from memoro.data.hub import KNOWN, KnownSet
 from memoro.data.load import load_columns, load_data
 from memoro.data.loader import Batch, Loader
 from memoro.data.splits import fold_numbers, hold_out, stratified_folds, stratified_split
-from memoro.data.stream import ImageStream, Streams, load_stream
 
 __all__ = [
     "KNOWN",
@@ -17,17 +16,14 @@ __all__ = [
     "Batch",
     "DataOptions",
     "ImageSet",
-    "ImageStream",
     "KnownSet",
     "Loader",
     "Skipped",
     "Splits",
-    "Streams",
     "fold_numbers",
     "hold_out",
     "load_columns",
     "load_data",
-    "load_stream",
     "stratified_folds",
     "stratified_split",
 ]

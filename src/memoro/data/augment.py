@@ -24,7 +24,6 @@ class Purpose(IntEnum):
     AUGMENT = 1
     ORDER = 2
     SPLIT = 3
-    STREAM = 4
 
 
 def raw(count: int, seed: int, purpose: Purpose, epoch: int = 0, sample: int = 0) -> npt.NDArray[np.uint64]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ NO_FILE = "no such file"
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How a dataset is read. `load_data`, `load_columns` and `load_stream` take these fields as keyword arguments."""
+    """How a dataset is read. `load_data` and `load_columns` take these fields as keyword arguments."""
 
     split: str | None = None
     """The one split to use."""
@@ -92,7 +92,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """What datasets, streams and their splits have in common."""
+    """What a dataset and its splits have in common."""
 
     name: str
     labels: tuple[str, ...]
@@ -154,27 +154,19 @@ def digest_keys(images: ImageSet) -> npt.NDArray[np.bytes_]:
     return np.ascontiguousarray(images.digests).view("S32").ravel()
 
 
-Images = TypeVar("Images")
-
-
 @dataclass(frozen=True, eq=False)
-class AnySplits(Labelled, Generic[Images]):
-    """The splits of a dataset or stream; None where it has none."""
+class Splits(Labelled):
+    """The splits of a dataset; None for those that it does not have."""
 
-    train: Images | None = None
-    val: Images | None = None
-    test: Images | None = None
+    train: ImageSet | None = None
+    val: ImageSet | None = None
+    test: ImageSet | None = None
     notes: tuple[str, ...] = ()
     """What to know before trusting a metric."""
     skipped: tuple[Skipped, ...] = ()
     """Unreadable images of all splits."""
     unknown: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """For each split, the images of each label that was left out (`DataOptions.drop_unknown`)."""
-
-
-@dataclass(frozen=True, eq=False)
-class Splits(AnySplits[ImageSet]):
-    """The splits of a map-style dataset."""
 
     @property
     def new_test(self) -> ImageSet | None:

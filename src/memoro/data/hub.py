@@ -180,7 +180,7 @@ def fetch(
     for key, table in loaded.items():
         if isinstance(table, datasets.IterableDataset) != streaming:
             raise DataError(
-                f"{name}: the split {key!r} is a{' stored' if streaming else 'n iterable'} dataset; load it with "
-                f"{'load_data, or call to_iterable_dataset() on it' if streaming else 'load_stream'}."
+                f"{name}: the split {key!r} is a{' stored' if streaming else 'n iterable'} dataset: "
+                f"{'leave out streaming' if streaming else 'make a datasets.Dataset of it first'}."
             )
     return dict(loaded), name

@@ -1,10 +1,10 @@
-"""Images become predictions: decoded, run through the models in batches, answered with labels or numbers."""
+"""Images to predictions: they are decoded, run through the models in batches, and answered."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -16,10 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from memoro.answer import Answer
 from memoro.errors import CompositionError, ImageError
-from memoro.heads import HeadKind, probabilities
 from memoro.images import MAX_PIXELS, PICTURE_TYPES, Picture, Preprocessing, open_image, read_file, walk_images
-from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.spec import TaskModule
 
@@ -27,8 +26,8 @@ Pictures = Picture | Iterable[Picture]
 """An image, a folder of images, a batch of arrays, or several of these."""
 NamedPicture = tuple[str, Picture | ImageError]
 """An image with its name, or why there is none."""
-Answers = dict[str, dict[str, Any]]
-"""By the name of the task: what `read_answers` gives."""
+Answers = dict[str, Answer]
+"""By the name of the task."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,14 @@ class Prediction:
     answers: Answers
     error: str | None = None
     embeddings: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """The final tokens (dim) of the base and of each task, where they were asked for."""
+    """The final tokens (dim) of the base and of each task, if they were asked for."""
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """The answers as JSON values."""
+        return {name: answer.to_json() for name, answer in self.answers.items()}
 
 
-class Judged(NamedTuple):
+class Recognition(NamedTuple):
     """Whether images look like those that a task was trained on: see `FamiliarityBank.judge`."""
 
     score: Tensor
@@ -57,10 +60,28 @@ class Outputs(NamedTuple):
 
     logits: Mapping[str, Tensor]
     """(b, labels)"""
-    judged: Mapping[str, Judged]
-    """Of the tasks that know what is familiar to them."""
+    recognition: Mapping[str, Recognition]
+    """Only for tasks with a familiarity."""
     tokens: Mapping[str, Tensor] = MappingProxyType({})
-    """(b, dim) after the final norm, which the heads read; of `base` too, where the pass has its plain tokens."""
+    """(b, dim) after the final norm, which the heads read; for `base` too, if the pass has its plain tokens."""
+
+    def answers(self, model: TaskModule[Any], top: int | None = None) -> list[Answer]:
+        """The answer of one of the models for each image, with `probabilities` of all labels or of the `top` ones.
+
+        They are calibrated if the model is, and have `score` and `familiarity` if it knows what is familiar to it.
+        """
+        spec = model.spec
+        limits = () if spec.calibration is None else spec.calibration.thresholds or spec.calibration.spread
+        probabilities = model.probabilities(self.logits[model.name].detach()).cpu()
+        rows = model.head_kind.answer(model.labels, probabilities, top, limits)
+        if model.name not in self.recognition:
+            return [Answer(**row) for row in rows]
+        coarse = True if spec.familiarity is not None and spec.familiarity.coarse else None
+        columns = (part.tolist() for part in self.recognition[model.name])
+        return [
+            Answer(**row, score=score, familiarity=familiarity, coarse=coarse)
+            for row, score, familiarity in zip(rows, *columns, strict=True)
+        ]
 
 
 class Pass(NamedTuple):
@@ -92,76 +113,15 @@ class Routing:
         if not 0 <= self.false_alarms <= 1:
             raise CompositionError(f"false_alarms must be between 0 and 1, not {self.false_alarms!r}.")
 
-    def apply(self, answer: dict[str, Any]) -> dict[str, Any] | None:
-        """The answer as it is given to the user; None where it is dropped."""
-        if self.unfamiliar == "keep" or "familiarity" not in answer:
+    def apply(self, answer: Answer) -> Answer | None:
+        """The answer as it is given to the user; None if it is dropped."""
+        if self.unfamiliar == "keep" or answer.familiarity is None:
             return answer
         # In float32, as the familiarity: 1 of 100 images is not less than 0.01.
-        unfamiliar = answer["familiarity"] < float(np.float32(self.false_alarms))
+        unfamiliar = answer.familiarity < float(np.float32(self.false_alarms))
         if self.unfamiliar == "drop":
             return None if unfamiliar else answer
-        return {**answer, "unfamiliar": unfamiliar}
-
-
-def read_answers(
-    kind: HeadKind,
-    labels: Sequence[str],
-    logits: Tensor,
-    top: int | None = None,
-    *,
-    calibration: Calibration | None = None,
-    judged: Judged | None = None,
-    coarse: bool = False,
-) -> list[dict[str, Any]]:
-    """One JSON-ready answer per row of logits (b, labels).
-
-    softmax: `label`, its `probability`, and the `probabilities` of all labels or of the `top` ones, best first.
-    multilabel: `labels` at or above their `thresholds` (one half without a calibration), and `probabilities`.
-    regression: `values`, and with a calibration the `intervals` that cover 90 % of new images. Probabilities are
-    calibrated where there is a calibration. Where it was judged how familiar the images are: `score` and `familiarity`,
-    and `coarse`, true, if the task cannot tell well.
-    """
-    logits = logits.detach()
-    found = probabilities(kind, logits if calibration is None else calibration.apply(logits.float())).cpu()
-    answers: list[dict[str, Any]]
-    if kind == "regression":
-        answers = [{"values": dict(zip(labels, row, strict=True))} for row in found.tolist()]
-        for answer in answers if calibration is not None else ():
-            assert calibration is not None
-            pairs = zip(answer["values"].items(), calibration.spread, strict=True)
-            answer["intervals"] = {name: [value - half, value + half] for (name, value), half in pairs}
-        return _add_judged(answers, judged, coarse)
-    # Sorted for the whole batch at once: a row at a time is slow where there are many tasks.
-    order = torch.argsort(found, dim=-1, descending=True, stable=True)
-    answers = []
-    for best, values in zip(order.tolist(), found.gather(-1, order).tolist(), strict=True):
-        shown = {labels[i]: value for i, value in zip(best[:top], values[:top], strict=True)}
-        if kind == "softmax":
-            answers.append({"label": labels[best[0]], "probability": values[0], "probabilities": shown})
-        else:
-            limits = calibration.thresholds if calibration is not None else (0.5,) * len(labels)
-            above = [labels[i] for i, value in zip(best, values, strict=True) if value >= limits[i]]
-            answers.append({"labels": above, "probabilities": shown})
-            if calibration is not None:
-                answers[-1]["thresholds"] = {labels[i]: limits[i] for i in best[:top]}
-    return _add_judged(answers, judged, coarse)
-
-
-def _add_judged(answers: list[dict[str, Any]], judged: Judged | None, coarse: bool) -> list[dict[str, Any]]:
-    if judged is None:
-        return answers
-    columns = zip(answers, judged.score.tolist(), judged.familiarity.tolist(), strict=True)
-    flag = {"coarse": True} if coarse else {}
-    return [{**answer, "score": score, "familiarity": share, **flag} for answer, score, share in columns]
-
-
-def read_outputs(model: TaskModule[Any], outputs: Outputs, top: int | None = None) -> list[dict[str, Any]]:
-    """The answers of one of the models, calibrated, and with its familiarity, where it has them."""
-    calibration = getattr(model.spec, "calibration", None)
-    familiarity = getattr(model.spec, "familiarity", None)
-    how: dict[str, Any] = {"calibration": calibration, "judged": outputs.judged.get(model.name)}
-    how["coarse"] = familiarity is not None and familiarity.coarse
-    return read_answers(model.kind, model.labels, outputs.logits[model.name], top, **how)
+        return replace(answer, unfamiliar=unfamiliar)
 
 
 @dataclass(frozen=True)
@@ -170,7 +130,7 @@ class AnswerOptions:
 
     batch_size: int = 32
     top: int | None = None
-    """See `read_answers`."""
+    """The number of labels whose probabilities are given; None: all."""
     routing: Routing = Routing()
     embeddings: bool = False
     """Whether predictions have the final tokens."""
@@ -189,7 +149,7 @@ def answer_pictures(
     pictures: Iterator[NamedPicture],
     passes: Sequence[Pass],
     names: Sequence[str],
-    how: AnswerOptions,
+    options: AnswerOptions,
     decode: Decode | None = None,
 ) -> Iterator[Prediction]:
     """The prediction for each image, in order, with the answers in the order of `names`.
@@ -197,25 +157,25 @@ def answer_pictures(
     An image that cannot be read becomes a prediction with an error. `decode` may use other processes; without it, one
     batch at a time is decoded here, and in memory at the size that the models take.
     """
-    batches = iter(lambda: list(islice(pictures, how.batch_size)), [])
+    batches = iter(lambda: list(islice(pictures, options.batch_size)), [])
     decoder = new_decoder(passes)
     for batch, decoded in decode(batches) if decode is not None else ((batch, decoder(batch)) for batch in batches):
-        yield from _answer([name for name, _ in batch], decoded, passes, names, how)
+        yield from _answer([name for name, _ in batch], decoded, passes, names, options)
 
 
 def new_decoder(passes: Sequence[Pass]) -> Decoder:
     """Prepares images for all of the passes."""
-    return Decoder(tuple(one.preprocessing for one in passes))
+    return Decoder(tuple(group.preprocessing for group in passes))
 
 
-def read_predictions(predictions: Iterable[Prediction]) -> list[Answers]:
-    """All answers; an error for the first image that could not be read."""
-    found = []
+def read_predictions(predictions: Iterable[Prediction]) -> list[dict[str, dict[str, Any]]]:
+    """All answers as JSON values; an error for the first image that could not be read."""
+    answers = []
     for row in predictions:
         if row.error is not None:
             raise ImageError(f"{row.image}: {row.error}")
-        found.append(row.answers)
-    return found
+        answers.append(row.to_json())
+    return answers
 
 
 def list_pictures(images: Pictures) -> Iterator[tuple[str, Picture]]:
@@ -238,7 +198,7 @@ class Decoded(NamedTuple):
     """A batch of images, as models take it."""
 
     pixels: list[list[Tensor]]
-    """For each preprocessing all readable images (n, 3, height, width): one tensor, or one for each image where they
+    """For each preprocessing all readable images (n, 3, height, width): one tensor, or one for each image if they
     differ in size."""
     failures: dict[int, str]
     """Why the others cannot be read, by position."""
@@ -260,9 +220,9 @@ class Decoder:
             except ImageError as error:
                 failures[at] = str(error).removeprefix(f"{name}: ")
                 continue
-            for own, preprocessing in zip(pixels, self.preprocessings, strict=True):
-                own.append(preprocessing.to_tensor(images[preprocessing.draft, preprocessing.white]))
-        return Decoded([_stack(own) for own in pixels], failures)
+            for batch, preprocessing in zip(pixels, self.preprocessings, strict=True):
+                batch.append(preprocessing.to_tensor(images[preprocessing.draft, preprocessing.white]))
+        return Decoded([_stack(batch) for batch in pixels], failures)
 
     def _open(self, name: str, picture: Picture | ImageError) -> dict[Any, Image.Image]:
         """The image by draft and white. Big JPEGs are decoded at a fraction of their size, as in training: at that of
@@ -270,8 +230,8 @@ class Decoder:
         if isinstance(picture, ImageError):
             raise picture
         wanted = dict.fromkeys((preprocessing.draft, preprocessing.white) for preprocessing in self.preprocessings)
-        how: dict[str, Any] = {"name": name, "max_pixels": self.max_pixels, "opened": {}}
-        return {(draft, white): open_image(picture, draft=draft, white=white, **how) for draft, white in wanted}
+        options: dict[str, Any] = {"name": name, "max_pixels": self.max_pixels, "opened": {}}
+        return {(draft, white): open_image(picture, draft=draft, white=white, **options) for draft, white in wanted}
 
 
 def _stack(images: list[Tensor]) -> list[Tensor]:
@@ -282,25 +242,25 @@ def _stack(images: list[Tensor]) -> list[Tensor]:
 
 
 def _answer(
-    images: Sequence[str], decoded: Decoded, passes: Sequence[Pass], names: Sequence[str], how: AnswerOptions
+    images: Sequence[str], decoded: Decoded, passes: Sequence[Pass], names: Sequence[str], options: AnswerOptions
 ) -> Iterator[Prediction]:
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    answered: dict[str, list[Answer]] = {name: [] for name in names}
     tokens: dict[str, list[npt.NDArray[np.float32]]] = {}
-    for one, parts in zip(passes, decoded.pixels, strict=True):
-        own = {"base", *(model.name for model in one.models)} - set(tokens)  # the base's of the first pass that has it
+    for group, parts in zip(passes, decoded.pixels, strict=True):
+        new = {"base", *(model.name for model in group.models)} - set(tokens)  # the base of the first pass that has it
         for part in parts:
             with torch.no_grad():
-                outputs = one.run(part)
-            for model in one.models:
-                found[model.name] += read_outputs(model, outputs, how.top)
-            for name in own & set(outputs.tokens) if how.embeddings else ():
+                outputs = group.run(part)
+            for model in group.models:
+                answered[model.name] += outputs.answers(model, options.top)
+            for name in new & set(outputs.tokens) if options.embeddings else ():
                 tokens.setdefault(name, []).extend(outputs.tokens[name].float().cpu().numpy())
-    answers = {name: iter(rows) for name, rows in found.items()}
+    answers = {name: iter(rows) for name, rows in answered.items()}
     embeddings = {name: iter(tokens[name]) for name in ("base", *names) if name in tokens}
     for at, image in enumerate(images):
         if (error := decoded.failures.get(at)) is not None:
             yield Prediction(image, {}, error)
             continue
-        routed = {name: how.routing.apply(next(answers[name])) for name in names}
+        routed = {name: options.routing.apply(next(answers[name])) for name in names}
         given = {name: answer for name, answer in routed.items() if answer is not None}
         yield Prediction(image, given, embeddings={name: next(rows) for name, rows in embeddings.items()})

@@ -7,22 +7,20 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from memoro.arguments import several
 from memoro.backbones import Backbone, require_backbone
 from memoro.engine.answers import (
     AnswerOptions,
-    Answers,
-    Judged,
     Outputs,
     Pass,
     Pictures,
     Prediction,
+    Recognition,
     Routing,
     Unfamiliar,
     answer_pictures,
@@ -30,7 +28,7 @@ from memoro.engine.answers import (
     read_predictions,
 )
 from memoro.engine.bank import Bank, build_bank
-from memoro.engine.explain import READ_OUT, Explanation, explain_task, read_evidence, read_views
+from memoro.engine.explain import Explanation, Trace, explain_tasks, read_views
 from memoro.engine.parents import check_parents
 from memoro.engine.plan import Plan, build_plan
 from memoro.engine.readouts import ReadOutBank
@@ -155,7 +153,7 @@ class Composition(nn.Module):
         if not any_size:
             self.check_size(tasks, (pixels.shape[-2], pixels.shape[-1]))
         plan = self._plan(wanted)
-        readouts = ReadOutBank(self._list) if self._frozen_readouts is None else self._frozen_readouts
+        readouts = self._readouts()
         pool_from = min(readouts.first_layer(wanted, self.backbone.depth), self.backbone.depth - pool)
         how: dict[str, Any] = {"pool_from": pool_from, "seconds": seconds}
         base, stream, ends = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), **how)
@@ -193,7 +191,8 @@ class Composition(nn.Module):
             return Outputs(answers, {}, tokens)
         scores, shares = bank.judge(ends.pooled)
         rows = [(self._list[i].name, known.index(i)) for i in wanted if i in known]
-        return Outputs(answers, {name: Judged(scores[:, row], shares[:, row]) for name, row in rows}, tokens)
+        recognition = {name: Recognition(scores[:, row], shares[:, row]) for name, row in rows}
+        return Outputs(answers, recognition, tokens)
 
     @cached_property
     def _known(self) -> tuple[list[int], FamiliarityBank | None]:
@@ -210,8 +209,8 @@ class Composition(nn.Module):
         top: int | None = None,
         unfamiliar: Unfamiliar = "mark",
         false_alarms: float = FALSE_ALARMS,
-    ) -> list[Answers]:
-        """What each task answers for each image: one dictionary per image, by task name.
+    ) -> list[dict[str, dict[str, Any]]]:
+        """What each task answers for each image: one dictionary per image, by task name, of the fields of `Answer`.
 
         An image is a path, encoded bytes, an open file, a PIL image, an array (height, width, channels) or a tensor
         (channels, height, width), of bytes or of floats from 0 to 1. A folder stands for the images in it, by name, and
@@ -261,29 +260,42 @@ class Composition(nn.Module):
             groups.setdefault(task.spec.preprocessing or self.backbone.preprocessing, []).append(task.name)
         return groups
 
-    def explain(self, images: Pictures, task: str, *, normalised: bool = False) -> Explanation:
+    @overload
+    def explain(self, images: Pictures, task: str, *, normalised: bool = False) -> Explanation: ...
+
+    @overload
+    def explain(
+        self, images: Pictures, task: list[str] | None = None, *, normalised: bool = False
+    ) -> dict[str, Explanation]: ...
+
+    def explain(
+        self, images: Pictures, task: str | list[str] | None = None, *, normalised: bool = False
+    ) -> Explanation | dict[str, Explanation]:
         """What a task's token attends to at each layer: patches, memory, the tasks that it extends; and for a read-out,
-        what each patch adds to the answer.
+        what each patch adds to the answer. For several tasks, or all of them without `task`: a dictionary by name.
 
         Takes images as `predict` does, and `overlay()` draws on them. With `normalised`, `images` is a batch of pixels
-        as `model(pixel_values)` takes it.
+        as `model(pixel_values)` takes it. Tasks with the same preprocessing share a pass.
         """
-        (index,) = self._pick([task])
-        views: list[Image.Image] = []
-        if not normalised:
-            preprocessing = self._list[index].spec.preprocessing or self.backbone.preprocessing
-            pixels, views = read_views(images, preprocessing)
-            images = pixels.to(self.backbone.dtype)
-        pixels = self.backbone.check_pixels(images)
-        self.check_size([task], (pixels.shape[-2], pixels.shape[-1]))
+        names = [task] if isinstance(task, str) else task
+        found: dict[str, Explanation] = {}
+        pictures = [] if normalised else list(list_pictures(images))
+        for preprocessing, together in self.passes(names).items():
+            if normalised:
+                found |= self._explain(images, together)
+                continue
+            pixels, views = read_views(pictures, preprocessing)
+            explained = self._explain(pixels.to(self.backbone.dtype), together)
+            found |= {name: replace(one, images=tuple(views)) for name, one in explained.items()}
+        return found[task] if isinstance(task, str) else {name: found[name] for name in names or self.names}
+
+    def _explain(self, pixel_values: Any, names: Sequence[str]) -> dict[str, Explanation]:
+        pixels, wanted = self.backbone.check_pixels(pixel_values), self._pick(names)
+        self.check_size(names, (pixels.shape[-2], pixels.shape[-1]))
+        traces = {i: Trace.of(i, self._list, self._members, self._stream_lineage) for i in wanted}
+        forward = (self._plan(wanted), self._bank(), self._readouts())
         with torch.no_grad():
-            plan, members = self._plan((index,)), self._members[index]
-            found = explain_task(self.backbone.anatomy, pixels, plan, self._bank(), self._streams, members)
-            if self._list[index].readout is not None:
-                logits = self(pixels, [task])[task]
-                evidence = read_evidence(self.backbone.anatomy, pixels, self._list[index], logits)
-                found = replace(found, evidence=evidence, source=READ_OUT)
-        return replace(found, images=tuple(views))
+            return explain_tasks(self.backbone.anatomy, pixels, *forward, self._streams, traces)
 
     def verify(self, pixel_values: Tensor) -> Verification:
         """Runs the original model and each task alone beside the composition, and says what differs."""
@@ -335,6 +347,9 @@ class Composition(nn.Module):
 
     def _bank(self) -> Bank:
         return build_bank(self.backbone.anatomy, self._streams) if self._frozen_bank is None else self._frozen_bank
+
+    def _readouts(self) -> ReadOutBank:
+        return ReadOutBank(self._list) if self._frozen_readouts is None else self._frozen_readouts
 
     def _pick(self, names: Sequence[str] | None) -> tuple[int, ...]:
         if names is None:

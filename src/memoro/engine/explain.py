@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from memoro.backbones import Anatomy
-from memoro.engine.answers import Pictures, list_pictures
+from memoro.answer import Attention
+from memoro.backbones import Anatomy, Block, Context
 from memoro.engine.bank import Bank
 from memoro.engine.plan import Plan
-from memoro.engine.streams import Attention, layer_bias, run_streams
+from memoro.engine.readouts import ReadOutBank
+from memoro.engine.streams import Attention as GroupAttention
+from memoro.engine.streams import BaseLayer, TaskStream, layer_bias, read_head
 from memoro.errors import DataError, ImageError
-from memoro.images import Preprocessing, open_image
+from memoro.images import Picture, Preprocessing, open_image
+from memoro.tasks.mask import Lineage
 from memoro.tasks.task import Task
 
 OWN_TOKEN = "the task's token"
@@ -35,8 +39,8 @@ class Explanation:
 
     task: str
     source: str
-    """Whose attention it is: the task's token. A head has no layers of its own: there it is the base's class token, or
-    the mean over all tokens where the base has none."""
+    """Whose attention it is: the task's token. A head has no layers of its own, so it is the base's class token, or the
+    mean over all tokens if the base has none."""
     layers: tuple[int, ...]
     """The layers that this token passes; the first axis of every tensor below."""
     patches: Tensor
@@ -50,9 +54,9 @@ class Explanation:
     parents: dict[str, Tensor]
     """(layers, b, h) for each task that it extends: to that one's token and memory together."""
     images: tuple[Image.Image, ...] = ()
-    """What the task saw of each image, in more pixels; empty where it was given a tensor."""
+    """What the task saw of each image, in more pixels; empty if it was given a tensor."""
     evidence: Tensor | None = None
-    """(b, rows, columns) of a task with a read-out: what each patch adds, by the means of the patch tokens, to the
+    """(b, rows, columns) if the task has a read-out: what each patch adds, by the means of the patch tokens, to the
     read-out's logit of the answer, compared with the mean over all labels. `source` is the read-out then."""
 
     @property
@@ -93,8 +97,29 @@ class Explanation:
         parts |= {f"{name} (task)" if name in parts else name: weights for name, weights in self.parents.items()}
         return {name: float(weights[:, index].mean()) for name, weights in parts.items() if weights.any()}
 
+    def describe(self, index: int = 0) -> Attention:
+        """The map and the shares of one of the images, as an answer has them."""
 
-def read_views(images: Pictures, preprocessing: Preprocessing) -> tuple[Tensor, list[Image.Image]]:
+        def shares(weights: Tensor) -> list[float]:
+            layers, _, heads, *rest = weights.shape
+            by_head = weights[:, index].reshape(layers, heads, math.prod(rest)).sum(dim=-1)
+            means: list[float] = by_head.mean(dim=-1).tolist()
+            return means
+
+        return Attention(
+            layers=list(self.layers),
+            source=self.source,
+            note=self.note,
+            heatmap=self.heatmap()[index].tolist(),
+            patches=shares(self.patches),
+            prefix=shares(self.prefix),
+            itself=shares(self.itself),
+            memory=shares(self.memory),
+            parents={name: shares(weights) for name, weights in self.parents.items()},
+        )
+
+
+def read_views(images: Iterable[tuple[str, Picture]], preprocessing: Preprocessing) -> tuple[Tensor, list[Image.Image]]:
     """The images as a batch of pixels, and what the model sees of each as an image of at least `VIEW` pixels."""
     size = preprocessing.size
     view = preprocessing
@@ -103,115 +128,162 @@ def read_views(images: Pictures, preprocessing: Preprocessing) -> tuple[Tensor, 
             view = preprocessing.at(VIEW)
     pixels: list[Tensor] = []
     views: list[Image.Image] = []
-    for name, picture in list_pictures(images):
-        how: dict[str, Any] = {"name": name, "opened": {}, "white": preprocessing.white}
-        pixels.append(preprocessing.to_tensor(open_image(picture, draft=preprocessing.draft, **how)))
-        views.append(view.fit(open_image(picture, draft=view.draft, **how)))
+    for name, picture in images:
+        options: dict[str, Any] = {"name": name, "opened": {}, "white": preprocessing.white}
+        pixels.append(preprocessing.to_tensor(open_image(picture, draft=preprocessing.draft, **options)))
+        views.append(view.fit(open_image(picture, draft=view.draft, **options)))
     if not pixels:
         raise ImageError("no images to explain.")
-    if len({one.shape for one in pixels}) > 1:
+    if len({image.shape for image in pixels}) > 1:
         raise ImageError("these images differ in size, and the preprocessing has no crop: explain them one by one.")
     return torch.stack(pixels), views
 
 
-def explain_task(
-    anatomy: Anatomy, pixels: Tensor, plan: Plan, bank: Bank, tasks: Sequence[Task], members: Sequence[int]
-) -> Explanation:
-    """The attention of a task on these images, from a plan that computes it: the mean over its members."""
-    task, batch, heads = tasks[members[0]], len(pixels), anatomy.heads
-    if task.from_layer == anatomy.depth:
-        return explain_base(anatomy, pixels, task.name)
-    layers: list[int] = []
-    base: list[Tensor] = []
-    itself: list[Tensor] = []
-    memory: list[Tensor] = []
-    parents: dict[str, list[Tensor]] = {tasks[i].name: [] for i in plan.order if i not in members}
+@dataclass
+class Trace:
+    """What is kept of one task while a pass runs, layer by layer."""
 
-    def watch(layer: int, attention: Attention) -> None:
+    task: Task
+    members: Sequence[int]
+    """Its tokens, by index."""
+    ancestors: Mapping[int, str]
+    """The tasks that it extends, by the index of each of their tokens."""
+    layers: list[int] = field(default_factory=list)
+    base: list[Tensor] = field(default_factory=list)
+    itself: list[Tensor] = field(default_factory=list)
+    memory: list[Tensor] = field(default_factory=list)
+    parents: list[dict[str, Tensor]] = field(default_factory=list)
+    evidence: Tensor | None = None
+    """(b, labels, patches)"""
+
+    @classmethod
+    def of(cls, number: int, tasks: Sequence[Task], members: Sequence[range], lineage: Lineage) -> Trace:
+        """An empty trace of a task, given all tasks, the members of each, and the lineage of these."""
+        names = {at: task.name for task, own in zip(tasks, members, strict=True) for at in own}
+        first = members[number][0]
+        return cls(tasks[number], members[number], {at: names[at] for at in lineage.ancestors[first]})
+
+    def watch(self, layer: int, attention: GroupAttention, plan: Plan, streams: Sequence[Task]) -> None:
+        """Keeps the attention of the task's tokens, averaged over them, if they are in this group."""
         group = attention.group
         rows = [plan.order[row] for row in group.rows.tolist()]
-        if members[0] not in rows:  # all members see equally much, so they are in one group
+        if self.members[0] not in rows:  # all members see equally much, so they are in one group
             return
-        at = [rows.index(member) for member in members]
-        seen = [members[0]] if group.tokens is None else [plan.order[row] for row in group.tokens[at[0]].tolist()]
+        at = [rows.index(member) for member in self.members]
+        seen = [self.members[0]] if group.tokens is None else [plan.order[row] for row in group.tokens[at[0]].tolist()]
         tokens = attention.tokens[:, :, at].mean(dim=2)
-        cells = tokens.new_zeros(batch, heads, 0) if attention.cells is None else attention.cells[:, :, at].mean(dim=2)
-        own, *others = torch.split(cells, [tasks[i].cells for i in seen], dim=-1)
-        layers.append(layer)
-        base.append(attention.base[:, :, at].mean(dim=2))
-        itself.append(tokens[..., 0])
-        memory.append(own)
-        found = {name: torch.zeros_like(tokens[..., 0]) for name in parents}
+        cells = tokens.new_zeros(*tokens.shape[:2], 0)
+        if attention.cells is not None:
+            cells = attention.cells[:, :, at].mean(dim=2)
+        memory, *others = torch.split(cells, [streams[i].cells for i in seen], dim=-1)
+        parents = {name: torch.zeros_like(tokens[..., 0]) for name in self.ancestors.values()}
         for place, (i, part) in enumerate(zip(seen[1:], others, strict=True), start=1):
-            found[tasks[i].name] += tokens[..., place] + part.sum(dim=-1)
-        for name, weights in parents.items():
-            weights.append(found[name])
+            parents[self.ancestors[i]] += tokens[..., place] + part.sum(dim=-1)
+        self.layers.append(layer)
+        self.base.append(attention.base[:, :, at].mean(dim=2))
+        self.itself.append(tokens[..., 0])
+        self.memory.append(memory)
+        self.parents.append(parents)
 
-    def stack(parts: list[Tensor], *tail: int) -> Tensor:
-        return torch.stack(parts) if parts else pixels.new_zeros(0, batch, heads, *tail)
+    def add_evidence(self, layer: int, tokens: Tensor, anatomy: Anatomy) -> None:
+        """Adds what each patch of a layer adds to each label's logit by the read-out, compared with the mean over all
+        labels. Means of patch tokens are sums over patches, so this part of the read-out splits into them exactly."""
+        readout, reads = self.task.readout, self.task.spec.readout
+        if readout is None or reads is None or layer < reads.from_layer:
+            return
+        weight = readout.weight.reshape(len(self.task.labels), -1, anatomy.statistics, anatomy.dim)
+        weight = weight[:, layer - reads.from_layer, anatomy.statistics - 2]
+        weight = weight - weight.mean(dim=0) if len(weight) > 1 else weight
+        patches = tokens[:, anatomy.prefix :].to(weight)
+        part = weight @ patches.transpose(-1, -2) / patches.shape[1]
+        self.evidence = part if self.evidence is None else self.evidence + part
 
-    _, context = anatomy.embed(pixels)
-    run_streams(anatomy, pixels, plan, bank, watch=watch)
+
+def explain_tasks(
+    anatomy: Anatomy,
+    pixels: Tensor,
+    plan: Plan,
+    bank: Bank,
+    readouts: ReadOutBank,
+    streams: Sequence[Task],
+    traces: Mapping[int, Trace],
+) -> dict[str, Explanation]:
+    """Where tasks, by number, looked in these images, from one pass."""
+
+    def watch(layer: int, attention: GroupAttention) -> None:
+        for trace in traces.values():
+            trace.watch(layer, attention, plan, streams)
+
+    tokens, context = anatomy.embed(pixels)
+    stream = TaskStream(anatomy, plan, bank, watch)
+    with_heads = any(trace.task.from_layer == anatomy.depth for trace in traces.values())
+    first = readouts.first_layer(list(traces), anatomy.depth)
+    base: list[Tensor] = []
+    pooled: list[Tensor] = []
+    for layer, block in enumerate(anatomy.blocks):
+        start = anatomy.base_token(tokens)
+        if with_heads:
+            base.append(_base_attention(anatomy, block, tokens, context, layer))
+        tokens, keys, values = block.run(tokens, context, layer)
+        stream.read(layer, BaseLayer(start, keys, values, layer_bias(context, layer)))
+        if layer >= first:
+            pooled.append(anatomy.pool(tokens))
+            for trace in traces.values():
+                trace.add_evidence(layer, tokens, anatomy)
+    rows = stream.finish(anatomy.base_token(tokens))
+    read = readouts.answer(torch.stack(pooled, dim=1), list(traces)) if pooled else {}
+    found = {}
+    for number, trace in traces.items():
+        evidence = None
+        if trace.evidence is not None:
+            assert rows is not None
+            places = [plan.order.index(member) for member in trace.members]
+            best = (read_head(trace.task.head, rows, places)[1] + read[number]).argmax(dim=-1)
+            evidence = trace.evidence[torch.arange(len(best), device=best.device), best].reshape(-1, *context.grid)
+        found[trace.task.name] = _explanation(anatomy, context, trace, base, evidence, pixels)
+    return found
+
+
+def _explanation(
+    anatomy: Anatomy, context: Context, trace: Trace, base: Sequence[Tensor], evidence: Tensor | None, pixels: Tensor
+) -> Explanation:
+    task, is_head = trace.task, trace.task.from_layer == anatomy.depth
+    empty = pixels.new_zeros(0, len(pixels), anatomy.heads)
+
+    def stack(parts: Sequence[Tensor], *tail: int) -> Tensor:
+        return torch.stack(list(parts)) if parts else empty.new_zeros(*empty.shape, *tail)
+
     rows, columns = context.grid
-    everything = stack(base, anatomy.prefix + rows * columns)
+    weights = stack(base if is_head else trace.base, anatomy.prefix + rows * columns)
+    none = weights.new_zeros(weights.shape[:-1])
+    source = "all tokens of the base" if anatomy.class_token is None else "the base's class token"
     return Explanation(
         task=task.name,
-        source=OWN_TOKEN,
-        layers=tuple(layers),
-        patches=everything[..., anatomy.prefix :].reshape(len(layers), batch, heads, rows, columns),
-        prefix=everything[..., : anatomy.prefix],
-        itself=stack(itself),
-        memory=stack(memory, task.cells),
-        parents={name: stack(weights) for name, weights in parents.items()},
-    )
-
-
-def read_evidence(anatomy: Anatomy, pixels: Tensor, task: Task, logits: Tensor) -> Tensor:
-    """What each patch adds to the read-out's logit of each image's best label, by these logits (b, labels), compared
-    with the mean over all labels: (b, rows, columns). Means of patch tokens are sums over patches, so this part of the
-    read-out splits into them exactly."""
-    assert task.readout is not None
-    assert task.spec.readout is not None
-    each = task.readout.weight.reshape(len(task.labels), -1, anatomy.statistics, anatomy.dim)
-    weight = each[:, :, anatomy.statistics - 2]
-    weight = weight - weight.mean(dim=0) if len(weight) > 1 else weight  # (labels, layers, dim)
-    chosen = weight[logits.argmax(dim=-1)]
-    tokens, context = anatomy.embed(pixels)
-    patches = tokens.shape[1] - anatomy.prefix
-    found = chosen.new_zeros(len(pixels), patches)
-    for layer, block in enumerate(anatomy.blocks):
-        tokens, _, _ = block.run(tokens, context, layer)
-        if layer >= task.spec.readout.from_layer:
-            own = chosen[:, layer - task.spec.readout.from_layer, :, None]
-            found = found + (tokens[:, anatomy.prefix :].to(own) @ own)[..., 0] / patches
-    return found.reshape(len(pixels), *context.grid)
-
-
-def explain_base(anatomy: Anatomy, pixels: Tensor, task: str) -> Explanation:
-    """The attention of the token that heads read: the base's class token, or the mean over all where it has none."""
-    tokens, context = anatomy.embed(pixels)
-    found: list[Tensor] = []
-    for layer, block in enumerate(anatomy.blocks):
-        q, k, _ = block.qkv(block.norm1(tokens))
-        if context.rotate is not None:
-            q, k = context.rotate(q, k)
-        if anatomy.class_token is not None:
-            scores = block.scaling * q[:, :, :1] @ k.transpose(-1, -2)
-            bias = layer_bias(context, layer)
-            scores = scores if bias is None else scores + bias.unsqueeze(1)
-        else:
-            scores = block.scaling * q @ k.transpose(-1, -2)
-        found.append(scores.softmax(dim=-1).mean(dim=2))
-        tokens, _, _ = block.run(tokens, context, layer)
-    weights, (rows, columns) = torch.stack(found), context.grid
-    none = weights.new_zeros(weights.shape[:-1])
-    return Explanation(
-        task=task,
-        source="all tokens of the base" if anatomy.class_token is None else "the base's class token",
-        layers=tuple(range(anatomy.depth)),
+        source=READ_OUT if evidence is not None else source if is_head else OWN_TOKEN,
+        layers=tuple(range(anatomy.depth)) if is_head else tuple(trace.layers),
         patches=weights[..., anatomy.prefix :].reshape(*none.shape, rows, columns),
         prefix=weights[..., : anatomy.prefix],
-        itself=none,
-        memory=none.unsqueeze(-1)[..., :0],
-        parents={},
+        itself=none if is_head else stack(trace.itself),
+        memory=none.unsqueeze(-1)[..., :0] if is_head else stack(trace.memory, task.cells),
+        parents={}
+        if is_head
+        else {
+            name: stack([layer[name] for layer in trace.parents]) for name in dict.fromkeys(trace.ancestors.values())
+        },
+        evidence=evidence,
     )
+
+
+def _base_attention(anatomy: Anatomy, block: Block, tokens: Tensor, context: Context, layer: int) -> Tensor:
+    """The attention (b, h, n) of the token that heads read at one layer: the base's class token, or the mean over all
+    if it has none."""
+    q, k, _ = block.qkv(block.norm1(tokens))
+    if context.rotate is not None:
+        q, k = context.rotate(q, k)
+    if anatomy.class_token is not None:
+        scores = block.scaling * q[:, :, :1] @ k.transpose(-1, -2)
+        bias = layer_bias(context, layer)
+        scores = scores if bias is None else scores + bias.unsqueeze(1)
+    else:
+        scores = block.scaling * q @ k.transpose(-1, -2)
+    return scores.softmax(dim=-1).mean(dim=2)

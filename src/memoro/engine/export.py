@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memoro.engine.answers import Judged
+from memoro.engine.answers import Recognition
 from memoro.errors import BackboneError, CompositionError, TaskFileError, first_line
 from memoro.extras import need
-from memoro.heads import probabilities
 from memoro.images import Preprocessing
 from memoro.tasks.record import KEY
 from memoro.tasks.task import Task, content_hashes
@@ -29,15 +28,13 @@ if TYPE_CHECKING:
 FORMAT = 1
 
 
-def task_outputs(task: Task, logits: Tensor, judged: Judged | None) -> dict[str, Tensor]:
-    """The outputs of one task in an exported file, by name. A further answer of tasks is one more entry here."""
+def task_outputs(task: Task, logits: Tensor, recognition: Recognition | None) -> dict[str, Tensor]:
+    """The outputs of one task in an exported file, by name."""
     outputs = {task.name: logits}
-    if task.kind != "regression":  # whose numbers are the logits themselves
-        calibration = task.spec.calibration
-        calibrated = logits if calibration is None else calibration.apply(logits)
-        outputs[f"{task.name}.probabilities"] = probabilities(task.kind, calibrated)
-    if judged is not None:
-        outputs[f"{task.name}.familiarity"] = judged.familiarity
+    if not task.head_kind.has_numbers:  # which are the logits themselves
+        outputs[f"{task.name}.probabilities"] = task.probabilities(logits)
+    if recognition is not None:
+        outputs[f"{task.name}.familiarity"] = recognition.familiarity
     return outputs
 
 
@@ -74,10 +71,10 @@ class ExportModule(nn.Module):
         """`base`, and for each task what `task_outputs` names."""
         if self.images:
             pixels = (pixels.permute(0, 3, 1, 2).float() * self.preprocessing.scale - self.mean) / self.std
-        found = self.model.run(pixels, any_size=True)
-        outputs = {"base": found.logits["base"]}
+        given = self.model.run(pixels, any_size=True)
+        outputs = {"base": given.logits["base"]}
         for name, task in self.model.tasks.items():
-            for output, value in task_outputs(task, found.logits[name], found.judged.get(name)).items():
+            for output, value in task_outputs(task, given.logits[name], given.recognition.get(name)).items():
                 if output in outputs or output == self.input_name:
                     raise CompositionError(f"{output!r} names two parts of the ONNX file: rename the task {name!r}.")
                 outputs[output] = value
@@ -122,8 +119,8 @@ class ExportModule(nn.Module):
 
 def _decisions(task: Task) -> dict[str, Any]:
     """What turns the outputs of a calibrated task into the labels and intervals that `predict` gives."""
-    found = task.spec.calibration
-    parts = {} if found is None else {"thresholds": found.thresholds, "spread": found.spread}
+    calibration = task.spec.calibration
+    parts = {} if calibration is None else {"thresholds": calibration.thresholds, "spread": calibration.spread}
     return {name: list(values) for name, values in parts.items() if values}
 
 

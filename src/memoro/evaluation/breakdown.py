@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memoro.evaluation.metrics import confusion
-from memoro.heads import HeadKind, probabilities
+from memoro.heads import HEADS, HeadKind
 from memoro.tasks.calibration import Calibration
 
 Rows = list[list[str]]
@@ -32,7 +32,7 @@ def class_figures(
         return _of_classes(labels, logits, targets)
     if kind == "multilabel":
         return _of_labels(labels, _given(logits, calibration), targets)
-    return _of_numbers(labels, probabilities(kind, logits).cpu(), targets.cpu())  # MPS has no float64
+    return _of_numbers(labels, HEADS[kind].probabilities(logits).cpu(), targets.cpu())  # MPS has no float64
 
 
 def _of_classes(labels: Sequence[str], logits: Tensor, targets: Tensor) -> tuple[list[str], Rows]:
@@ -83,7 +83,10 @@ def find_mistakes(
 
     Several labels count as wrong where one of them is.
     """
-    answers, targets = probabilities(kind, logits if calibration is None else calibration.apply(logits)), targets.cpu()
+    answers, targets = (
+        HEADS[kind].probabilities(logits if calibration is None else calibration.apply(logits)),
+        targets.cpu(),
+    )
     if kind == "softmax":
         best, said = answers.max(dim=-1)
         wrong = said != targets

@@ -14,7 +14,7 @@ from torch import Tensor
 from memoro.arguments import several
 from memoro.backbones import Backbone
 from memoro.console import bar, format_count, plain_console
-from memoro.data import ImageSet, Loader, Splits, Streams, load_data
+from memoro.data import ImageSet, Loader, Splits, load_data
 from memoro.data.load import has_columns
 from memoro.engine.composition import compose
 from memoro.errors import DataError, TrainingError
@@ -222,7 +222,7 @@ def load_test_images(
     return splits, images, split, dict(splits.unknown.get("train" if split == "all" else split, {}))
 
 
-def check_labels(task: Task | Baseline, splits: Splits | Streams) -> None:
+def check_labels(task: Task | Baseline, splits: Splits) -> None:
     """Raises where a set has other labels than the task, or another kind of them."""
     if splits.kind != task.kind:
         raise TrainingError(f"{task.name!r} has a {task.kind} head, but {splits.name} is a {splits.kind} set.")

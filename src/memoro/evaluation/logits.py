@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.data import Batch, ImageSet, ImageStream
+from memoro.data import Batch, ImageSet
 from memoro.engine.streams import Features
 from memoro.errors import TrainingError
 
@@ -34,7 +34,7 @@ class Batches(Protocol):
     """A loader of pixels or of features."""
 
     @property
-    def images(self) -> ImageSet | ImageStream: ...
+    def images(self) -> ImageSet: ...
 
     def __len__(self) -> int: ...
 

@@ -6,24 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from rich.console import RenderableType
 from rich.text import Text
 from torch import Tensor
 
 from memoro.console import format_count, make_table, printable
-from memoro.heads import HeadKind, loss_sum, probabilities
+from memoro.heads import HEADS, HeadKind
 from memoro.plots import MAX_CONFUSION
 from memoro.tasks.calibration import decide_unseen
 from memoro.tasks.facts import finite_number
 from memoro.tasks.spec import TaskModule
-
-MAIN_FIGURE: dict[HeadKind, str] = {
-    "softmax": "accuracy",
-    "multilabel": "mean_average_precision",
-    "regression": "r2",
-}
-"""What runs are compared by."""
 
 COLUMNS = {
     "accuracy": "accuracy",
@@ -47,28 +39,12 @@ NO_BETTER = 0.05
 
 
 def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tensor) -> dict[str, Any]:
-    """JSON-ready metrics over a whole set.
-
-    softmax: accuracy, balanced accuracy, expected calibration error (15 bins), recall of the five worst classes, how
-    many times the images of the smallest class the largest one has.
-    multilabel: mean average precision and F1 (at a threshold of one half), both means over the labels that occur; exact
-    match, label accuracy (over all yes/no answers). regression: R² and mean absolute error, means over outputs.
-    """
-    logits = logits.detach().float().cpu()
-    targets = targets.cpu()
-    count = len(targets)
-    loss = float(loss_sum(kind, logits, targets)) / max(count, 1)
-    found: dict[str, Any] = {"images": count, "loss": loss}
-    if not count or not math.isfinite(loss):
-        return found
-    answers = probabilities(kind, logits)
-    if kind == "softmax":
-        found |= _softmax(labels, answers, targets)
-    elif kind == "multilabel":
-        found |= _multilabel(answers, targets)
-    else:
-        found |= _regression(answers, targets.float())
-    return found
+    """JSON-ready metrics over a whole set: `images`, `loss`, and those of `Head.measure`."""
+    head, targets = HEADS[kind], targets.cpu()
+    logits, count = logits.detach().float().cpu(), len(targets)
+    loss = float(head.loss_sum(logits, targets)) / max(count, 1)
+    shown = head.measure(labels, head.probabilities(logits), targets) if count and math.isfinite(loss) else {}
+    return {"images": count, "loss": loss, **shown}
 
 
 def measure_task(task: TaskModule[Any], logits: Tensor, targets: Tensor, *, fitted_on: bool = False) -> dict[str, Any]:
@@ -77,23 +53,21 @@ def measure_task(task: TaskModule[Any], logits: Tensor, targets: Tensor, *, fitt
 
     `fitted_on`: the calibration was fitted on these very answers, so it is judged by others like it (`decide_unseen`).
     """
-    found = measure(task.kind, task.labels, logits, targets)
-    calibration = getattr(task.spec, "calibration", None)  # a baseline has none
-    if calibration is None or task.kind == "regression":
-        return found
-    decided = decide_unseen(task.kind, logits, targets) if fitted_on else calibration.decide(logits)
+    before = measure(task.kind, task.labels, logits, targets)
+    if task.spec.calibration is None:
+        return before
+    decided = decide_unseen(task.kind, logits, targets) if fitted_on else task.spec.calibration.decide(logits)
     if decided is None:
-        return found
+        return before
     after = measure(task.kind, task.labels, decided, targets)
-    if task.kind == "multilabel":
-        return {**found, **{key: after[key] for key in ("f1", "exact_match", "label_accuracy") if key in after}}
-    before = {"calibration_error_before": found["calibration_error"]} if "calibration_error" in found else {}
-    return {**found, **{key: after[key] for key in ("calibration_error",) if key in after}, **before}
+    changed = {name: after[name] for name in task.head_kind.calibrated_metrics if name in after}
+    former = {f"{name}_before": before[name] for name in changed if name == "calibration_error"}
+    return {**before, **changed, **former}
 
 
 def score(kind: HeadKind, metrics: dict[str, Any]) -> tuple[float, float]:
     """What runs are compared by, higher is better: the kind's main metric, then a lower loss."""
-    value = metrics.get(MAIN_FIGURE[kind])
+    value = metrics.get(HEADS[kind].main_metric)
     return (-math.inf if value is None else value), -metrics["loss"]
 
 
@@ -170,7 +144,7 @@ def recorded(kind: HeadKind, metrics: dict[str, Any], logits: Tensor | None, tar
     """The metrics as a task's file keeps them: without those that are undefined, with the confusion of few classes."""
     found = {name: value for name, value in reported(metrics).items() if value is not None}
     known = logits is not None and targets is not None and logits.shape[-1] <= MAX_CONFUSION
-    if kind == "softmax" and known and metrics["split"] != "train":
+    if HEADS[kind].has_classes and known and metrics["split"] != "train":
         assert logits is not None
         assert targets is not None
         found["confusion"] = confusion(logits, targets).tolist()
@@ -201,68 +175,3 @@ def format_worst(metrics: dict[str, Any], most: int) -> str:
     recalls = ((label, finite_number(value)) for label, value in (found.items() if isinstance(found, dict) else ()))
     wrong = [(label, recall) for label, recall in recalls if recall is not None and recall < 1]
     return ", ".join(f"{label} {recall:.3f}" for label, recall in wrong[:most])
-
-
-def _softmax(labels: Sequence[str], probabilities: Tensor, targets: Tensor) -> dict[str, Any]:
-    right = probabilities.argmax(dim=-1) == targets
-    counts = targets.bincount(minlength=len(labels))
-    hits = targets[right].bincount(minlength=len(labels))
-    recall = {labels[i]: float(hits[i] / counts[i]) for i in range(len(labels)) if counts[i]}
-    worst = sorted(recall, key=lambda label: (recall[label], label))[:5]
-    return {
-        "accuracy": float(right.float().mean()),
-        "balanced_accuracy": sum(recall.values()) / len(recall),
-        "calibration_error": _calibration_error(probabilities.amax(dim=-1), right),
-        "majority_accuracy": float(counts.max() / counts.sum()),
-        "imbalance": float(counts.max() / counts[counts > 0].min()),
-        "worst_classes": {label: recall[label] for label in worst},
-    }
-
-
-def _multilabel(probabilities: Tensor, targets: Tensor) -> dict[str, Any]:
-    truth = targets >= 0.5
-    right = (probabilities >= 0.5) == truth
-    # Without a positive image, precision is undefined.
-    present = truth.any(dim=0).nonzero().flatten().tolist()
-    each = [_average_precision(probabilities[:, label], truth[:, label]) for label in present]
-    said, occurs = probabilities >= 0.5, truth.any(dim=0)
-    f1 = 2 * (said & truth).sum(dim=0) / (said.sum(dim=0) + truth.sum(dim=0)).clamp(min=1)
-    return {
-        "mean_average_precision": sum(each) / len(each) if each else None,
-        "f1": float(f1[occurs].mean()) if each else None,
-        "exact_match": float(right.all(dim=-1).float().mean()),
-        "label_accuracy": float(right.float().mean()),
-    }
-
-
-BINS = 15
-
-
-def _calibration_error(confidences: Tensor, right: Tensor) -> float:
-    """The expected calibration error over `BINS` bins of equal width."""
-    bins = (confidences * BINS).long().clamp(max=BINS - 1)
-    gaps = torch.zeros(BINS, dtype=torch.float64, device=bins.device)
-    gaps.index_add_(0, bins, right.double() - confidences.double())
-    return float(gaps.abs().sum() / len(right))
-
-
-def _average_precision(scores: Tensor, truth: Tensor) -> float:
-    """The area under precision over recall, as a step function. Images of one score are counted together."""
-    order = scores.argsort(descending=True)
-    ends = (scores[order].diff() != 0).nonzero().flatten()
-    ends = torch.cat([ends, ends.new_tensor([len(scores) - 1])])
-    hits = truth[order].double().cumsum(dim=0)[ends]
-    recall = hits / hits[-1]
-    return float((hits / (ends + 1) * recall.diff(prepend=recall.new_zeros(1))).sum())
-
-
-def _regression(values: Tensor, targets: Tensor) -> dict[str, Any]:
-    targets = targets.double()  # in float32, the mean of equal numbers is not always one of them
-    error = values - targets
-    known = targets.amax(dim=0) > targets.amin(dim=0)  # R² is undefined for an output whose targets are all the same
-    variation = (targets - targets.mean(dim=0)).square().sum(dim=0)
-    each = 1 - error.square().sum(dim=0)[known] / variation[known]
-    return {
-        "r2": float(each.mean()) if len(each) else None,
-        "mean_absolute_error": float(error.abs().mean()),
-    }

@@ -6,10 +6,11 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+from memoro.answer import Answer
 from memoro.console import printable
 from memoro.engine.composition import Composition
 from memoro.errors import DataError, ImageError
@@ -20,47 +21,65 @@ _CELL, _GAP, _CAPTION = 256, 12, 44
 _BACK, _TEXT = (255, 255, 255), (31, 35, 40)
 
 
+class Looked(NamedTuple):
+    """What a task answered for an image, and where it looked."""
+
+    answer: Answer
+    attention: dict[str, float]
+    """The shares of patches, memory and the rest."""
+    source: str
+    """Whose attention it is."""
+    note: str | None
+    """What a reader has to know about the picture, if anything."""
+
+
 @dataclass
 class Overlays:
-    """What `draw_overlays` found."""
+    """What `draw_overlays` drew."""
 
     picture: Image.Image | None = None
     """The overlay of one image and one task; else a sheet with a row for each image and a column for each task."""
-    answers: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """By image and task: the `answer`, the `attention` to patches, memory and the rest, whose attention it is
-    (`source`), and a `note` on the picture, if it needs one."""
+    answers: dict[str, dict[str, Looked]] = field(default_factory=dict)
+    """By image and task."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Why images could not be read."""
 
     @property
     def notes(self) -> dict[str, str]:
         """By task: what a reader has to know about its pictures."""
-        found = [(name, own["note"]) for tasks in self.answers.values() for name, own in tasks.items()]
-        return {name: note for name, note in found if note is not None}
+        every = (item for looked in self.answers.values() for item in looked.items())
+        return {name: looked.note for name, looked in every if looked.note is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        """The answers, by image and task, as JSON values."""
+        return {
+            image: {name: {**one._asdict(), "answer": one.answer.to_json()} for name, one in looked.items()}
+            for image, looked in self.answers.items()
+        }
 
 
 def draw_overlays(model: Composition, paths: Sequence[Path]) -> Overlays:
     """Where every task of the composition looked in each image."""
     if len(paths) > MAX_IMAGES:
         raise DataError(f"{len(paths)} images are too many for one picture: give {MAX_IMAGES} at most.")
-    found, rows = Overlays(), []
+    overlays, rows = Overlays(), []
     single = len(paths) == len(model.names) == 1
     for path in paths:
         try:
-            answers = model.predict([path])[0]
-            explained = {name: model.explain(path, name) for name in model.names}
+            explained = model.explain(path)
         except ImageError as error:
-            found.skipped[str(path)] = str(error)
+            overlays.skipped[str(path)] = str(error)
             continue
-        found.answers[str(path)] = {
-            name: {"answer": answers[name], "attention": own.shares(), "source": own.source, "note": own.note}
-            for name, own in explained.items()
+        answers = next(model.predict_stream([path])).answers
+        overlays.answers[str(path)] = {
+            name: Looked(answers[name], one.shares(), one.source, one.note) for name, one in explained.items()
         }
+        first = next(iter(explained.values()))
         if single:
-            found.picture = next(iter(explained.values())).overlay()
-            return found
-        cells = [_cell(next(iter(explained.values())).images[0], path.name, "")]
-        cells += [_cell(own.overlay(), name, brief_answer(answers[name])) for name, own in explained.items()]
+            overlays.picture = first.overlay()
+            return overlays
+        cells = [_cell(first.images[0], path.name, "")]
+        cells += [_cell(one.overlay(), name, str(answers[name])) for name, one in explained.items()]
         rows.append(cells)
     if rows:
         step = (_CELL + _GAP, _CELL + _CAPTION + _GAP)
@@ -68,8 +87,8 @@ def draw_overlays(model: Composition, paths: Sequence[Path]) -> Overlays:
         for down, cells in enumerate(rows):
             for across, cell in enumerate(cells):
                 sheet.paste(cell, (_GAP + across * step[0], _GAP + down * step[1]))
-        found.picture = sheet
-    return found
+        overlays.picture = sheet
+    return overlays
 
 
 def picture_format(path: Path) -> str:
@@ -85,17 +104,6 @@ def save_picture(picture: Image.Image, path: Path) -> None:
     buffer = io.BytesIO()
     picture.save(buffer, format=picture_format(path))
     write_whole(path, buffer.getvalue())
-
-
-def brief_answer(answer: dict[str, Any]) -> str:
-    """An answer of `predict` in a few words."""
-    if "label" in answer:
-        text = f"{answer['label']} {answer['probability']:.2f}"
-    elif "labels" in answer:
-        text = ", ".join(f"{label} {answer['probabilities'][label]:.2f}" for label in answer["labels"]) or "no label"
-    else:
-        text = ", ".join(f"{name} {value:.4g}" for name, value in answer["values"].items())
-    return f"unfamiliar ({text})" if answer.get("unfamiliar") else text
 
 
 def _cell(image: Image.Image, first: str, second: str) -> Image.Image:

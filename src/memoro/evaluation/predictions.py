@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from rich.table import Table
 
+from memoro.answer import COLUMNS
 from memoro.console import Cell, fits, format_count, make_table, to_json
 from memoro.engine.answers import Prediction
 from memoro.errors import DataError
@@ -24,14 +25,7 @@ MAX_ROWS = 200
 ROW_GROUP = 20_000
 """Rows of a Parquet file that are collected before they are written."""
 
-FIELDS = (
-    "image", "task", "label", "probability", "value", "low", "high", "predicted", "score", "familiarity", "unfamiliar",
-    "error",
-)  # fmt: skip
-"""The columns of CSV and Parquet: see `flat_rows`. With embeddings, Parquet has one more."""
-
-
-_EMPTY: dict[str, Any] = dict.fromkeys((*FIELDS, "embedding"))
+_EMPTY: dict[str, Any] = dict.fromkeys((*COLUMNS, "embedding"))
 
 
 @dataclass
@@ -63,40 +57,26 @@ class Tally:
 
 
 def flat_rows(prediction: Prediction, top: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a prediction, with all `FIELDS`, None where there is nothing to say.
+    """The rows of a prediction, with all `COLUMNS` and None in those that are empty: see `Answer.rows`.
 
-    One for each label: the answer or the `top` ones of a softmax task, all labels or the `top` ones of a multilabel
-    task, with their `probability` and whether they are `predicted`; one for each `value` of a regression, with the ends
-    of its interval. An image that could not be read has a single row with its `error`; one whose answers were all
-    dropped has a single row without a task.
-
-    Where there are embeddings, the first row of each task has its `embedding`, and the base's is in a row of its own,
-    with `base` as the task.
+    An image that could not be read has a single row with its `error`; one whose answers were all dropped has a single
+    row without a task. If there are embeddings, the first row of each task has its `embedding`, and the base's is in a
+    row of its own, with `base` as the task.
     """
-    image = _utf8(prediction.image)
 
-    def row(**fields: Any) -> dict[str, Any]:
-        return {**_EMPTY, "image": image, **fields}
+    def row(**cells: Any) -> dict[str, Any]:
+        escaped = {name: _utf8(cell) for name, cell in cells.items()}
+        return {**_EMPTY, "image": _utf8(prediction.image), **escaped}
 
     if prediction.error is not None:
-        yield row(error=_utf8(prediction.error))
+        yield row(error=prediction.error)
     elif "base" in prediction.embeddings:
         yield row(task="base", embedding=prediction.embeddings["base"])
     elif not prediction.answers:
         yield row()
     for task, answer in prediction.answers.items():
-        known = {name: answer.get(name) for name in ("score", "familiarity", "unfamiliar")}
-        known |= {"task": _utf8(task), "embedding": prediction.embeddings.get(task)}
-        if "values" in answer:
-            for name, value in answer["values"].items():
-                low, high = answer.get("intervals", {}).get(name, (None, None))
-                yield row(label=_utf8(name), value=value, low=low, high=high, **known)
-                known["embedding"] = None
-            continue
-        chosen, most = ([answer["label"]], top or 1) if "label" in answer else (answer["labels"], top)
-        for label, probability in islice(answer["probabilities"].items(), most):
-            yield row(label=_utf8(label), probability=probability, predicted=label in chosen, **known)
-            known["embedding"] = None
+        for number, cells in enumerate(answer.rows(top)):
+            yield row(task=task, embedding=None if number else prediction.embeddings.get(task), **cells)
 
 
 def write_predictions(
@@ -146,7 +126,7 @@ def _without_apostrophe(cell: str) -> str:
 
 def _write_csv(predictions: Iterable[Prediction], file: BinaryIO, top: int | None, raw: bool = False) -> None:
     lines = io.StringIO()
-    writer = csv.DictWriter(lines, FIELDS, extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(lines, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for prediction in predictions:
         for row in flat_rows(prediction, top):
@@ -162,7 +142,7 @@ def _write_json(predictions: Iterable[Prediction], file: BinaryIO, top: int | No
     """One object: by image its answers by task, or `{"error": …}`."""
     start = "{"
     for one in predictions:
-        entry = {one.image: one.answers if one.error is None else {"error": one.error}}
+        entry = {one.image: one.to_json() if one.error is None else {"error": one.error}}
         _write(file, start + to_json(entry, indent=2)[1:-2])
         start = ","
     _write(file, "{}\n" if start == "{" else "\n}\n")
@@ -171,7 +151,7 @@ def _write_json(predictions: Iterable[Prediction], file: BinaryIO, top: int | No
 def _write_json_lines(predictions: Iterable[Prediction], file: BinaryIO, top: int | None) -> None:
     """An object for each image: its name in `image`, and `answers` by task, or `error`."""
     for one in predictions:
-        rest = {"answers": one.answers} if one.error is None else {"error": one.error}
+        rest = {"answers": one.to_json()} if one.error is None else {"error": one.error}
         _write(file, to_json({"image": one.image, **rest}) + "\n")
 
 
@@ -181,10 +161,9 @@ def _write_parquet(
     import pyarrow
     from pyarrow import parquet
 
-    numbers = ("probability", "value", "low", "high", "score", "familiarity")
-    types = dict.fromkeys(numbers, pyarrow.float64()) | dict.fromkeys(("predicted", "unfamiliar"), pyarrow.bool_())
-    own = [("embedding", pyarrow.list_(pyarrow.float32()))] if embeddings else []
-    schema = pyarrow.schema([*((name, types.get(name, pyarrow.string())) for name in FIELDS), *own])
+    types = {str: pyarrow.string(), float: pyarrow.float64(), bool: pyarrow.bool_()}
+    columns = [(name, types[kind]) for name, kind in COLUMNS.items()]
+    schema = pyarrow.schema([*columns, *([("embedding", pyarrow.list_(pyarrow.float32()))] if embeddings else [])])
     rows = (row for prediction in predictions for row in flat_rows(prediction, top))
     with parquet.ParquetWriter(file, schema) as writer:
         while group := list(islice(rows, ROW_GROUP // 10 if embeddings else ROW_GROUP)):
@@ -232,17 +211,17 @@ def predictions_table(predictions: Sequence[Prediction], total: int, top: int | 
     errors = ["error"] if any(one.error is not None for one in predictions) else []
     rows: list[list[Cell]] = []
     for one in predictions:
-        cells = [_brief(one.answers[name], top) if name in one.answers else "" for name in names]
+        cells = [one.answers[name].lines(top) if name in one.answers else "" for name in names]
         if cells and not one.answers and one.error is None:
             cells[0] = UNFAMILIAR
         rows.append([one.image, *cells, *([one.error or ""] if errors else [])])
     table = make_table(["image", *names, *errors], rows, title, left=2 + len(names))
     if fits(table, width):
         return table
-    rows, ranked = [], all("score" in answer for one in predictions for answer in one.answers.values())
+    rows, ranked = [], all(answer.score is not None for one in predictions for answer in one.answers.values())
     for one in predictions:
-        order = sorted(one.answers, key=lambda name: -one.answers[name]["score"]) if ranked else list(one.answers)
-        rows += [["", name, _brief(one.answers[name], top)] for name in order] or [["", "", one.error or UNFAMILIAR]]
+        order = sorted(one.answers, key=lambda name: -(one.answers[name].score or 0.0)) if ranked else list(one.answers)
+        rows += [["", name, one.answers[name].lines(top)] for name in order] or [["", "", one.error or UNFAMILIAR]]
         rows[-max(1, len(order))][0] = one.image
     title += "; the most likely task first" if ranked else ""
     return make_table(["image", "task", "answer"], rows, title, left=3)
@@ -256,20 +235,3 @@ def _write(file: BinaryIO, text: str) -> None:
 def _utf8(value: Any) -> Any:
     """File names may contain bytes that are not UTF-8, and labels any code point: those are escaped."""
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
-
-
-def _brief(answer: dict[str, Any], top: int | None) -> Cell:
-    if answer.get("unfamiliar"):
-        shown = _brief({**answer, "unfamiliar": False}, top)
-        return f"unfamiliar ({shown})" if isinstance(shown, str) else ["unfamiliar", *shown]
-    if "values" in answer:
-        ends = {name: f" ({low:.4g} to {high:.4g})" for name, (low, high) in answer.get("intervals", {}).items()}
-        return [f"{name} {value:.4g}{ends.get(name, '')}" for name, value in answer["values"].items()]
-    ranked = {label: f"{label} {p:.2f}" for label, p in answer["probabilities"].items()}
-    best = next(iter(ranked.values()))
-    if top is not None:
-        return list(ranked.values())
-    if "label" in answer:
-        return best
-    limits = {label: f" (at least {limit:.2f})" for label, limit in answer.get("thresholds", {}).items()}
-    return [ranked[label] + limits.get(label, "") for label in answer["labels"]] or f"none, best {best}"

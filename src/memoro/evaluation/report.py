@@ -13,12 +13,12 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.backbones.load import TINY, address_of
 from memoro.console import format_bytes, format_count, quoted
-from memoro.data import ImageSet, ImageStream, Splits, Streams
+from memoro.data import ImageSet, Splits
 from memoro.data.near import near_duplicates
 from memoro.engine.composition import Composition
 from memoro.errors import ImageError
 from memoro.evaluation.breakdown import Mistake, class_figures, find_mistakes
-from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion, reported, shown_metrics
+from memoro.evaluation.metrics import COLUMNS, confusion, reported, shown_metrics
 from memoro.files import write_whole
 from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
 from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
@@ -47,8 +47,8 @@ class TaskReport:
     """With `split`: the images that `logits` and `targets` are of."""
     logits: Tensor
     targets: Tensor
-    images: ImageSet | ImageStream
-    splits: Splits | Streams
+    images: ImageSet
+    splits: Splits
     notes: Sequence[str] = ()
     model: Composition | None = None
     """Contains the task, to show where it looked; None for a baseline."""
@@ -108,7 +108,7 @@ def _task_parts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
 def _curves(report: TaskReport) -> Iterator[Html]:
     names = dict.fromkeys(name.partition("_")[2] for entry in report.history for name in entry if "_" in name)
     charts = []
-    for name in [name for name in names if name in COLUMNS and name in {"loss", MAIN_FIGURE[report.task.kind]}]:
+    for name in [name for name in names if name in COLUMNS and name in {"loss", report.task.head_kind.main_metric}]:
         lines = []
         for split, look in (("train", "dashed"), ("val", ""), ("fold", "")):
             key = f"{split}_{name}"
@@ -178,9 +178,6 @@ def _gallery(report: TaskReport) -> Iterator[Html]:
     count, mistakes = find_mistakes(task.kind, task.labels, report.logits, report.targets, MISTAKES, report.calibration)
     if not mistakes:
         yield tag("p", f"There is no mistake among {format_count(len(report.targets), 'image')}.")
-        return
-    if not isinstance(images, ImageSet):
-        yield tag("p", "The images of a stream are not kept, so they cannot be shown.")
         return
     text = "" if numbers else f"{count:,} of {format_count(len(report.targets), 'image')} were answered wrongly. "
     note, cards = None, []
@@ -252,8 +249,6 @@ def _left_out(report: TaskReport) -> Iterator[Html]:
 def _duplicates(report: TaskReport) -> Iterator[Html]:
     """Near-duplicates across splits: a score on images that were learned from is too good."""
     splits = report.splits
-    if not isinstance(splits, Splits):
-        return
     sets = {"train": splits.train, "validation": splits.val, "test": splits.test}
     known = {name: images for name, images in sets.items() if images is not None}
     pairs_of = (("test", "train"), ("validation", "train"), ("test", "validation"))
@@ -298,7 +293,7 @@ def _pair(places: Sequence[tuple[str, ImageSet, int]]) -> Html:
 def _facts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     task, training = report.task, dict(report.task.spec.training)
     sizes = [(name, getattr(report.splits, name)) for name in ("train", "val", "test")]
-    counts = [f"{len(images):,} {name}" for name, images in sizes if isinstance(images, ImageSet)]
+    counts = [f"{len(images):,} {name}" for name, images in sizes if images is not None]
     phases = training.pop("phases", None)
     rows: list[tuple[str, object]] = [
         ("data", report.splits.name),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memoro.data import ImageSet, ImageStream, Splits, Streams
+from memoro.data import ImageSet, Splits
 from memoro.regimes import Baseline
 from memoro.tasks.task import Task
 
@@ -17,15 +17,14 @@ SKETCH = "image_sketch"
 SKETCH_SIZE = 256
 
 
-def sketch_images(images: ImageSet | ImageStream, earlier: Mapping[str, Any]) -> dict[str, list[str]]:
+def sketch_images(images: ImageSet, earlier: Mapping[str, Any]) -> dict[str, list[str]]:
     """The training fact that tells which images a task learned from: the smallest of their hashes, a few kilobytes.
 
     Any set that shares many images with them contains some of these. `earlier` are the facts of the task's earlier
-    training, if it had one. Empty where the images are not known: those of a stream, or of a training before there
-    was such a fact.
+    training, if it had one. Empty where the images are not known: those of a training before there was such a fact.
     """
     old = earlier.get(SKETCH, [] if not earlier.keys() - {"seed"} else None)
-    if not isinstance(images, ImageSet) or images.digests is None or not isinstance(old, list):
+    if images.digests is None or not isinstance(old, list):
         return {}
     hashes = {*_texts(old), *(_short_hash(images, at) for at in range(len(images)))}
     return {SKETCH: sorted(hashes)[:SKETCH_SIZE]}
@@ -42,8 +41,8 @@ def _short_hash(images: ImageSet, index: int) -> str:
 
 def learned_from(
     task: Task | Baseline,
-    images: ImageSet | ImageStream | None,
-    splits: Splits | Streams | None = None,
+    images: ImageSet | None,
+    splits: Splits | None = None,
     others: Iterable[Task | Baseline] = (),
     *,
     parents_only: bool = False,
@@ -53,10 +52,10 @@ def learned_from(
     `others` are tasks among which its ancestors are found where it has mere records of them. With `parents_only`, what
     the task itself learned from does not count.
     """
-    if not isinstance(images, ImageSet):
+    if images is None:
         return None
     for one in _lineage(task, others)[1 if parents_only else 0 :]:
-        reason = _learned_from(one, images, splits if isinstance(splits, Splits) else None)
+        reason = _learned_from(one, images, splits)
         if reason is not None:
             return reason if one is task else f"{task.name} extends {one.name}, and {reason}"
     return None

@@ -15,7 +15,7 @@ from memoro.console import format_count, make_table
 from memoro.data import ImageSet, Loader, Splits, load_data
 from memoro.data.annotations import left_out
 from memoro.data.unlabelled_set import load_any
-from memoro.engine.answers import Judged, Outputs
+from memoro.engine.answers import Outputs, Recognition
 from memoro.engine.composition import Composition, compose
 from memoro.engine.featurestore import default_folder
 from memoro.engine.streams import pool_pass
@@ -25,7 +25,6 @@ from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import COLUMNS, measure, measure_task
 from memoro.evaluation.photographs import find_photographs, read_photographs
 from memoro.evaluation.training_images import learned_from
-from memoro.heads import probabilities
 from memoro.plots import drawable, save_figure
 from memoro.regimes import Baseline
 from memoro.tasks.calibration import decide_unseen, describe_calibration, fit_calibration
@@ -43,20 +42,23 @@ def collect_outputs(
 ) -> tuple[Outputs, Tensor]:
     """What tasks give for all images of a set, and the targets; one pass for each preprocessing."""
     logits: dict[str, Tensor] = {}
-    judged: dict[str, Judged] = {}
+    recognition: dict[str, Recognition] = {}
     targets = torch.empty(0, device="cpu")
     for preprocessing, together in model.passes(names).items():
         known = [name for name in together if model.tasks[name].spec.familiarity is not None]
 
         def answer(pixels: Tensor, together: list[str] = together, known: list[str] = known) -> list[Tensor]:
             out = model.run(pixels, together)
-            return [*(out.logits[name] for name in together), *(torch.stack(out.judged[name], dim=1) for name in known)]
+            return [
+                *(out.logits[name] for name in together),
+                *(torch.stack(out.recognition[name], dim=1) for name in known),
+            ]
 
         loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
         found, targets = collect_logits(answer, model.backbone, loader)
         logits |= dict(zip(together, found, strict=False))
-        judged |= {name: Judged(*one.T) for name, one in zip(known, found[len(together) :], strict=True)}
-    return Outputs(logits, judged), targets
+        recognition |= {name: Recognition(*one.T) for name, one in zip(known, found[len(together) :], strict=True)}
+    return Outputs(logits, recognition), targets
 
 
 def auroc(own: Tensor, other: Tensor) -> float:
@@ -108,8 +110,8 @@ def evaluate_trust(
         _, images, *_ = load_test_images(source, model.tasks[name], workers=workers, **reading)
         own, targets = collect_outputs(model, images, [name], **how)
         results[name] = _calibration_of(model.tasks[name], own.logits[name], targets)
-        if name in own.judged:
-            shares, described = own.judged[name].familiarity, model.tasks[name].spec.familiarity
+        if name in own.recognition:
+            shares, described = own.recognition[name].familiarity, model.tasks[name].spec.familiarity
             if described is not None and described.images * false_alarms < 1:
                 log(
                     f"note: {name}: familiarity is based on {format_count(described.images, 'image')}, too few for a "
@@ -122,8 +124,8 @@ def evaluate_trust(
         results[name]["others"] = {}
         for other, found in unlike.items():
             results[name]["others"][other] = _compare(model.tasks[name], own, found)
-            if name in found.judged:
-                shares = found.judged[name].familiarity
+            if name in found.recognition:
+                shares = found.recognition[name].familiarity
                 unfamiliar = float((shares < false_alarms).double().mean())
                 results[name]["others"][other] |= {"unfamiliar": unfamiliar, "histogram": _histogram(shares)}
     return results
@@ -146,8 +148,7 @@ def _calibration_of(task: Task, logits: Tensor, targets: Tensor) -> dict[str, An
         found["calibration_error_before"] = measured["calibration_error"]
     else:
         found |= {key: measured[key] for key in ("calibration_error_before", "calibration_error")}
-    calibrated = logits if task.spec.calibration is None else task.spec.calibration.apply(logits)
-    sure, answer = probabilities(task.kind, calibrated).max(dim=-1)
+    sure, answer = task.probabilities(logits).max(dim=-1)
     right = (answer == targets).double()
     order = sure.argsort(descending=True)
     found["accuracy_over_coverage"] = {
@@ -165,12 +166,14 @@ def _calibration_of(task: Task, logits: Tensor, targets: Tensor) -> dict[str, An
 def _compare(task: Task, own: Outputs, other: Outputs) -> dict[str, Any]:
     name, found = task.name, {"images": len(other.logits[task.name])}
     scores: dict[str, tuple[Tensor, Tensor]] = {}
-    if name in own.judged:
+    if name in own.recognition:
         # The familiarity of most other images is 0: among equals, the score decides.
-        first, second = (one.familiarity.double() + 1e-7 * one.score for one in (own.judged[name], other.judged[name]))
+        first, second = (
+            one.familiarity.double() + 1e-7 * one.score for one in (own.recognition[name], other.recognition[name])
+        )
         scores["familiarity"] = first, second
     if task.kind == "softmax":
-        first, second = (probabilities(task.kind, one.logits[name]).amax(dim=-1) for one in (own, other))
+        first, second = (task.head_kind.probabilities(one.logits[name]).amax(dim=-1) for one in (own, other))
         scores["softmax"] = first, second
     record: dict[str, Any] = {
         how: {"auroc": auroc(*pair), "false_positives_at_95": false_positives(*pair)} for how, pair in scores.items()
@@ -279,7 +282,7 @@ def verify_tasks(model: Composition, data: Mapping[str, Any], **reading: Any) ->
             "composed": float(right[1].double().mean()),
         }
         if name in candidates:
-            scores = torch.stack([together.judged[other].score for other in candidates])
+            scores = torch.stack([together.recognition[other].score for other in candidates])
             found = scores.argmax(dim=0) == candidates.index(name)
             results[name] |= {
                 "right_task": float(found.double().mean()),

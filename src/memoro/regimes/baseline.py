@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from memoro.backbones import Anatomy, Backbone
 from memoro.engine.answers import (
     AnswerOptions,
-    Answers,
     Outputs,
     Pass,
     Pictures,
@@ -177,7 +176,9 @@ class Baseline(TaskModule[BaselineSpec]):
         logits: Tensor = self.head(self.features(pixel_values).to(self.head.weight.dtype))
         return logits
 
-    def predict(self, images: Pictures, *, batch_size: int = 32, top: int | None = None) -> list[Answers]:
+    def predict(
+        self, images: Pictures, *, batch_size: int = 32, top: int | None = None
+    ) -> list[dict[str, dict[str, Any]]]:
         """What it answers for each image, by its name, as a composition of one task would."""
         pictures, how = list_pictures(images), AnswerOptions(batch_size, top)
         return read_predictions(answer_pictures(pictures, self.prediction_passes(), [self.name], how))

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from memoro.engine.answers import Judged, Outputs, read_outputs
+from memoro.answer import Answer
+from memoro.engine.answers import Outputs, Recognition
 from memoro.engine.composition import Composition
 from memoro.errors import ServeError
 from memoro.images import Preprocessing
 from memoro.serve.metrics import Metrics
 from memoro.serve.options import BUSY, ServeOptions
-from memoro.tasks.task import Task
 
 T = TypeVar("T")
 Group = Preprocessing | None
@@ -35,50 +34,33 @@ class BusyError(ServeError):
         super().__init__(BUSY, 503)
 
 
-@dataclass(eq=False)
-class PassOutput:
-    """What one pass computed for all images in it, on the CPU."""
+class PassTime(NamedTuple):
+    """Seconds that one pass took."""
 
-    tasks: Mapping[str, Task]
-    logits: dict[str, Tensor]
-    """(images, labels) by task, and `base`."""
-    judged: dict[str, Judged]
-    backbone_seconds: float
-    task_seconds: float
-    _answers: dict[tuple[str, int | None], list[dict[str, Any]]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def answer(self, task: str, row: int, top: int | None) -> dict[str, Any]:
-        """The answer of a task to one of the images. Those to the others are kept for their requests."""
-        with self._lock:  # all requests of a pass are written at the same time
-            if (task, top) not in self._answers:
-                self._answers[task, top] = read_outputs(self.tasks[task], Outputs(self.logits, self.judged), top)
-            return self._answers[task, top][row]
+    backbone: float
+    tasks: float
 
 
 @dataclass(eq=False)
 class Item:
-    """One image of a request, ready for its passes."""
+    """One image of a request, and what its passes computed for it."""
 
     model: Composition
     pixels: Mapping[Any, Tensor]
     """(channels, height, width) by `Group`."""
     names: Mapping[Any, list[str]]
     """The tasks that are asked, by group; an empty list for the backbone's own answer only."""
+    top: int | None
+    """The number of labels in an answer; None: only logits are asked for."""
     done: asyncio.Future[None]
     arrived: float = field(default_factory=perf_counter)
     started: float = 0.0
-    places: dict[Group, tuple[PassOutput, int]] = field(default_factory=dict)
-    """By group: the pass, and this image's row in it."""
+    logits: dict[str, Tensor] = field(default_factory=dict)
+    """(labels) by task, on the CPU; `base` is from the pass at the backbone's own preprocessing, if there is one."""
+    answers: dict[str, Answer] = field(default_factory=dict)
+    """By task, if `top` asks for answers."""
+    passes: list[PassTime] = field(default_factory=list)
     error: Exception | None = None
-
-    def find_places(self) -> dict[str, tuple[PassOutput, int]]:
-        """By task: the pass that answered it, and this image's row in it; `base` is that of the backbone's own size."""
-        own = self.model.backbone.preprocessing
-        found = {"base": self.places[own] if own in self.places else next(iter(self.places.values()))}
-        for group, names in self.names.items():
-            found |= dict.fromkeys(names, self.places[group])
-        return found
 
 
 class Batcher:
@@ -185,26 +167,36 @@ def run_batch(batch: Sequence[Item], metrics: Metrics) -> None:
         asked = Counter(name for item in items for name in item.names[group])
         names = [name for name in model.names if name in asked]
         try:
-            output = run_pass(model, torch.stack([item.pixels[group] for item in items]), names)
+            outputs, spent = run_pass(model, torch.stack([item.pixels[group] for item in items]), names)
         except Exception as error:  # one request must not stop the server for all others
             for item in items:
                 item.error = error
             continue
+        answers = {
+            (name, top): outputs.answers(model.tasks[name], top)
+            for top in {item.top for item in items if item.top is not None}
+            for name in names
+        }
         for row, item in enumerate(items):
-            item.places[group] = output, row
+            item.passes.append(spent)
+            item.logits |= {name: outputs.logits[name][row] for name in item.names[group]}
+            if group == model.backbone.preprocessing or "base" not in item.logits:
+                item.logits["base"] = outputs.logits["base"][row]
+            if item.top is not None:
+                item.answers |= {name: answers[name, item.top][row] for name in item.names[group]}
         for name, images in asked.items():
             metrics.task_answers.labels(name).inc(images)
         metrics.passes.inc()
         metrics.batch_size.observe(len(items))
-        metrics.stage_seconds.labels("backbone").observe(output.backbone_seconds)
-        metrics.stage_seconds.labels("tasks").observe(output.task_seconds)
+        metrics.stage_seconds.labels("backbone").observe(spent.backbone)
+        metrics.stage_seconds.labels("tasks").observe(spent.tasks)
 
 
-def run_pass(model: Composition, pixels: Tensor, names: Sequence[str]) -> PassOutput:
-    """The logits of these tasks for a batch of pixels."""
+def run_pass(model: Composition, pixels: Tensor, names: Sequence[str]) -> tuple[Outputs, PassTime]:
+    """What these tasks give for a batch of pixels, on the CPU."""
     start, seconds = perf_counter(), list[float]()
     with torch.no_grad():
         out = model.run(pixels.to(model.backbone.dtype), names, seconds=seconds)
         logits = {name: value.float().cpu() for name, value in out.logits.items()}
-        judged = {name: Judged(*(part.cpu() for part in found)) for name, found in out.judged.items()}
-    return PassOutput(model.tasks, logits, judged, sum(seconds), perf_counter() - start - sum(seconds))
+        recognition = {name: Recognition(*(part.cpu() for part in parts)) for name, parts in out.recognition.items()}
+    return Outputs(logits, recognition), PassTime(sum(seconds), perf_counter() - start - sum(seconds))

@@ -11,9 +11,8 @@ from fastapi import FastAPI, Path, Request, Response
 from torch import Tensor
 
 from memoro import __version__
-from memoro.engine.answers import read_answers
+from memoro.engine.answers import Outputs
 from memoro.errors import ServeError
-from memoro.heads import probabilities
 from memoro.serve.bodies import compress, decompress
 from memoro.serve.guard import unless_gone
 from memoro.serve.options import MAX_INPUT_SIDE, ServeOptions
@@ -126,7 +125,7 @@ def list_outputs(attached: Attached, model: str) -> dict[str, tuple[str, str]]:
     tasks = list(attached.info) if model == ALL else [model]
     found = {name: (name, "logits") for name in tasks}
     for name in tasks:
-        if attached.model.tasks[name].kind != "regression":
+        if not attached.model.tasks[name].head_kind.has_numbers:
             found.setdefault(f"{name}.probabilities", (name, "probabilities"))
             found.setdefault(f"{name}.label", (name, "label"))
     return found
@@ -236,26 +235,24 @@ def _read_outputs(asked: InferRequest, known: Collection[str], model: str) -> li
 
 
 def _output(attached: Attached, logits: dict[str, Tensor], source: tuple[str, str], classes: int) -> Output:
-    task, what = source
-    found = logits[task]
-    if not found.isfinite().all():
-        raise ServeError(f"the answer of {task!r} is not a finite number.", 422)
-    if task == "base":
-        return found
-    kind, labels = attached.model.tasks[task].kind, attached.model.tasks[task].labels
-    calibration = attached.model.tasks[task].spec.calibration
+    name, what = source
+    values = logits[name]
+    if not values.isfinite().all():
+        raise ServeError(f"the answer of {name!r} is not a finite number.", 422)
+    if name == "base":
+        return values
+    task = attached.model.tasks[name]
     if what == "label":
-        answers = read_answers(kind, labels, found, top=1, calibration=calibration)
+        answers = Outputs(logits, {}).answers(task, top=1)
         # Several labels are a JSON list: a label may contain any separator.
-        return [answer["label"] if "label" in answer else json.dumps(answer["labels"]) for answer in answers]
+        return [json.dumps(answer.labels) if answer.label is None else answer.label for answer in answers]
     if what == "probabilities":
-        found = probabilities(kind, found if calibration is None else calibration.apply(found))
-    values = found
+        values = task.probabilities(values)
     if classes == 0:
         return values
-    best, order = values.topk(min(classes, len(labels)), dim=-1)
+    best, order = values.topk(min(classes, len(task.labels)), dim=-1)
     return [
-        [f"{value:f}:{i}:{labels[i]}" for value, i in zip(row, places, strict=True)]
+        [f"{value:f}:{i}:{task.labels[i]}" for value, i in zip(row, places, strict=True)]
         for row, places in zip(best.tolist(), order.tolist(), strict=True)
     ]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from memoro.answer import Answer
 from memoro.engine.answers import Unfamiliar
 from memoro.tasks.familiarity import FALSE_ALARMS
 
@@ -34,46 +35,6 @@ class Error(BaseModel):
 class Health(BaseModel):
     status: str
     tasks: int
-
-
-class Attention(BaseModel):
-    """Where a task looked. Shares are by layer, averaged over heads; together they sum to one."""
-
-    layers: list[int]
-    source: str
-    """Whose map it is: the task's own token, the read-out, or, for a linear head, the base's token that it reads."""
-    note: str | None = None
-    """What a reader has to know about the map, if anything."""
-    heatmap: list[list[float]]
-    """Rows and columns of patches."""
-    patches: list[float]
-    prefix: list[float]
-    itself: list[float]
-    memory: list[float]
-    parents: dict[str, list[float]]
-
-
-class Answer(BaseModel):
-    """`label` and `probability` of one label, or `labels` of several, or `values`."""
-
-    model_config = ConfigDict(extra="allow")
-    label: str | None = None
-    probability: float | None = None
-    labels: list[str] | None = None
-    probabilities: dict[str, float] | None = None
-    thresholds: dict[str, float] | None = None
-    """Of a calibrated multi-label task: a label is predicted if its probability is at least this."""
-    values: dict[str, float] | None = None
-    intervals: dict[str, list[float]] | None = None
-    """Of a calibrated regression: from and to, for 90 % of new images."""
-    score: float | None = None
-    """Comparable between tasks: the highest is that of the task that the image most likely belongs to."""
-    familiarity: float | None = None
-    """The share of the task's own images that look at least as strange."""
-    unfamiliar: bool | None = None
-    coarse: bool | None = None
-    """True if the task has too few or too diverse images to tell what is unfamiliar."""
-    attention: Attention | None = None
 
 
 class ImageAnswers(BaseModel):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from memoro.engine.answers import Decoder, Routing
+from memoro.engine.composition import Composition
 from memoro.engine.explain import Explanation
 from memoro.errors import ImageError, ServeError
 from memoro.images import Preprocessing
@@ -116,12 +116,13 @@ class Service:
                 raise errors[0]
             items = [found for found in decoded if isinstance(found, Item)]
             await self.batcher.run(items)
-            maps = [await self._explain(question, item) for item in items] if question.explain else None
-        passes = {id(output): output for item in items for output, _ in item.places.values()}
+            for item in items if question.explain else ():
+                await self._explain(question, item)
+        passes = {id(spent): spent for item in items for spent in item.passes}.values()
         seconds["queue"] = max(item.started - item.arrived for item in items)
-        seconds["backbone"] = sum(output.backbone_seconds for output in passes.values())
-        seconds["tasks"] = sum(output.task_seconds for output in passes.values())
-        return await self.in_pool(_write_answers, question, uploads, decoded, maps, len(passes), seconds, start)
+        seconds["backbone"] = sum(spent.backbone for spent in passes)
+        seconds["tasks"] = sum(spent.tasks for spent in passes)
+        return await self.in_pool(_write_answers, question, uploads, decoded, len(passes), seconds, start)
 
     async def logits(self, question: Question, images: Sequence[Upload] | Tensor) -> dict[str, Tensor]:
         """(images, labels) for each task asked, and `base` if that is asked for; all images must be readable."""
@@ -135,21 +136,17 @@ class Service:
                         raise found
                     items.append(found)
             await self.batcher.run(items)
-        places = [item.find_places() for item in items]
-        return {
-            name: torch.stack([found[name][0].logits[name][found[name][1]] for found in places])
-            for name in [*question.tasks, *(["base"] if question.base else [])]
-        }
+        names = [*question.tasks, *(["base"] if question.base else [])]
+        return {name: torch.stack([item.logits[name] for item in items]) for name in names}
 
-    async def _explain(self, question: Question, item: Item) -> dict[str, Explanation]:
-        """Each task's attention on an image. Passes of other requests run in between."""
+    async def _explain(self, question: Question, item: Item) -> None:
+        """Adds each task's attention to the answers for an image. Passes of other requests run in between."""
         model = question.attached.model
-        maps = {}
         for steps, names in model.passes(question.tasks).items():
             pixels = item.pixels[steps].unsqueeze(0).to(model.backbone.dtype)
+            maps = await self.batcher.call(partial(explain_pixels, model, pixels, names))
             for name in names:
-                maps[name] = await self.batcher.call(partial(model.explain, pixels, name, normalised=True))
-        return maps
+                item.answers[name] = replace(item.answers[name], attention=maps[name].describe())
 
     async def _decode(self, question: Question, upload: Upload) -> Item | ImageError:
         start = perf_counter()
@@ -191,6 +188,10 @@ def prepare(upload: Upload, question: Question, max_pixels: int) -> dict[Preproc
     return pixels
 
 
+def explain_pixels(model: Composition, pixels: Tensor, names: list[str]) -> dict[str, Explanation]:
+    return model.explain(pixels, names, normalised=True)
+
+
 def _raw_items(question: Question, pixels: Tensor) -> list[Item]:
     """Items of pixels that a client has prepared. They share a pass with others where the preprocessing is clear."""
     model = question.attached.model
@@ -202,36 +203,26 @@ def _raw_items(question: Question, pixels: Tensor) -> list[Item]:
 
 
 def _new_item(question: Question, pixels: Mapping[Any, Tensor], names: Mapping[Any, list[str]]) -> Item:
-    return Item(question.attached.model, pixels, names, asyncio.get_running_loop().create_future())
+    return Item(question.attached.model, pixels, names, question.top, asyncio.get_running_loop().create_future())
 
 
 def _write_answers(
     question: Question,
     uploads: Sequence[Upload],
     decoded: Sequence[Item | ImageError],
-    maps: Sequence[dict[str, Explanation]] | None,
     passes: int,
     seconds: dict[str, float],
     start: float,
 ) -> bytes:
     images: list[dict[str, Any]] = []
-    count = 0
     for upload, item in zip(uploads, decoded, strict=True):
         if isinstance(item, ImageError):
             images.append({"name": upload.name, "error": str(item)})
             continue
-        answers, places = {}, item.find_places()
-        for name in question.tasks:
-            output, row = places[name]
-            answer = question.routing.apply(output.answer(name, row, question.top))
-            if answer is not None:
-                more = {} if maps is None else {"attention": describe_attention(maps[count][name])}
-                answers[name] = {**answer, **more}
-        images.append({"name": upload.name, "answers": answers})
-        if question.base:
-            output, row = places["base"]
-            images[-1]["base"] = output.logits["base"][row].tolist()
-        count += 1
+        routed = {name: question.routing.apply(item.answers[name]) for name in question.tasks}
+        answers = {name: answer.to_json() for name, answer in routed.items() if answer is not None}
+        base = {"base": item.logits["base"].tolist()} if question.base else {}
+        images.append({"name": upload.name, "answers": answers, **base})
     document = {
         "images": images,
         "tasks": {name: {"version": question.attached.version(name)} for name in question.tasks},
@@ -247,25 +238,3 @@ def write_json(document: Any) -> bytes:
         return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:
         raise ServeError("an answer to this image is not a finite number.", 422) from None
-
-
-def describe_attention(maps: Explanation) -> dict[str, Any]:
-    """Where a task looked in one image: a map over its patches, and shares by layer, averaged over heads."""
-
-    def shares(weights: Tensor) -> list[float]:
-        """(layers, 1, heads, …) summed over what is behind the heads."""
-        layers, _, heads, *rest = weights.shape
-        found: list[float] = weights.reshape(layers, heads, math.prod(rest)).sum(dim=-1).mean(dim=-1).tolist()
-        return found
-
-    return {
-        "layers": list(maps.layers),
-        "source": maps.source,
-        "note": maps.note,
-        "heatmap": maps.heatmap()[0].tolist(),
-        "patches": shares(maps.patches),
-        "prefix": shares(maps.prefix),
-        "itself": shares(maps.itself),
-        "memory": shares(maps.memory),
-        "parents": {name: shares(weights) for name, weights in maps.parents.items()},
-    }

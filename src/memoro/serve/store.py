@@ -246,7 +246,7 @@ def _check(model: Composition, names: Sequence[str]) -> None:
                 422,
             )
         pixels = steps.to_tensor(Image.new("RGB", (64, 64), (128, 96, 64)))
-        logits = run_pass(model, pixels.unsqueeze(0), members).logits
+        logits = run_pass(model, pixels.unsqueeze(0), members)[0].logits
         if broken := [name for name in members if not torch.isfinite(logits[name]).all()]:
             raise ServeError(f"{_listed(broken)}: the answer to a test image is NaN or infinite. Train it again.", 422)
 

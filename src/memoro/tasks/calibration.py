@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memoro.heads import HeadKind, probabilities
+from memoro.heads import HEADS, HeadKind
 
 MIN_IMAGES = 20
 """Fewer held-out images than this are not enough."""
@@ -62,44 +62,44 @@ def fit_calibration(kind: HeadKind, logits: Tensor, targets: Tensor, source: str
     targets = targets.cpu()
     if count < MIN_IMAGES or not bool(torch.isfinite(logits).all()):
         return None
-    if kind == "regression":
+    head = HEADS[kind]
+    if head.has_numbers:
         # Split conformal prediction: the interval covers a new image with at least this probability.
         rank = min(count, math.ceil((count + 1) * COVERAGE))
         errors = (logits - targets.double()).abs().sort(dim=0).values[rank - 1]
         return Calibration((), (), tuple(errors.tolist()), count, source)
-    if kind == "softmax":
+    if head.has_classes:
         return Calibration((fit_temperature(logits, targets)[0],), (), (), count, source)
     truth = targets.double()
     shared = fit_temperature(logits, truth)[0]
     temperatures, thresholds = [], []
-    for label in range(logits.shape[1]):
-        own, right = logits[:, label], truth[:, label]
+    for answers, right in zip(logits.T, truth.T, strict=True):
         enough = MIN_EACH <= int(right.sum()) <= count - MIN_EACH
-        temperatures.append(fit_temperature(own, right)[0] if enough else shared)
-        thresholds.append(_threshold(probabilities(kind, own / temperatures[-1]), right) if enough else 0.5)
+        temperatures.append(fit_temperature(answers, right)[0] if enough else shared)
+        thresholds.append(_threshold(head.probabilities(answers / temperatures[-1]), right) if enough else 0.5)
     return Calibration(tuple(temperatures), tuple(thresholds), (), count, source)
 
 
 def decide_unseen(kind: HeadKind, logits: Tensor, targets: Tensor) -> Tensor | None:
     """What `Calibration.decide` gives for each part of these answers by a calibration fitted on the other parts.
 
-    A calibration looks better than it is on the answers that it was fitted on. None where too few remain to fit one.
+    A calibration looks better than it is on the answers that it was fitted on. None if too few remain to fit one.
     """
     part = torch.randperm(len(targets), generator=torch.Generator("cpu").manual_seed(0), device="cpu") % PARTS
     logits, targets = logits.detach().cpu(), targets.cpu()
     decided = logits.clone()
     for number in range(PARTS):
-        found = fit_calibration(kind, logits[part != number], targets[part != number], "the other parts")
-        if found is None:
+        calibration = fit_calibration(kind, logits[part != number], targets[part != number], "the other parts")
+        if calibration is None:
             return None
-        decided[part == number] = found.decide(logits[part == number])
+        decided[part == number] = calibration.decide(logits[part == number])
     return decided
 
 
-def describe_calibration(found: Calibration | None, images: int) -> str:
+def describe_calibration(calibration: Calibration | None, images: int) -> str:
     """What the record of a training says about its calibration, from this many images."""
-    if found is not None:
-        return f"{found.images} held-out images ({found.source})"
+    if calibration is not None:
+        return f"{calibration.images} held-out images ({calibration.source})"
     if images < MIN_IMAGES:
         return f"none: fewer than {MIN_IMAGES} images were held out"
     return "none: not all logits are finite"
@@ -130,10 +130,10 @@ def fit_temperature(
     return math.exp(middle), loss(middle) / len(targets)
 
 
-def _threshold(found: Tensor, truth: Tensor) -> float:
+def _threshold(answers: Tensor, truth: Tensor) -> float:
     """The threshold, between the probabilities of two images, with the highest F1."""
-    order = found.argsort(descending=True)
-    ranked = found[order].double()
+    order = answers.argsort(descending=True)
+    ranked = answers[order].double()
     hits = truth[order].cumsum(0)
     f1 = 2 * hits / (torch.arange(1, len(truth) + 1, device=truth.device) + truth.sum())
     f1[:-1][ranked[:-1] == ranked[1:]] = -1.0  # equal images cannot be told apart

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from memoro.heads import HeadKind, Scale, class_weights
+from memoro.heads import HEADS, HeadKind, Scale
 from memoro.tasks.calibration import fit_temperature
 from memoro.tasks.ridge import RidgeSystem
 from memoro.tasks.task import Task, round_half
@@ -57,29 +57,30 @@ def solve_readout(
     part of the weights, so logits are calibrated.
     """
     learned = torch.ones(len(targets), device="cpu") > 0 if sample_weight is None else sample_weight > 0
-    scale = Scale.of(targets[learned]) if kind == "regression" else None
-    weights = sample_weight
-    middle = torch.full((labels,), 0.5 if kind == "multilabel" else 0.0, device="cpu")
-    if balance and kind == "softmax":
-        by_class = class_weights(kind, targets[learned], labels)
+    head, weights = HEADS[kind], sample_weight
+    scale = Scale.of(targets[learned]) if head.has_numbers else None
+    several = not head.has_classes and scale is None
+    middle = torch.full((labels,), 0.5 if several else 0.0, device="cpu")
+    if balance and head.has_classes:
+        by_class = head.class_weights(targets[learned], labels)
         assert by_class is not None
         weights = by_class[targets] if weights is None else weights * by_class[targets]
-    elif balance and kind == "multilabel":  # as if each label were on half of the images
+    elif balance and several:  # as if each label were on half of the images
         middle = targets[learned].float().mean(dim=0)
 
     def aim(index: Tensor) -> Tensor:
-        if kind == "softmax":
+        if head.has_classes:
             return one_hot(targets[index], labels).float()
         return targets[index].float() if scale is None else scale.apply(targets[index]).float()
 
     def loss(answers: Tensor, index: Tensor) -> float:
         own = learned[index]
-        if kind == "regression":
+        if scale is not None:
             return float((answers[own] - aim(index[own])).square().mean())
         return fit(answers[own] - middle, index[own], 12)[1]
 
     def fit(answers: Tensor, index: Tensor, steps: int) -> tuple[float, float]:
-        wanted = targets[index] if kind == "softmax" else targets[index].float()
+        wanted = targets[index] if head.has_classes else targets[index].float()
         return fit_temperature(answers, wanted, TEMPERATURES, steps)
 
     solved = factorise(weights).solve(aim, loss, groups)

@@ -16,8 +16,10 @@ from memoro.backbones import Backbone, BackboneRecord
 from memoro.backbones.load import address_of
 from memoro.console import quoted
 from memoro.errors import CompositionError, TaskError
-from memoro.heads import HeadKind
+from memoro.heads import HEADS, Head, HeadKind
 from memoro.images import Preprocessing
+from memoro.tasks.calibration import Calibration
+from memoro.tasks.familiarity import Familiarity
 
 RESERVED = frozenset({"base"})
 MAX_NAME = 120
@@ -42,6 +44,8 @@ class ModelSpec:
     training: Mapping[str, Any] = field(default_factory=dict)
     """Facts about its training (JSON values)."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    calibration: Calibration | None = None
+    familiarity: Familiarity | None = None
 
     def hash_content(self, tensors: Mapping[str, Tensor], **own: Any) -> str:
         """SHA-256 of all that decides the answers: these facts, `own` (those of the kind of model) and the weights.
@@ -108,6 +112,17 @@ class TaskModule(nn.Module, Generic[Spec]):
     @property
     def kind(self) -> HeadKind:
         return self.spec.kind
+
+    @property
+    def head_kind(self) -> Head:
+        """What depends on the kind of its head."""
+        return HEADS[self.kind]
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Its logits (…, labels) as probabilities, which are calibrated if the task is; a regression's numbers as they
+        are."""
+        calibration = self.spec.calibration
+        return self.head_kind.probabilities(logits if calibration is None else calibration.apply(logits.float()))
 
     def prepare_training(self, backbone: Backbone) -> None:
         """Called when a training starts."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone, BackboneRecord, require_backbone
 from memoro.errors import DataError, TaskError
-from memoro.heads import find_kind
+from memoro.heads import HEADS, find_kind
 from memoro.tasks.spec import INIT_STD, MAX_CELLS, MAX_RANK, TaskModule, check_labels, check_name
 from memoro.tasks.taskspec import LOW_RANK, READ_OUT, MemoryNorm, ReadOut, TaskSpec, Widths
 
@@ -294,7 +294,7 @@ def new_task(
     for option, (value, allowed) in choices.items():
         if value not in allowed:
             raise TaskError(f"{name!r}: {option} must be one of {', '.join(allowed)}, not {value!r}.")
-    if kind == "softmax" and len(spec.labels) < 2:
+    if HEADS[kind].has_classes and len(spec.labels) < 2:
         raise TaskError(f"{name!r}: a softmax head needs at least two labels; for yes/no use head='multilabel'.")
     for option, number, high in (
         ("from_layer", from_layer, depth),

@@ -7,8 +7,6 @@ from typing import Literal
 
 from memoro.backbones import Anatomy, Backbone
 from memoro.errors import CompositionError
-from memoro.tasks.calibration import Calibration
-from memoro.tasks.familiarity import Familiarity
 from memoro.tasks.spec import ModelSpec
 
 MemoryNorm = Literal["pre", "post"]
@@ -73,8 +71,6 @@ class TaskSpec(ModelSpec):
     """Of an ensemble: how many tokens it has, each with its own memory and low-rank weights. The head reads all."""
     readout: ReadOut | None = None
     """None: the task answers by its token alone."""
-    calibration: Calibration | None = None
-    familiarity: Familiarity | None = None
 
     def check_backbone(self, backbone: Backbone) -> None:
         super().check_backbone(backbone)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import format_bytes
-from memoro.data import ImageSet, Loader
+from memoro.data import Loader
 from memoro.data.augment import output_size
 from memoro.engine import featurestore
 from memoro.engine.featurestore import FeatureStore, RecordFormat, StoreDtype, default_folder
@@ -72,7 +72,6 @@ class CachedLoader:
     def __init__(
         self, loader: Loader, backbone: Backbone, cache: Cache, from_layer: int, buffers: Buffers | None = None
     ) -> None:
-        assert isinstance(loader.images, ImageSet)
         self.loader, self.images, self.batch_size = loader, loader.images, loader.batch_size
         self._backbone = backbone
         size = output_size(loader.preprocessing)

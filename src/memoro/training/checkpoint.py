@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import format_count
-from memoro.data import ImageSet, ImageStream
+from memoro.data import ImageSet
 from memoro.errors import TrainingError
 from memoro.files import free_names, write_whole
 from memoro.regimes import Baseline
@@ -176,7 +176,7 @@ def compare_identities(saved: dict[str, Any], here: dict[str, Any]) -> tuple[lis
                 there, now = (", ".join(side.get(name, ["none"])) for side in sides)
                 if there != now:
                     details.append(f"{name} {_shorten(there)} in the checkpoint, {_shorten(now)} now")
-        elif key in {"features", "halving"}:
+        elif key == "features":
             details.append(f"{key} {json.dumps(saved.get(key))} in the checkpoint, {json.dumps(here[key])} now")
     return changed, "; ".join(details)
 
@@ -243,10 +243,10 @@ def run_identity(backbone: Backbone, specs: Sequence[RunSpec], cache: Cache | No
     }
 
 
-def _data_digest(images: ImageSet | ImageStream | None) -> str | None:
+def _data_digest(images: ImageSet | None) -> str | None:
     """A hash of a set's images and targets, in order."""
-    if not isinstance(images, ImageSet):
-        return None if images is None else images.name
+    if images is None:
+        return None
     whole = hashlib.sha256(images.targets.numpy().tobytes())
     for index in range(len(images)):
         whole.update((images.key(index) if images.digests is not None else images.where(index)).encode())

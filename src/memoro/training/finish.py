@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memoro.console import bar
-from memoro.data import ImageSet, ImageStream
+from memoro.data import ImageSet
 from memoro.evaluation.logits import Batches, collect_logits
 from memoro.evaluation.metrics import measure_task, recorded
 from memoro.evaluation.training_images import sketch_images
@@ -41,7 +41,7 @@ class FitResult:
     logits: Tensor | None = field(default=None, repr=False)
     """Its answers to the images of that split."""
     targets: Tensor | None = field(default=None, repr=False)
-    images: ImageSet | ImageStream | None = field(default=None, repr=False)
+    images: ImageSet | None = field(default=None, repr=False)
     validated: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     """Its answers to the validation images, and their targets, where it is calibrated on them."""
 
@@ -75,7 +75,6 @@ def evaluate_runs(trainer: Trainer, readouts: ReadOuts, describer: Describer) ->
             continue
         task, (split, images) = spec.task, spec.final
         if spec.regime.readout == 1:
-            assert isinstance(images, ImageSet)
             assert isinstance(task, Task)
             readouts.solve(spec).attach(task, 1.0)
             answers[id(task), split] = readouts.answers(spec, split, images), images.targets
@@ -85,7 +84,7 @@ def evaluate_runs(trainer: Trainer, readouts: ReadOuts, describer: Describer) ->
         _describe(spec, run, None if not spec.regime.readout else readouts.solve(spec))
         validated = answers.get((id(task), "val"))
         if spec.regime.readout == 1:
-            held_out = readouts.solve(spec).held_out, spec.known_train.targets
+            held_out = readouts.solve(spec).held_out, spec.train.targets
             add_calibration(task, held_out, LEFT_OUT, seen=was_seen(task, spec.train))
         else:
             add_calibration(task, validated, "validation", seen=seen)
@@ -112,19 +111,15 @@ def _answer_held_out(trainer: Trainer, readouts: ReadOuts) -> dict[tuple[int, st
     for spec, run, split in pairs:
         loader = trainer.loaders.evaluation(spec, spec.evaluated[split], keep=split in kept)
         by_loader.setdefault((split in kept, id(loader)), (loader, []))[1].append((spec, run, split))
-    sizes = [loader.images for loader, _ in by_loader.values()]
-    total = sum(len(images) if isinstance(images, ImageSet) else images.length or 0 for images in sizes)
+    total = sum(len(loader.images) for loader, _ in by_loader.values())
     with bar("evaluating", total, quiet=trainer.options.quiet) as tick:
         for held_out in (True, False):
             for loader, members in (found for (own, _), found in by_loader.items() if own is held_out):
                 forward = build_forward(trainer.backbone, [run.task for _, run, _ in members])
                 how: dict[str, Any] = {"tick": tick, "all_gather": trainer.processes.all_gather}
-                logits, targets = collect_logits(forward, trainer.backbone, loader, **how)
+                logits, _ = collect_logits(forward, trainer.backbone, loader, **how)
                 for (spec, run, split), out in zip(members, logits, strict=True):
                     images = spec.evaluated[split]  # its own targets: other labels may share the loader
-                    if not isinstance(images, ImageSet):
-                        answers[id(run.task), split] = out, targets
-                        continue
                     if held_out and spec.regime.readout:
                         out = torch.lerp(out, readouts.answers(spec, split, images), spec.regime.readout)
                     answers[id(run.task), split] = out, images.targets
@@ -155,7 +150,7 @@ def _describe(spec: RunSpec, run: Run | None, readout: SolvedReadOut | None) -> 
         preprocessing=spec.preprocessing,
         training={
             "data": spec.splits.name,
-            "images": len(images) if isinstance(images, ImageSet) else images.length,
+            "images": len(images),
             "regime": spec.regime.name,
             **facts,
             **({"balance": True} if spec.recipe.balance else {}),

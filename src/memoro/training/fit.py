@@ -11,7 +11,7 @@ import torch
 
 from memoro.backbones import Backbone, require_backbone
 from memoro.console import format_bytes, quoted
-from memoro.data import ImageSet, Splits, Streams, load_data
+from memoro.data import Splits, load_data
 from memoro.data.augment import output_size
 from memoro.engine.featurestore import default_folder, total_bytes
 from memoro.engine.parents import check_versions
@@ -88,7 +88,7 @@ def fit_tasks(
     specs = []
     for (task, data), own_regime, own_recipe in zip(tasks, regimes, recipes, strict=True):
         with options.phases.during("reading"):
-            splits = data if isinstance(data, (Splits, Streams)) else _load(data, task, own_recipe, options)
+            splits = data if isinstance(data, Splits) else _load(data, task, own_recipe, options)
         preprocessing = preprocessing_of(backbone, options, splits, task.spec.preprocessing)
         specs.append(RunSpec(task, own_recipe, own_regime, splits, preprocessing))
     stages = _stages(specs)
@@ -116,7 +116,7 @@ def judge(result: FitResult, options: TrainOptions) -> FitResult:
 
 
 def preprocessing_of(
-    backbone: Backbone, options: TrainOptions, splits: Splits | Streams, own: Preprocessing | None = None
+    backbone: Backbone, options: TrainOptions, splits: Splits, own: Preprocessing | None = None
 ) -> Preprocessing:
     """The backbone's preprocessing at the wanted size; without one, the task's `own` if it was trained before.
 
@@ -125,7 +125,7 @@ def preprocessing_of(
     steps = own or backbone.preprocessing
     if options.image_size is not None:
         steps = backbone.preprocessing.at(options.image_size)
-    levels = splits.train.levels if isinstance(splits, Splits) and splits.train is not None else None
+    levels = splits.train.levels if splits.train is not None else None
     white = None if own is None else own.white
     if white is None:
         white = None if levels is None else levels.white
@@ -189,7 +189,7 @@ def train_runs(
     """
     from memoro.training.runfolder import lock_folder
 
-    need("accelerate", "matplotlib")
+    need("accelerate")
     _check_specs(backbone, specs)
     for spec in specs:
         spec.task.prepare_training(backbone)
@@ -204,8 +204,6 @@ def train_runs(
 def _train(
     backbone: Backbone, specs: Sequence[RunSpec], options: TrainOptions, processes: Processes
 ) -> list[FitResult]:
-    from memoro.training.runfolder import draw_run
-
     options.phases.switch("base passes")
     trainer = build_trainer(backbone, specs, options, processes)
     reader = StatisticsReader(backbone, options, processes)
@@ -218,12 +216,9 @@ def _train(
     _run(trainer, options, processes)
     options.phases.switch("evaluation")
     results = evaluate_runs(trainer, readouts, Describer(backbone, reader, options))
-    options.phases.switch("plots")
     if processes.main and options.wanted_cache is not None and total_bytes(options.wanted_cache.folder):
         options.note(what_is_kept(options.wanted_cache))
     record_time(results, options.phases)
-    if options.folder is not None and processes.main and len(results) == 1:
-        draw_run(options.folder, "", results[0])
     return results
 
 
@@ -299,7 +294,7 @@ def _choose_cache(options: TrainOptions, backbone: Backbone, specs: Sequence[Run
                     "leave out --cache (in Python, cache)."
                 )
         return cache
-    kept = [spec for spec in specs if spec.regime.composes and isinstance(spec.train, ImageSet)]
+    kept = [spec for spec in specs if spec.regime.composes]
     if not kept or backbone.device.type != "cpu" or any(spec.recipe.views is None for spec in kept):
         return None
     if options.resume and options.checkpoint is not None and options.checkpoint.is_file():

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.data import ImageSet, ImageStream, Loader, Splits, Streams
+from memoro.data import ImageSet, Loader, Splits
 from memoro.errors import TrainingError
 from memoro.evaluation.logits import AnyBatch, Batches
-from memoro.heads import Scale, class_weights
+from memoro.heads import HEADS, Scale
 from memoro.images import Preprocessing
 from memoro.regimes import Baseline, Regime
 from memoro.tasks.task import Task
@@ -31,8 +30,6 @@ LEFT_OUT = "leave-one-out"
 """The split of a read-out without any other: each training image is answered by a solution without it."""
 IN_COMMON = ("epochs", "steps", "batch_size", "accumulate", "views", "precision", "data_seed")
 """Fields of the recipe that are the same for all runs of a group."""
-FIRST_OF_STREAM = 256
-"""Images of a stream whose targets tell the scale of all."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class RunSpec:
     task: Task | Baseline
     recipe: Recipe
     regime: Regime
-    splits: Splits | Streams
+    splits: Splits
     preprocessing: Preprocessing
     held_out: npt.NDArray[np.int64] | None = None
     """Indices of the training images that it is scored on instead of learning from them: a fold."""
@@ -54,28 +51,28 @@ class RunSpec:
             raise TrainingError(f"{self.splits.name} has no training images.")
 
     @property
-    def train(self) -> ImageSet | ImageStream:
+    def train(self) -> ImageSet:
         assert self.splits.train is not None
         return self.splits.train
 
     @property
-    def val(self) -> ImageSet | ImageStream | None:
+    def val(self) -> ImageSet | None:
         """The images that it is scored on after every epoch."""
-        return self.splits.val if self.held_out is None else self.known_train.subset(self.held_out)
+        return self.splits.val if self.held_out is None else self.train.subset(self.held_out)
 
     @property
-    def final(self) -> tuple[str, ImageSet | ImageStream]:
+    def final(self) -> tuple[str, ImageSet]:
         """The split that its metrics are measured on: one that it did not learn from, if there is one."""
         if self.held_out is not None:
-            return "fold", self.known_train.subset(self.held_out)
-        if test := self.splits.new_test if isinstance(self.splits, Splits) else self.splits.test:
+            return "fold", self.train.subset(self.held_out)
+        if test := self.splits.new_test:
             return "test", test
         if self.splits.val:
             return "val", self.splits.val
         return LEFT_OUT if self.regime.readout == 1 else "train", self.train
 
     @property
-    def evaluated(self) -> dict[str, ImageSet | ImageStream]:
+    def evaluated(self) -> dict[str, ImageSet]:
         """`final`, and the validation split if it has one: what its task is calibrated on."""
         split, images = self.final
         val = {"val": self.splits.val} if self.held_out is None and self.splits.val else {}
@@ -92,39 +89,23 @@ class RunSpec:
         """The run before its first step, in a group whose batches are those of the `first` spec."""
         sample_weight = balance = None
         if self.held_out is not None:
-            sample_weight = torch.ones(len(self.known_train), device="cpu")
+            sample_weight = torch.ones(len(self.train), device="cpu")
             sample_weight[torch.from_numpy(self.held_out)] = 0.0
+        learned = self.train.targets if sample_weight is None else self.train.targets[sample_weight > 0]
         if self.recipe.balance:
-            targets = self.known_train.targets
-            own = targets if sample_weight is None else targets[sample_weight > 0]
-            balance = class_weights(self.splits.kind, own, len(self.splits.labels))
+            balance = HEADS[self.splits.kind].class_weights(learned, len(self.splits.labels))
         val = self.val
-        scale = Scale.of(self._first_targets(sample_weight)) if self.splits.kind == "regression" else None
         return Run.start(
             self.task,
             self.recipe,
             self.regime.trains(self.task),
-            targets=self.known_train.targets if self.splits is not first.splits else None,
+            targets=self.train.targets if self.splits is not first.splits else None,
             sample_weight=sample_weight,
-            scale=scale,
+            scale=Scale.of(learned) if self.splits.kind == "regression" else None,
             class_weights=balance,
             val_loader=val_loader,
-            val_targets=val.targets if isinstance(val, ImageSet) else None,  # other labels may share the loader
+            val_targets=None if val is None else val.targets,  # other labels may share the loader
         )
-
-    def _first_targets(self, sample_weight: Tensor | None) -> Tensor:
-        """The targets that it learns from; of a stream, those of its first images."""
-        if isinstance(self.train, ImageStream):
-            return torch.stack([sample.target for sample in islice(self.train.samples(), FIRST_OF_STREAM)])
-        return self.train.targets if sample_weight is None else self.train.targets[sample_weight > 0]
-
-    @property
-    def known_train(self) -> ImageSet:
-        if isinstance(self.train, ImageStream):
-            raise TrainingError(
-                f"{self.train.name}: balance and folds need the whole dataset in advance: leave them out for a stream."
-            )
-        return self.train
 
 
 @dataclass
@@ -147,7 +128,6 @@ class RunGroup:
     runs: Sequence[Run]
     loader: Batches
     name: str = ""
-    halving: bool = False
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -205,18 +185,6 @@ class RunGroup:
         self._images += sum(batch.total for batch in batches)
         return self._images / max(time.perf_counter() - self._began, 1e-9)  # a clock may not have ticked yet
 
-    def halve(self) -> None:
-        """At the end of each quarter of the epochs, stops the worse half of each task's runs by validation score."""
-        done, epochs = self.progress.epoch + 1, self.recipe.epochs
-        same_quarter = 4 * done // epochs == 4 * (done - 1) // epochs
-        if not self.halving or self.recipe.steps is not None or same_quarter or done >= epochs:
-            return
-        for name in dict.fromkeys(run.task.name for run in self.active):
-            runs = [run for run in self.active if run.task.name == name and run.best_score is not None]
-            runs.sort(key=lambda run: run.best_score or (0.0, 0.0), reverse=True)
-            for run in runs[-(-len(runs) // 2) :]:
-                run.stopped = f"not among the better half after epoch {done}"
-
     def next_epoch(self) -> None:
         self.progress = Progress(self.progress.step, self.progress.epoch + 1)
         self._batches = None
@@ -248,7 +216,7 @@ class Loaders:
         }
         return self._build(spec, spec.train, None, **how)
 
-    def evaluation(self, spec: RunSpec, images: ImageSet | ImageStream, *, keep: bool) -> Batches:
+    def evaluation(self, spec: RunSpec, images: ImageSet, *, keep: bool) -> Batches:
         """Plain views in order; `keep` says whether their features are worth keeping."""
         key = (content_key(images), spec.preprocessing, spec.regime.composes, spec.recipe.batch_size, keep)
         if key not in self._evaluation:
@@ -257,18 +225,16 @@ class Loaders:
         return self._evaluation[key]
 
     def _build(
-        self, spec: RunSpec, images: ImageSet | ImageStream, buffers: Buffers | None, keep: bool = True, **how: Any
+        self, spec: RunSpec, images: ImageSet, buffers: Buffers | None, keep: bool = True, **how: Any
     ) -> Batches:
         loader = Loader(images, spec.preprocessing, batch_size=spec.recipe.batch_size, **self._common, **how)
-        if self._cache is None or not keep or isinstance(images, ImageStream) or not spec.regime.composes:
+        if self._cache is None or not keep or not spec.regime.composes:
             return loader
         self.cached.append(CachedLoader(loader, self._backbone, self._cache, self._first_layer, buffers))
         return self.cached[-1]
 
 
-def build_groups(
-    specs: Sequence[RunSpec], loaders: Loaders, *, halving: bool = False
-) -> tuple[list[RunGroup], list[Run]]:
+def build_groups(specs: Sequence[RunSpec], loaders: Loaders) -> tuple[list[RunGroup], list[Run]]:
     """The groups that the runs form, and the runs in the order of the specs."""
     precisions = {spec.recipe.precision for spec in specs}
     if len(precisions) > 1:
@@ -285,14 +251,12 @@ def build_groups(
                 first, None if images is None else loaders.evaluation(spec, images, keep=True)
             )
         runs = [started[id(spec)] for spec in (first, *rest)]
-        groups.append(RunGroup(runs, loader, f"{number}: {first.splits.name}", halving))
+        groups.append(RunGroup(runs, loader, f"{number}: {first.splits.name}"))
     return groups, [started[id(spec)] for spec in specs]
 
 
-def content_key(images: ImageSet | ImageStream) -> str:
+def content_key(images: ImageSet) -> str:
     """Equal for sets of the same images in the same order, whatever their labels."""
-    if isinstance(images, ImageStream):
-        return f"{images.name} {id(images)}"
     if images.digests is not None:
         return hashlib.sha256(np.ascontiguousarray(images.digests).tobytes()).hexdigest()
     return f"{id(images.source)} {hashlib.sha256(images.rows.tobytes()).hexdigest()}"

@@ -19,7 +19,6 @@ from memoro.data import Batch
 from memoro.errors import CacheError, TaskFileError, TrainingError
 from memoro.evaluation.logits import AnyBatch, collect_logits, inputs_of
 from memoro.evaluation.metrics import measure, score
-from memoro.heads import loss_sum
 from memoro.regimes import Baseline
 from memoro.training.cached import Cache, estimate, fill_caches
 from memoro.training.checkpoint import load_checkpoint, run_identity, save_checkpoint, set_aside
@@ -66,7 +65,7 @@ class Trainer:
         self.loaders = Loaders(backbone, specs, cache, self.options.workers, processes)
         self.trained = [spec for spec in specs if spec.regime.readout < 1]
         """The specs of the runs; what is solved in closed form has none."""
-        self.groups, self.runs = build_groups(self.trained, self.loaders, halving=self.options.halving)
+        self.groups, self.runs = build_groups(self.trained, self.loaders)
         self.checkpoint = self.options.checkpoint
         self.on_validation: Callable[[], None] = lambda: None
         """Called after every batch of validation images."""
@@ -76,7 +75,7 @@ class Trainer:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """All that must be the same for a resume, and in all processes."""
-        return {**run_identity(self.backbone, self.specs, self.cache), "halving": self.options.halving}
+        return run_identity(self.backbone, self.specs, self.cache)
 
     def autocast(self) -> torch.autocast:
         # Not Accelerate's own: that is one setting for the whole life of a process.
@@ -317,7 +316,6 @@ class Trainer:
             entries.append(entry)
             if run.recipe.patience and progress.epoch + 1 - run.best_epoch >= run.recipe.patience:
                 run.stopped = f"no better validation score for {run.recipe.patience} epochs"
-        group.halve()
         group.next_epoch()
         for callback in self.callbacks:
             callback.on_epoch_end(group, entries)
@@ -372,12 +370,12 @@ class _StepSums:
         smoothing = run.recipe.label_smoothing
         there = None if sample_weight is None else sample_weight.to(device)
         aims = targets if run.scale is None else run.scale.apply(targets)
-        part = loss_sum(run.task.kind, out, aims, smoothing=smoothing, weights=weights, sample_weight=there)
+        part = run.task.head_kind.loss_sum(out, aims, smoothing=smoothing, weights=weights, sample_weight=there)
         if run.scale is None:
             self.losses[number] += float(part.detach())
         else:  # the loss that is reported is in the user's units, as that of validation
             answers = run.scale.undo(out.detach())
-            self.losses[number] += float(loss_sum(run.task.kind, answers, targets, sample_weight=there))
+            self.losses[number] += float(run.task.head_kind.loss_sum(answers, targets, sample_weight=there))
         if run.task.kind == "softmax":
             correct = (out.detach().argmax(-1) == targets).cpu().double()  # MPS has no float64
             self.correct[number] += float((correct if sample_weight is None else correct * sample_weight).sum())

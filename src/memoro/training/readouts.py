@@ -11,8 +11,8 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.data import ImageSet
 from memoro.data.near import near_groups
-from memoro.errors import TrainingError
-from memoro.evaluation.metrics import MAIN_FIGURE, measure
+from memoro.evaluation.metrics import measure
+from memoro.heads import HEADS
 from memoro.images import Preprocessing
 from memoro.tasks.readout import SolvedReadOut, solve_readout
 from memoro.tasks.ridge import Read, RidgeSystem
@@ -33,8 +33,6 @@ class ReadOuts:
     def solve(self, spec: RunSpec) -> SolvedReadOut:
         """The read-out of a run's training images. The user is told how good it is."""
         images = spec.train
-        if not isinstance(images, ImageSet):
-            raise TrainingError(f"{images.name}: a stream is read only once, so it has no read-out: use regime 'side'.")
         key = content_key(images), spec.preprocessing, id(images.targets), spec.recipe.balance
         if key not in self._solved:
             started = time.monotonic()
@@ -50,7 +48,7 @@ class ReadOuts:
                 groups=torch.from_numpy(groups.numbers),
             )
             self._solved[key] = found
-            figure = MAIN_FIGURE[spec.splits.kind]
+            figure = HEADS[spec.splits.kind].main_metric
             score = measure(spec.splits.kind, labels, found.held_out, images.targets).get(figure)
             seconds = time.monotonic() - started
             told = "" if score is None else f"{figure.replace('_', ' ')} {score:.3f} on images left out one by one, "

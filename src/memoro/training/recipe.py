@@ -165,13 +165,11 @@ class TrainOptions:
     """Pixels of an image's edge; resize and crop scale alike. None: the backbone's own preprocessing."""
     cache: Cache | bool | None = None
     """Whether base passes are kept on disk and read back, and where. None: on a CPU, where they fit."""
-    halving: bool = False
-    """After every quarter of the epochs, stop the worse half of each task's runs."""
     others: Any = None
     """Photographs, at least 50, of anything but what the tasks are about: what is unfamiliar is learned from them, and
     remembered for the backbone. None: those known already, if any."""
     folder: Path | None = None
-    """Run folder for metrics, settings, plots and a checkpoint; None: nothing is written."""
+    """Run folder for metrics, settings, the report and a checkpoint; None: nothing is written."""
     resume: bool = False
     """Continue from the run folder's checkpoint."""
     workers: int | None = None
@@ -206,19 +204,26 @@ class TrainOptions:
         return None if self.cache is False else Cache(required=bool(self.cache))
 
 
+REMOVED = {
+    "streaming": "data sets of the hub are downloaded; leave it out",
+    "halving": "all runs are trained to the end; try fewer values, or stop runs with patience",
+}
+"""Options of earlier versions, and what to do without each."""
+
+
 def merge_options(
     recipe: Recipe | None, options: TrainOptions | None, changes: Mapping[str, Any]
 ) -> tuple[Recipe, TrainOptions]:
     """Both with some fields replaced. `changes` may name fields of either."""
     known = [[field.name for field in fields(kind)] for kind in (Recipe, TrainOptions)]
     for name in changes:
+        if name in REMOVED:
+            raise TrainingError(f"{name} was removed: {REMOVED[name]}.")
         if name not in known[0] + known[1]:
             raise TrainingError(f"unknown training option {name!r}; the options are {', '.join(known[0] + known[1])}.")
     own = [{name: value for name, value in changes.items() if name in names} for names in known]
     recipe = recipe or Recipe()
     merged = replace(recipe, **own[0]), replace(options or TrainOptions(), **{"phases": Phases(), **own[1]})
-    if merged[1].halving and merged[0].steps is not None:
-        raise TrainingError("--halving stops runs after quarters of the epochs: give --epochs instead of --steps.")
     check_views(merged[0], merged[1].wanted_cache)
     return merged
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memoro.backbones import Backbone
-from memoro.data import Splits, Streams
+from memoro.data import Splits
 from memoro.engine.composition import compose
 from memoro.evaluation.report import TaskReport, write_report
 from memoro.regimes import Baseline
@@ -19,7 +19,7 @@ from memoro.training.run import ancestors
 def report_training(
     backbone: Backbone,
     results: Sequence[FitResult],
-    splits: Sequence[Splits | Streams],
+    splits: Sequence[Splits],
     options: TrainOptions,
     more: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
@@ -38,7 +38,7 @@ def report_training(
         options.note(f"{path} could not be written: {str(error) or type(error).__name__}")
 
 
-def _report(backbone: Backbone, result: FitResult, splits: Splits | Streams, fields: Mapping[str, Any]) -> TaskReport:
+def _report(backbone: Backbone, result: FitResult, splits: Splits, fields: Mapping[str, Any]) -> TaskReport:
     assert result.logits is not None
     assert result.targets is not None
     assert result.images is not None

@@ -29,8 +29,6 @@ class TrainResult(FitResult):
     file: Path | None = None
     previous: Path | None = None
     """Where the file that was there before is kept."""
-    plot: Path | None = None
-    """Validation scores over learning rates, where several were compared."""
     skipped: Sequence[Any] = field(default=(), repr=False)
     """Images that could not be read: where, and why."""
 
@@ -53,9 +51,8 @@ class TrainResult(FitResult):
         if self.rows:
             sizes = {"cells": task.cells, "rank": task.rank, "from_layer": task.from_layer}
             chosen = {**sizes, "lr": task.spec.training["lr"]}
-            plot = None if self.plot is None else str(self.plot)
             runs = finite([asdict(row) for row in self.rows])  # a setting whose runs all diverged has no loss
-            record |= {"picture": plot, "chosen": chosen, "compared_by": self.score_name, "runs": runs}
+            record |= {"chosen": chosen, "compared_by": self.score_name, "runs": runs}
         return record
 
     def tables(self) -> list[RenderableType]:
@@ -63,9 +60,8 @@ class TrainResult(FitResult):
         if not self.metrics:
             return [f"{self.task.name}: no file was written: {self.notes[-1]}."]
         compared = filter(None, [self.settings_table()])
-        files = {"plot": self.plot, "report": None if self.folder is None else self.folder / REPORT}
-        named = [f"{name}: {path}" for name, path in files.items() if path is not None and path.is_file()]
-        return [*compared, fit_table(self), *named]
+        report = None if self.folder is None else self.folder / REPORT
+        return [*compared, fit_table(self), *([f"report: {report}"] if report is not None and report.is_file() else [])]
 
     def settings_table(self) -> Table | None:
         """The settings that were compared, where there were several."""

@@ -42,7 +42,7 @@ class Run:
     scale: Scale | None = None
     """Of a regression's targets: within a training, the head answers in these units."""
     class_weights: Tensor | None = None
-    """See `heads.class_weights`."""
+    """See `Head.class_weights`."""
     val_loader: Batches | None = None
     """The images that it is scored on after every epoch."""
     val_targets: Tensor | None = None

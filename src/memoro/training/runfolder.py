@@ -1,4 +1,4 @@
-"""What a training shows and leaves behind: progress bar, run folder, plots."""
+"""What a training shows and leaves behind: progress bar, run folder."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import Timeout
 
 from memoro.console import Bar
 from memoro.errors import TrainingError
-from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, confusion
+from memoro.evaluation.metrics import COLUMNS
 from memoro.evaluation.predictions import no_formula
 from memoro.files import hold_folder, left_behind, write_whole
-from memoro.plots import draw_confusion, drawable, save_figure
-from memoro.training.finish import FitResult
+from memoro.heads import HEADS
 from memoro.training.group import RunGroup
 from memoro.training.loop import Trainer
 from memoro.training.recipe import CHECKPOINT, METRICS, REPORT, SKIPPED
-
-if TYPE_CHECKING:
-    from memoro.training.sweep import SweepRow
 
 
 class ProgressBar(Bar):
@@ -59,7 +55,7 @@ class ProgressBar(Bar):
 
     def _keep_best(self, group: RunGroup, entries: Sequence[dict[str, Any]]) -> None:
         folds = any(run.sample_weight is not None for run in group.runs)
-        for figure in dict.fromkeys(MAIN_FIGURE.values()):
+        for figure in [head.main_metric for head in HEADS.values()]:
             scores = [entry[f"val_{figure}"] for entry in entries if f"val_{figure}" in entry]
             if folds and scores:  # the best of few images would be luck
                 self._best[f"mean fold {COLUMNS[figure]}"] = sum(scores) / len(scores)
@@ -76,8 +72,8 @@ class ProgressBar(Bar):
 
 
 CONFIG = "config.json"
-FILES = (METRICS, SKIPPED, REPORT, "curve*.png", "confusion*.png", "sweep*.png")
-"""What a run folder may have besides, as patterns."""
+FILES = (METRICS, SKIPPED, REPORT)
+"""What a run folder may have besides."""
 
 
 class RunFolder:
@@ -116,8 +112,7 @@ class RunFolder:
         write_whole(self.path / CONFIG, text.encode(errors="backslashreplace"))
         write_whole(self.metrics, b"".join(kept))
         for other in FILES[1:]:  # of another training
-            for file in self.path.glob(other):
-                file.unlink(missing_ok=True)
+            (self.path / other).unlink(missing_ok=True)
         if self._skipped:
             lines = io.StringIO()
             rows = [("image", "reason"), *(map(no_formula, row) for row in self._skipped)]
@@ -156,7 +151,7 @@ def _check_own(path: Path) -> None:
             return
     except (OSError, ValueError, TypeError):
         pass
-    there = next((file for name in (CONFIG, *FILES) for file in path.glob(name)), None)
+    there = next((path / name for name in (CONFIG, *FILES) if (path / name).exists()), None)
     if there is not None and not (path / CHECKPOINT).is_file():
         raise TrainingError(f"{path} has a {there.name} that is not from a training: choose another --folder.")
 
@@ -189,60 +184,3 @@ def _disk_errors(path: Path) -> Iterator[None]:
             f"cannot write to {path} ({error.strerror}). The last checkpoint is untouched: fix the problem, then run "
             "the same command with --resume."
         ) from None
-
-
-def draw_run(folder: Path, suffix: str, result: FitResult) -> None:
-    """The training curve, and the confusion matrix where there is one; `suffix` tells the files of tasks apart."""
-    task = result.task
-    with _disk_errors(folder):
-        if result.history:
-            draw_curve(folder / f"curve{suffix}.png", task.name, result.history)
-        if task.kind == "softmax" and result.logits is not None and result.targets is not None:
-            matrix = confusion(result.logits, result.targets)
-            draw_confusion(folder / f"confusion{suffix}.png", task.name, matrix, task.labels)
-
-
-def draw_curve(path: Path, title: str, history: list[dict[str, Any]]) -> Path:
-    """Loss, and accuracy where there is one, over epochs: of training, and of validation or of the folds."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    panels = [name for name in ("loss", "accuracy") if any(f"train_{name}" in entry for entry in history)]
-    figure = Figure(figsize=(5.2 * len(panels), 3.6), layout="constrained")
-    for place, name in enumerate(panels, start=1):
-        axes = figure.add_subplot(1, len(panels), place)
-        looks = (("train", "train", "o--"), ("val", "validation", "o-"), ("fold", "held out (mean of folds)", "o-"))
-        for split, label, style in looks:
-            points = [(e["epoch"], e[f"{split}_{name}"]) for e in history if f"{split}_{name}" in e]
-            if points:
-                axes.plot(*zip(*points, strict=True), style, markersize=3, label=label)
-        axes.set(xlabel="epoch", ylabel=name)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-    figure.suptitle(drawable(title), parse_math=False)
-    return save_figure(figure, path)
-
-
-def draw_sweep(path: Path, title: str, rows: Sequence[SweepRow], score_name: str) -> Path:
-    """The score over learning rate: a line for each cell count, rank and fork, its seeds as a band."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    lines: dict[tuple[int, int, int], list[SweepRow]] = {}
-    for row in sorted(rows, key=lambda row: row.lr):
-        if row.val and all(map(math.isfinite, row.val)):  # a score may be undefined for few validation images
-            lines.setdefault((row.cells, row.rank, row.from_layer), []).append(row)
-    for (cells, rank, layer), line in lines.items():
-        own = ", ".join([*([f"rank {rank}"] if rank else []), *([f"{cells} cells"] if cells or not rank else [])])
-        rates, label = [row.lr for row in line], f"{own}, from layer {layer}"
-        (drawn,) = axes.plot(rates, [sum(row.val) / len(row.val) for row in line], "o-", label=label)
-        lowest, highest = [min(row.val) for row in line], [max(row.val) for row in line]
-        axes.fill_between(rates, lowest, highest, alpha=0.15, color=drawn.get_color())
-    axes.set(xscale="log", xlabel="learning rate", ylabel=score_name)
-    axes.set_title(drawable(title), parse_math=False)
-    axes.grid(alpha=0.3)
-    if lines:
-        axes.legend(frameon=False)
-    return save_figure(figure, path)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from memoro.data import ImageSet, Splits, Streams, load_columns, load_data, load_stream
+from memoro.data import ImageSet, Splits, load_columns, load_data
 from memoro.data.near import near_groups
 from memoro.data.splits import fold_numbers, hold_out
-from memoro.errors import DataError, TrainingError
+from memoro.errors import TrainingError
 from memoro.regimes import Regime
 from memoro.tasks.spec import check_name
 from memoro.training.recipe import Recipe, TrainOptions
@@ -22,21 +21,20 @@ ALL_LEARNED = 2000
 """Below this number, a regime with a read-out is calibrated by folds as well, and so learns from all images."""
 FOLDS = 4
 
-Sets = dict[str, Splits | Streams]
+Sets = dict[str, Splits]
 
 
-def name_sources(data: Any, task: str | None, columns: list[str] | None, streaming: bool) -> dict[str | None, Any]:
+def name_sources(data: Any, task: str | None, columns: list[str] | None) -> dict[str | None, Any]:
     """The data of each task by its name; None where the data will name it."""
-    if columns and (type(data) is dict or (task is not None and len(columns) > 1) or streaming):
+    if columns and (type(data) is dict or (task is not None and len(columns) > 1)):
         raise TrainingError(
-            "--label-column trains a task per column of one table: give one DATA, no --streaming, and --task only for "
-            "a single column."
+            "--label-column trains a task per column of one table: give one DATA, and --task only for a single column."
         )
-    if type(data) is dict and (task is not None or (streaming and len(data) > 1)):
-        raise TrainingError("to train several tasks, give NAME=DATA for each, and no --task or --streaming.")
+    if type(data) is dict and task is not None:
+        raise TrainingError("to train several tasks, give NAME=DATA for each, and no --task.")
     names = (task,) if task is not None or not columns else columns
     sources: dict[str | None, Any] = data if type(data) is dict else dict.fromkeys(names, data)
-    for name, source in sources.items():
+    for name in sources:
         if name is not None:
             check_name(name)
             if name.endswith(".safetensors"):
@@ -44,57 +42,45 @@ def name_sources(data: Any, task: str | None, columns: list[str] | None, streami
                     f"--task {name}: a task's name is not a file. To start from that task, use --start-from {name}; to "
                     f"build on it, --extends {name}; to write to that file, --out {name}."
                 )
-        if streaming and isinstance(source, (str, Path)) and Path(source).exists():
-            raise DataError(
-                f"{source} is a local file or folder: --streaming is for hub datasets such as owner/name, with --steps "
-                "1000 or so. Leave it out."
-            )
     return sources
 
 
 def load_sources(
     sources: dict[str | None, Any],
     columns: list[str] | None,
-    streaming: bool,
     recipe: Recipe,
     options: TrainOptions,
     **reading: Any,
 ) -> Sets:
     """The sets by task name. Validation splits are cut later, as folds may be used instead. `reading` are options of
     `load_data`."""
-    how: dict[str, Any] = {"seed": recipe.data_seed, **reading}
-    known = {**how, "workers": options.workers, "quiet": options.quiet, "phases": options.phases}
+    known: dict[str, Any] = {"workers": options.workers, "quiet": options.quiet, "phases": options.phases}
+    known |= {"seed": recipe.data_seed, **reading}
     if columns:
         found = load_columns(next(iter(sources.values())), columns, val_fraction=0, **known)
         return {str(name): splits for name, splits in zip(sources, found.values(), strict=True)}
     sets: Sets = {}
     for name, source in sources.items():
-        if isinstance(source, (Splits, Streams)):
-            splits: Splits | Streams = source
-        elif streaming:
-            splits = load_stream(source, val_fraction=recipe.val_fraction, **how)
-        else:
-            splits = load_data(source, val_fraction=0, **known)
+        splits = source if isinstance(source, Splits) else load_data(source, val_fraction=0, **known)
         sets[check_name(name or splits.name.replace("/", "-").replace("\\", "-"))] = splits
     return sets
 
 
 def choose_folds(
-    sets: Sequence[Splits | Streams],
+    sets: Sequence[Splits],
     regime: Regime,
     grid: Grid,
     folds: int | None,
     recipe: Recipe,
-    options: TrainOptions,
 ) -> list[int]:
     """The number of folds on which the settings of each set are compared, or its task is calibrated; 0: a validation
     split, which a read-out alone does not need either."""
     joint = 0 < regime.readout < 1
-    if options.halving or (grid.choices == 1 and not joint):
+    if grid.choices == 1 and not joint:
         return [0] * len(sets)
     found = []
     for splits in sets:
-        if not isinstance(splits, Splits) or splits.train is None or splits.val is not None:
+        if splits.train is None or splits.val is not None:
             found.append(0)
         else:
             most = ALL_LEARNED if joint else SMALL
@@ -113,19 +99,17 @@ def _default_folds(train: ImageSet, recipe: Recipe, most: int) -> int:
     return FOLDS if all((number == fold).any() for fold in range(FOLDS)) else 0
 
 
-def _shared_table(sets: Sequence[Splits | Streams]) -> Splits | None:
+def _shared_table(sets: Sequence[Splits]) -> Splits | None:
     """The first set where all are columns of one table: they are split alike, and so share every base pass."""
     first, *others = sets
-    images = [one.train.source for one in sets if isinstance(one, Splits) and one.train is not None]
+    images = [one.train.source for one in sets if one.train is not None]
     alike = others and len(images) == len(sets) and all(source == images[0] for source in images)
-    return first if alike and isinstance(first, Splits) else None
+    return first if alike else None
 
 
-def cut_validation(
-    splits: Splits | Streams, regime: Regime, folds: int, sets: Sets, recipe: Recipe
-) -> Splits | Streams:
+def cut_validation(splits: Splits, regime: Regime, folds: int, sets: Sets, recipe: Recipe) -> Splits:
     """The splits with a validation split, or with a note on folds. A read-out alone needs neither."""
-    if not isinstance(splits, Splits) or splits.train is None or regime.readout == 1:
+    if splits.train is None or regime.readout == 1:
         return splits
     if folds:
         what = "the task is calibrated" if regime.readout else "runs are compared"

@@ -14,10 +14,11 @@ from rich.table import Table
 from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone
 from memoro.console import make_table
-from memoro.data import ImageSet, Splits, Streams
+from memoro.data import Splits
 from memoro.data.splits import SINGLE_IMAGES, Index, fold_numbers
 from memoro.errors import TrainingError
-from memoro.evaluation.metrics import COLUMNS, MAIN_FIGURE, add_folds, measure, measure_task, recorded, score
+from memoro.evaluation.metrics import COLUMNS, add_folds, measure, measure_task, recorded, score
+from memoro.heads import HEADS
 from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
 from memoro.regimes.regime import RATES
@@ -94,7 +95,7 @@ class SweepSpec:
 
     plan: TaskPlan
     regime: Regime
-    splits: Splits | Streams
+    splits: Splits
     preprocessing: Preprocessing
     grid: Grid
     recipe: Recipe
@@ -107,12 +108,12 @@ class SweepSpec:
     @property
     def score_name(self) -> str:
         """What the settings are compared by."""
-        return f"{f'{self.folds}-fold' if self.folds else 'validation'} {COLUMNS[MAIN_FIGURE[self.splits.kind]]}"
+        return f"{f'{self.folds}-fold' if self.folds else 'validation'} {COLUMNS[HEADS[self.splits.kind].main_metric]}"
 
     @property
     def held_out(self) -> list[Index]:
         """The training images of each fold."""
-        assert isinstance(self.splits.train, ImageSet)
+        assert self.splits.train is not None
         number = fold_numbers(self.splits.train, self.folds, self.recipe.data_seed)
         return [np.flatnonzero(number == fold) for fold in range(self.folds) if (number == fold).any()]
 
@@ -172,7 +173,7 @@ class SweepRow:
 class SweepResult:
     task: Any
     """The chosen one: the best seed of the combination with the best mean validation score, or an ensemble of all its
-    seeds; with halving, the best of all runs."""
+    seeds."""
     best: FitResult
     """Its result; without metrics if every run of this task diverged, but not those of others."""
     rows: list[SweepRow]
@@ -180,7 +181,7 @@ class SweepResult:
     """Of all runs."""
 
 
-def check_ensemble(count: int, seeds: int, regime: Regime, options: TrainOptions) -> None:
+def check_ensemble(count: int, seeds: int, regime: Regime) -> None:
     """Raises if `count` runs with other seeds cannot become one task."""
     if not isinstance(seeds, int) or seeds < 1:
         raise TrainingError(f"seeds {seeds!r}: choose a whole number, 1 or more.")
@@ -196,9 +197,8 @@ def check_ensemble(count: int, seeds: int, regime: Regime, options: TrainOptions
         raise TrainingError(
             "the mean of linear heads is a linear head: leave out --ensemble, or choose another regime."
         )
-    for given, option in ((seeds > 1, "--seeds"), (options.halving, "--halving")):
-        if given:
-            raise TrainingError(f"--ensemble and {option} cannot be combined: leave out one of them.")
+    if seeds > 1:
+        raise TrainingError("--ensemble and --seeds cannot be combined: leave out one of them.")
 
 
 def run_sweeps(
@@ -209,8 +209,6 @@ def run_sweeps(
     Fields of the options can be given by name, except for `image_size`: each spec has its preprocessing.
     """
     options = replace(options or TrainOptions(), **changes)
-    if options.halving and any(sweep.folds for sweep in sweeps):
-        raise TrainingError("halving and folds cannot be combined: turn off halving, or set folds to 0.")
     runs = [sweep.runs(backbone) for sweep in sweeps]
     results = iter(train_runs(backbone, [spec for pairs in runs for _, spec in pairs], options))
     chosen = []
@@ -218,7 +216,7 @@ def run_sweeps(
         gathered: dict[Setting, list[FitResult]] = {}
         for setting, _ in pairs:
             gathered.setdefault(setting, []).append(next(results))
-        chosen.append(_choose(sweep, gathered, options.halving))
+        chosen.append(_choose(sweep, gathered))
         for row in chosen[-1].rows:
             if row.val and row.diverged:
                 which = f"{row.cells} cells, rank {row.rank}, from layer {row.from_layer}, lr {row.lr:g}"
@@ -234,8 +232,8 @@ Score = tuple[float, float]
 """(validation score, -validation loss)"""
 
 
-def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving: bool) -> SweepResult:
-    figure = MAIN_FIGURE[sweep.splits.kind]
+def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]]) -> SweepResult:
+    figure = HEADS[sweep.splits.kind].main_metric
     scored: dict[Setting, list[tuple[Score, FitResult] | None]] = {}
     for setting, results in gathered.items():
         found = _score_folds(results, sweep) if sweep.folds else _score(results[0], figure)
@@ -254,9 +252,7 @@ def _choose(sweep: SweepSpec, gathered: dict[Setting, list[FitResult]], halving:
                 diverged=len(seeds) - len(finished),
             )
         )
-    best, candidates = max(zip(rows, scored.values(), strict=True), key=lambda pair: pair[0].order)
-    if halving:  # the seeds of a combination stopped at different times: their mean says nothing
-        candidates = [one for seeds in scored.values() if best.diverged or None not in seeds for one in seeds]
+    _, candidates = max(zip(rows, scored.values(), strict=True), key=lambda pair: pair[0].order)
     everything = [result for results in gathered.values() for result in results]
     finished = [one for one in candidates if one is not None]
     if finished:
@@ -335,7 +331,7 @@ def _score_folds(results: Sequence[FitResult], sweep: SweepSpec) -> tuple[Score,
     add_calibration(whole.task, (logits, targets), f"{len(folds)} folds", seen=was_seen(whole.task, splits.train))
     tested = whole.metrics["split"] == "test"
     if not tested:
-        assert isinstance(splits.train, ImageSet)
+        assert splits.train is not None
         images = splits.train.subset(np.concatenate(sweep.held_out))
         whole = replace(whole, logits=logits, targets=targets, images=images)
     assert whole.logits is not None

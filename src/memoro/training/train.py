@@ -64,7 +64,6 @@ def train(
     image_column: str | None = None,
     allow_absolute: bool = False,
     max_unreadable: float = MAX_UNREADABLE,
-    streaming: bool = False,
     width: int = 5,
     out: str | Path | None = None,
     recipe: Recipe | str | None = None,
@@ -101,8 +100,6 @@ def train(
     own_recipe = isinstance(recipe, Recipe)
     if lr is None and isinstance(recipe, Recipe):
         lr = recipe.lr
-    if streaming and regime is None and recipe is None:
-        regime = "side"  # a stream is read only once
     trained, recipe = find_recipe(recipe, regime)
     recipe, options = merge_options(recipe, options, changes)
     chosen, target = find_regime(trained), None if out is None else read_target(out)
@@ -122,9 +119,9 @@ def train(
     seeds, ensemble = plain_int(seeds), plain_int(ensemble)
     if ensemble is None:
         ensemble = 1 if start is None or seeds != 1 else start.members
-    check_ensemble(ensemble, seeds, chosen, options)
+    check_ensemble(ensemble, seeds, chosen)
     rates = chosen.rates[recipe.optimizer]
-    rates = rates[len(rates) // 2 :][:1] if streaming or chosen.readout == 1 else rates
+    rates = rates[len(rates) // 2 :][:1] if chosen.readout == 1 else rates
     grid = Grid(
         several(cells),
         several(from_layer),
@@ -139,7 +136,7 @@ def train(
     columns = None if label_column is None else [label_column] if isinstance(label_column, str) else [*label_column]
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
         task, kind = task or start.name, kind or start.kind
-    sources = name_sources(data, task, columns, streaming)
+    sources = name_sources(data, task, columns)
     if start is not None and len(sources) > 1:
         raise TrainingError("--start-from continues one task: give one DATA, and one --label-column at most.")
     if target is not None:
@@ -168,7 +165,7 @@ def train(
         "allow_absolute": allow_absolute,
         "max_unreadable": max_unreadable,
     }
-    sets = load_sources(sources, columns, streaming, recipe, options, **reading)
+    sets = load_sources(sources, columns, recipe, options, **reading)
     options.phases.switch("start-up")
     if start is not None:
         name, splits = next(iter(sets.items()))
@@ -176,7 +173,7 @@ def train(
         sets[name] = replace(splits, notes=(*splits.notes, OPTIMISTIC))
     files = {} if target is None else {name: file_of(name, target, several=len(sets) > 1) for name in sets}
     leftovers = [part for file in files.values() for part in left_behind(file)]
-    compared = choose_folds(list(sets.values()), chosen, grid, folds, recipe, options)
+    compared = choose_folds(list(sets.values()), chosen, grid, folds, recipe)
     own_steps = None if start is None else start.spec.preprocessing
     sweeps = [
         SweepSpec(
@@ -210,8 +207,6 @@ def train(
             why = str(result.task.spec.training["calibration"]).removeprefix("none: ")
             what = "values have no interval" if result.task.kind == "regression" else "probabilities are not calibrated"
             options.note(f"{sweep.plan.name}: {what} ({why}).")
-        if result.metrics and len(sweeps) + len(found.results) > 2:  # the plots of a single run are there already
-            result = _draw(result, several=len(sweeps) > 1, write=main)
         results[sweep.plan.name] = result
     record_time(list(results.values()), options.phases)
     for name, result in results.items():
@@ -303,8 +298,7 @@ def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions
     """Options without effect, and properties of the data."""
     notes, settings, regime = [], len(sweeps[0].grid.settings()), sweeps[0].regime
     if folds and not any(sweep.folds for sweep in sweeps):
-        reason = "of --halving" if options.halving else "there is a validation split"
-        why = "there is only one setting" if sweeps[0].grid.choices == 1 else reason
+        why = "there is only one setting" if sweeps[0].grid.choices == 1 else "there is a validation split"
         notes.append(f"--folds {folds} is not used, because {why}.")
     if sweeps[0].recipe.patience and any(sweep.folds for sweep in sweeps):
         notes.append("--patience is not used: the runs of a cross-validation are compared at the end.")
@@ -316,21 +310,6 @@ def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions
     if settings > 1 and not regime.composes:
         notes.append(f"regime {regime.name!r} changes base tokens, so its {settings} runs need separate passes.")
     return notes
-
-
-def _draw(result: TrainResult, *, several: bool, write: bool) -> TrainResult:
-    """Draws the plots of the chosen run; returns the result with the path of the one that compares settings."""
-    from memoro.training.runfolder import draw_run, draw_sweep
-
-    if result.folder is None:
-        return result
-    suffix = f"-{result.task.name}" if several else ""
-    plot = result.folder / f"sweep{suffix}.png" if result.rows else None
-    if write:
-        draw_run(result.folder, suffix, result)
-    if write and plot is not None:
-        draw_sweep(plot, result.task.name, result.rows, result.score_name)
-    return replace(result, plot=plot)
 
 
 def _save(result: TrainResult, file: Path, options: TrainOptions, *, write: bool) -> TrainResult:

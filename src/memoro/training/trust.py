@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.data import ImageSet, ImageStream
+from memoro.data import ImageSet
 from memoro.evaluation.photographs import find_photographs, read_photographs
 from memoro.evaluation.training_images import learned_from
 from memoro.images import Preprocessing
@@ -27,7 +27,7 @@ MOST_IMAGES = 10_000
 SEEN = "none: an earlier training may have seen these images; use memoro calibrate with new ones"
 
 
-def was_seen(task: Task | Baseline, images: ImageSet | ImageStream | None) -> bool:
+def was_seen(task: Task | Baseline, images: ImageSet | None) -> bool:
     """Whether an earlier training may have learned from images: of the task that this one started from, or of an
     ancestor."""
     return "history" in task.spec.training or learned_from(task, images, parents_only=True) is not None
@@ -60,19 +60,16 @@ class Describer:
         images = spec.train
         if isinstance(spec.task, Baseline) or spec.held_out is not None:
             return
-        if not isinstance(images, ImageSet):
-            found, text = None, "none: a stream is read only once"
-        else:
-            key = content_key(images), spec.preprocessing, id(spec.splits)
-            if key not in self._done:
-                samples = torch.linspace(0, len(images) - 1, min(len(images), MOST_IMAGES), device="cpu").round().long()
-                statistics = self._reader.read(images, spec.preprocessing)(samples)
-                classes = images.targets[samples] if spec.splits.kind == "softmax" else None
-                self._done[key] = fit_familiarity(statistics, classes, self._photographs(spec.preprocessing))
-            found, text = self._done[key], "none: too few images, or tokens out of range"
-            if found is not None:
-                against = "ordinary photographs" if len(found.reader) else "no photographs (--others gives some)"
-                text = f"{found.images} training images, left out in turn, against {against}"
+        key = content_key(images), spec.preprocessing, id(spec.splits)
+        if key not in self._done:
+            samples = torch.linspace(0, len(images) - 1, min(len(images), MOST_IMAGES), device="cpu").round().long()
+            statistics = self._reader.read(images, spec.preprocessing)(samples)
+            classes = images.targets[samples] if spec.splits.kind == "softmax" else None
+            self._done[key] = fit_familiarity(statistics, classes, self._photographs(spec.preprocessing))
+        found, text = self._done[key], "none: too few images, or tokens out of range"
+        if found is not None:
+            against = "ordinary photographs" if len(found.reader) else "no photographs (--others gives some)"
+            text = f"{found.images} training images, left out in turn, against {against}"
         spec.task.update_spec(familiarity=found, training={**spec.task.spec.training, "familiarity": text})
 
     def _photographs(self, preprocessing: Preprocessing) -> Others | None:

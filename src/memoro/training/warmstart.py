@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memoro.console import format_count
-from memoro.data import Splits, Streams
+from memoro.data import Splits
 from memoro.data.annotations import first_few
 from memoro.errors import TrainingError
 from memoro.evaluation.training_images import SKETCH
@@ -41,7 +41,7 @@ def read_start(source: Task | str | Path, name: str | None) -> Task:
     return chosen[0]
 
 
-def compare_labels(old: Task, splits: Splits | Streams) -> str:
+def compare_labels(old: Task, splits: Splits) -> str:
     """Says which labels are kept, new and dropped; raises where the data is of another kind, or has none of them."""
     if splits.kind != old.kind:
         raise TrainingError(f"{old.name!r} has a {old.kind} head, but {splits.name} is a {splits.kind} set.")
