@@ -17,8 +17,9 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.data.dataset import ImageSet
 from memoro.data.near import HASH_BYTES, hash_look
-from memoro.errors import ImageError
+from memoro.errors import ImageError, TeachError
 from memoro.images import Levels, Preprocessing, open_image
+from memoro.images.finding import HEAD_BYTES, is_heif
 from memoro.tasks.taskspec import ReadOut
 from memoro.teach.photos import Photos
 from memoro.training.distributed import ALONE
@@ -31,6 +32,8 @@ MAX_PIXELS = 50_000_000
 """Of one image, by its header."""
 CHUNK = 16
 """Images of one step of the background: what somebody waits for comes with the next one."""
+SPARE = 256
+"""Images that may be added to a session."""
 MOST_BYTES = 128 << 20
 """Of small pictures in memory; the others are made again."""
 
@@ -42,7 +45,7 @@ class Gallery:
         self.photos, self.backbone, self.preprocessing = photos, backbone, preprocessing
         self.reads = ReadOut.of(backbone.anatomy)
         self._options = replace(options, quiet=True, workers=0)
-        count = len(photos)
+        count = len(photos) + SPARE
         self.rows = np.zeros((count, self.reads.features(backbone.dim, backbone.depth)), dtype=np.float16)
         """(n, features) pooled statistics of those images that are `ready`."""
         self.ready = np.zeros(count, dtype=bool)
@@ -72,6 +75,18 @@ class Gallery:
     def read(self, index: Tensor) -> Tensor:
         """(b, features) the statistics of some images."""
         return torch.from_numpy(self.rows[index.numpy()])
+
+    def add(self, data: bytes) -> int:
+        """Adds an image to the photographs, if there is room, and returns its position; raises if it cannot be read."""
+        with self._lock:
+            digest = np.frombuffer(hashlib.sha256(data).digest(), dtype=np.uint8)
+            known = np.flatnonzero(self.ready & (self._digests == digest).all(axis=1))
+            if len(known):
+                return int(known[0])
+            if len(self.photos) == len(self.ready):
+                raise TeachError(f"{SPARE} images were added: start memoro teach again to add more.")
+            open_image(data, draft=SMALL, name="the image", max_pixels=MAX_PIXELS, white=_own_white)
+            return self.photos.add(data, _suffix(data))
 
     def want(self, index: Iterable[int]) -> None:
         """Computes the statistics of these images next, those that were asked for last before others."""
@@ -169,6 +184,13 @@ class Gallery:
             while self._bytes > MOST_BYTES:
                 self._bytes -= len(self._small.popitem(last=False)[1])
         return data
+
+
+def _suffix(data: bytes) -> str:
+    """The suffix of an encoded image that was opened before."""
+    head = data[:HEAD_BYTES]
+    kinds = ((b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"GIF8", ".gif"), (b"RIFF", ".webp"), (b"BM", ".bmp"))
+    return ".heic" if is_heif(head) else next((suffix for start, suffix in kinds if head.startswith(start)), ".tif")
 
 
 def _own_white(levels: Levels) -> float:

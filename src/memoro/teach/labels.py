@@ -67,8 +67,9 @@ class LabelTable:
         """`read_only` opens it beside the process that writes to it."""
         self.path = path
         self._lock = threading.Lock()
+        self.writable = not read_only
         self._held: FileLock | None = None
-        if not read_only:
+        if self.writable:
             self._hold()
         try:
             self.rows: list[Row] = []
@@ -76,7 +77,7 @@ class LabelTable:
             self.kind: HeadKind = kind or "softmax"
             self.skipped = 0
             """Rows that cannot be read."""
-            self._read(kind, read_only)
+            self._read(kind)
         except BaseException:
             self.close()
             raise
@@ -128,19 +129,21 @@ class LabelTable:
         except OSError as error:
             raise _cannot_write(self.path, error) from None
 
-    def _read(self, asked: HeadKind | None, read_only: bool) -> None:
+    def _read(self, asked: HeadKind | None) -> None:
         try:
-            with self.path.open("rb" if read_only else "a+b") as file:  # fails now where nothing can be written later
+            with self.path.open(
+                "a+b" if self.writable else "rb"
+            ) as file:  # fails now where nothing can be written later
                 file.seek(0)
                 data = file.read()
-                if data and not data.endswith(b"\n") and not read_only:
+                if data and not data.endswith(b"\n") and self.writable:
                     file.write(b"\n")
         except FileNotFoundError:
             data = b""
         except OSError as error:
             raise _cannot_write(self.path, error) from None
         if not data:
-            if not read_only:
+            if self.writable:
                 self._write([("path", COLUMN[self.kind], "decision")])
             return
         lines = csv.reader(io.StringIO(data.decode("utf-8-sig", "surrogateescape"), newline=""))

@@ -15,7 +15,7 @@ from memoro.data.annotations import encode
 from memoro.data.dataset import ImageSet
 from memoro.data.near import near_groups
 from memoro.errors import DataError
-from memoro.heads import HeadKind, probabilities
+from memoro.heads import HEADS, HeadKind
 from memoro.tasks.readout import SolvedReadOut, solve_readout
 from memoro.tasks.ridge import RidgeSystem
 from memoro.tasks.taskspec import ReadOut
@@ -82,13 +82,13 @@ class Learned:
     @property
     def left_out(self) -> Tensor:
         """(l, labels) probabilities, or numbers, by solutions without the image and its near-duplicates."""
-        return probabilities(self.lesson.kind, self.readout.held_out)
+        return HEADS[self.lesson.kind].probabilities(self.readout.held_out)
 
     def answer(self, read: Read, index: Tensor) -> Tensor:
         """(b, labels) probabilities, or numbers, for any images; for those of the lesson, they are not left out."""
         weight, bias = self.readout.weight, self.readout.bias
         parts = [read(block).float() @ weight.T + bias for block in torch.split(index, BLOCK)]
-        return probabilities(self.lesson.kind, torch.cat(parts) if parts else bias.new_zeros(0, len(bias)))
+        return HEADS[self.lesson.kind].probabilities(torch.cat(parts) if parts else bias.new_zeros(0, len(bias)))
 
     def scores(self) -> Tensor:
         """(l) how right each left-out answer is: 1 or 0 for a class, the share of labels that are right, or the error
@@ -145,7 +145,6 @@ def solve(
     read: Read,
     reads: ReadOut,
     groups: Tensor | None = None,
-    sample_weight: Tensor | None = None,
 ) -> Learned:
     """The read-out of a lesson. Images of one group (l) are left out together."""
 
@@ -159,7 +158,6 @@ def solve(
         lesson.targets,
         len(lesson.labels),
         groups=groups,
-        sample_weight=sample_weight,
     )
     return Learned(lesson, solved, torch.arange(len(lesson.index)) if groups is None else groups)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,18 @@ from memoro.data.splits import build_splits
 from memoro.data.unlabelled import is_endless, open_unlabelled
 from memoro.data.unlabelled_set import UnlabelledImages
 from memoro.errors import DataError, TeachError
+from memoro.files import write_whole
 from memoro.heads import HeadKind
 from memoro.teach.labels import Decision, as_annotation
 
 KEPT = "train", "val"
 """Splits whose images are shown. Those of a test split are never learned from."""
 KEY_LETTERS = 20
+CORRECTIONS = "corrections"
+"""The folder of images that were answered wrongly elsewhere, inside that of the photographs."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Photos:
     """Images in order. `paths` name them in the table of labels; `keys` stand for them in requests."""
 
@@ -32,27 +35,41 @@ class Photos:
     place: str
     """What was opened, as the command line takes it."""
     source: UnlabelledImages
-    paths: tuple[str, ...]
+    paths: list[str]
     given: dict[int, Decision]
     """The labels that the source has itself."""
     kind: HeadKind | None
     """Of these labels; None where there are none."""
-    table: Path | None
-    """Where labels are kept unless the user says otherwise; None where there is no folder to write to."""
-    keys: tuple[str, ...] = ()
+    folder: Path | None
+    """Where labels and corrections are kept unless the user says otherwise; None where there is none to write to."""
+    keys: list[str] = field(default_factory=list, repr=False)
     by_key: dict[str, int] = field(default_factory=dict, repr=False)
     by_path: dict[str, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        keys = tuple(
-            hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:KEY_LETTERS] for path in self.paths
-        )
-        object.__setattr__(self, "keys", keys)
-        self.by_key.update((key, at) for at, key in enumerate(keys))
-        self.by_path.update((path, at) for at, path in enumerate(self.paths))
+        for at, path in enumerate(self.paths):
+            self._register(at, path)
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def add(self, data: bytes, suffix: str) -> int:
+        """Stores an image in the folder, under a name made of its content, and returns its position."""
+        if self.folder is None or str(self.folder) != self.place:
+            raise TeachError("images can be added to a folder that can be written to only, not to a zip or a table.")
+        path = f"{CORRECTIONS}/{hashlib.sha256(data).hexdigest()[:KEY_LETTERS]}{suffix}"
+        if path in self.by_path:
+            return self.by_path[path]
+        write_whole(self.folder / path, data)
+        self.source = replace(self.source, numbered=(*self.source.numbered, str(self.folder / path)))
+        self._register(len(self.paths), path)
+        self.paths.append(path)
+        return len(self.paths) - 1
+
+    def _register(self, at: int, path: str) -> None:
+        key = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:KEY_LETTERS]
+        self.keys.append(key)
+        self.by_key[key] = self.by_path[path] = at
 
     def labelled_set(
         self, decisions: dict[int, Decision], kind: HeadKind, labels: Sequence[str], screen: bool = True
@@ -119,10 +136,10 @@ def open_photos(
         title,
         str(place if path is None else path),
         UnlabelledImages(found, numbered),
-        tuple(paths),
+        paths,
         given,
         known.kind if known is not None and given else None,
-        folder / "labels.csv" if folder is not None and writable else None,
+        folder if writable else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -15,7 +15,7 @@ from torch import Tensor
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.errors import TeachError
-from memoro.heads import HeadKind, find_kind, probabilities
+from memoro.heads import HEADS, HeadKind, find_kind
 from memoro.tasks.spec import check_name
 from memoro.tasks.task import Task
 from memoro.teach.gallery import Gallery
@@ -31,6 +31,7 @@ SURE = 0.95
 """Probability from which a guess may be accepted without a closer look."""
 CURVE = (6, 10, 15, 20, 30, 40, 60, 80, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000)
 """Numbers of labels at which the curve has points."""
+TABLE = "labels.csv"
 IDLE = 0.5
 """Seconds after which the background looks for work by itself."""
 
@@ -97,7 +98,7 @@ class Session:
         self._threads = [
             threading.Thread(target=self._work, args=(work,), daemon=True) for work in (self._look, self._learn)
         ]
-        for thread in self._threads:
+        for thread in self._threads if table.writable else ():
             thread.start()
 
     def __enter__(self) -> Self:
@@ -113,7 +114,7 @@ class Session:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        for thread in self._threads:
+        for thread in self._threads if self.table.writable else ():
             thread.join()
         self.table.close()
 
@@ -199,9 +200,24 @@ class Session:
             return {}
         return {
             path: dict(zip(labels, row.tolist(), strict=True))
-            for path, row in zip(self.photos.paths, answers, strict=True)
+            for path, row in zip(self.photos.paths, answers, strict=False)
             if not bool(torch.isnan(row).any())
         }
+
+    def guess(self, at: int) -> tuple[str | list[str] | float, float | None] | None:
+        """The answer to an image and its probability, that of the least certain label where there are several; None
+        where there is none yet."""
+        answers, labels = self.answers, self.labels
+        if answers is None or at >= len(answers) or bool(answers[at].isnan().any()):
+            return None
+        row = answers[at]
+        if self.kind == "regression":
+            return float(row[0]), None
+        if self.kind == "multilabel":
+            chosen = [label for label, share in zip(labels, row.tolist(), strict=True) if share > 0.5]
+            return chosen, float(torch.maximum(row, 1 - row).min())
+        best = int(row.argmax())
+        return labels[best], float(row[best])
 
     def accuracy(self) -> dict[str, float] | None:
         """How good answers are to labelled images that are left out one by one: the mean and an interval of 95 %."""
@@ -242,13 +258,27 @@ class Session:
         """Returns once all images have statistics, and guesses for the labels so far."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self.failure is not None or self._settled(), timeout)
+        self.raise_failure()
+        return self
+
+    def raise_failure(self) -> None:
+        """Raises if something went wrong in the background."""
         if self.failure is not None:
             raise TeachError(self.failure)
-        return self
+
+    def training(self) -> dict[int, Decision]:
+        """The decisions that make images training images, in the order in which they were made."""
+        return {at: one for at, one in list(self.decisions.items()) if one.learned}
+
+    def add(self, data: bytes, label: Any) -> int:
+        """Adds an encoded image and its label, as one that was answered wrongly elsewhere; returns its position."""
+        at = self.gallery.add(data)
+        self.decide([Change(at, "label", label)])
+        return at
 
     def fit(self, out: str | Path | None = None, **settings: Any) -> Any:
         """Trains the task on the labels so far: what `memoro.train` returns. `settings` are its arguments."""
-        learned = {at: one for at, one in self.decisions.items() if one.learned}
+        learned = self.training()
         used = Lesson.of(learned, self.kind, self.classes)
         if used is None:
             raise TeachError("label images of at least two classes first.")
@@ -328,8 +358,7 @@ class Session:
         self.labels = tuple(known)
         self.answers, self.solved, self._answered = fresh, version, done
         if not same:
-            learned, read = self.learned, self.gallery.read
-            self.doubts = [] if learned is None else doubts(learned, read, self.gallery.reads)
+            self.doubts = [] if self.learned is None else doubts(self.learned)
         return True
 
     def _solve(self, lesson: Lesson) -> Learned:
@@ -339,6 +368,7 @@ class Session:
     def _answer(self, ready: np.ndarray[Any, Any]) -> Tensor | None:
         """The answers to all images; only those are computed that have none from the same solution."""
         known = self.answers
+        answer: Callable[[Any, Tensor], Tensor]
         if self.learned is not None:
             labels, answer = len(self.learned.lesson.labels), self.learned.answer
         elif self.start is not None and self.start.readout is not None and self.start.spec.readout is not None:
@@ -346,10 +376,11 @@ class Session:
             labels = len(self.start.labels)
 
             def answer(read: Any, index: Tensor) -> Tensor:
-                return probabilities(self.kind, (start(read(index).float()) / share).detach())
+                return HEADS[self.kind].probabilities((start(read(index).float()) / share).detach())
+
         else:
             return None
-        found = torch.full((len(self.photos), labels), torch.nan) if known is None else known.clone()
+        found = torch.full((len(self.gallery.ready), labels), torch.nan) if known is None else known.clone()
         new = torch.from_numpy(ready).long()
         new = new[found[new, 0].isnan()]
         if len(new):
@@ -419,7 +450,8 @@ def teach(
     asked = find_kind(kind) if kind is not None else None if start is None else start.kind
     names = tuple(dict.fromkeys(map(check_label, labels)))
     found = open_photos(photos, names, asked, **reading)
-    place = found.table if labels_file is None else Path(labels_file).expanduser()
+    beside = None if found.folder is None else found.folder / TABLE
+    place = beside if labels_file is None else Path(labels_file).expanduser()
     if place is None:
         raise TeachError(f"labels cannot be kept beside {photos}: name a file for them with --labels-file.")
     table = LabelTable(place.absolute(), asked or (None if place.exists() else found.kind), read_only=read_only)
@@ -434,8 +466,3 @@ def teach(
     except BaseException:
         table.close()
         raise
-
-
-def learned_decisions(session: Session) -> Mapping[int, Decision]:
-    """The decisions that make images training images."""
-    return {at: one for at, one in session.decisions.items() if one.learned}

@@ -22,7 +22,7 @@ from memoro.heads import HeadKind
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_task
 from memoro.tasks.taskspec import ReadOut
-from memoro.teach.learning import Learned, Lesson, Read, find_groups, solve, used_labels
+from memoro.teach.learning import Learned, Lesson, find_groups, solve, used_labels
 from memoro.training.distributed import ALONE
 from memoro.training.recipe import TrainOptions
 from memoro.training.statistics import StatisticsReader
@@ -59,10 +59,9 @@ class Doubt:
     reason: str
 
 
-def doubts(learned: Learned, read: Read, reads: ReadOut) -> list[Doubt]:
-    """The suspected labels of a lesson, the most likely mistakes first, then near-duplicates with different labels."""
-    again = _without_doubtful(learned, read, reads)
-    lesson, answers, targets = again.lesson, again.left_out, again.lesson.targets
+def doubts(learned: Learned) -> list[Doubt]:
+    """The suspected labels of a lesson, the least probable ones first, then near-duplicates with different labels."""
+    lesson, answers, targets = learned.lesson, learned.left_out, learned.lesson.targets
     found: list[Doubt] = []
     if lesson.kind == "regression":
         errors = (answers - targets)[:, 0]
@@ -79,22 +78,20 @@ def doubts(learned: Learned, read: Read, reads: ReadOut) -> list[Doubt]:
                 answer = f"not {name}" if targets[at, label[at]] > 0.5 else name
                 found.append(Doubt(at, answer, float(worst[at]), "contradicted by the answer without it"))
     else:
-        for at in rank(again).tolist():
+        for at in rank(learned).tolist():
             best = int(answers[at].argmax())
             if best != targets[at]:
                 share = float(answers[at, targets[at]])
                 found.append(Doubt(at, lesson.labels[best], share, "contradicted by the answer without it"))
         known = {doubt.at for doubt in found}
-        found += [doubt for doubt in _copies(again) if doubt.at not in known]
+        found += [doubt for doubt in _copies(learned) if doubt.at not in known]
     return found
 
 
 def rank(learned: Learned) -> Tensor:
     """The images of a lesson of classes, the one whose label is least likely first."""
     answers, targets = learned.left_out, learned.lesson.targets
-    given = answers.gather(1, targets[:, None])[:, 0]
-    others = answers.scatter(1, targets[:, None], -1.0).max(dim=1).values
-    return (given - others).argsort(stable=True)
+    return answers.gather(1, targets[:, None])[:, 0].argsort(stable=True)
 
 
 def overlaps(learned: Learned) -> list[tuple[str, str, int]]:
@@ -141,11 +138,10 @@ def suspects(
     def read(index: Tensor) -> Tensor:
         return flat(index).flatten(1)
 
-    reads = ReadOut.of(chosen.anatomy)
-    learned = solve(lesson, read, reads, groups)
+    learned = solve(lesson, read, ReadOut.of(chosen.anatomy), groups)
     return [
         Suspect(images.where(doubt.at), _given(images, doubt.at), doubt.answer, doubt.probability, doubt.reason)
-        for doubt in doubts(learned, read, reads)
+        for doubt in doubts(learned)
     ]
 
 
@@ -157,20 +153,6 @@ def suspects_csv(found: Sequence[Suspect]) -> str:
     for suspect in found:
         writer.writerow([no_formula(cell) for cell in asdict(suspect).values()])
     return text.getvalue()
-
-
-def _without_doubtful(learned: Learned, read: Read, reads: ReadOut) -> Learned:
-    """Answers of a second solution, from which the labels are left out that the first one contradicts: wrong ones
-    among them would agree with each other."""
-    lesson = learned.lesson
-    if lesson.kind != "softmax":
-        return learned
-    weight = (learned.left_out.argmax(dim=1) == lesson.targets).double()
-    kept = lesson.targets[weight > 0].bincount(minlength=len(lesson.labels))
-    weight[(kept == 0)[lesson.targets]] = 1.0  # a class without any right answer is not forgotten
-    if bool(weight.all()):
-        return learned
-    return solve(lesson, read, reads, learned.groups, weight)
 
 
 def _copies(learned: Learned) -> list[Doubt]:
