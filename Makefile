@@ -27,7 +27,7 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 
 bench: .venv/ready
-	$(BIN)/memoro bench engine
+	$(BIN)/memoro lab bench engine
 
 # timm needs torchvision, which needs its own build of torch: a separate environment of several gigabytes.
 test-timm: .venv-timm/ready

@@ -4,7 +4,7 @@
 
 Tasks of a set share every pass of the backbone, which is computed once and cached: for each method and rate, a run per
 fold (first seed), then one on all training images per seed at the best rate. Baselines need passes of their own: their
-rate is selected on one fold. The paper's own comparisons are in `memoro reproduce`. Every method of every set is
+rate is selected on one fold. The paper's own comparisons are in `memoro lab reproduce`. Every method of every set is
 recorded when it is done, and skipped when the script is called again.
 """
 
@@ -22,9 +22,9 @@ import torch
 
 import memoro
 from memoro.data import Augment
-from memoro.reproduce.measure import FOLDS, Bench, Budget, limit_training, measure_methods
-from memoro.reproduce.methods import ADAMW, Method
-from memoro.reproduce.report import format_values
+from memoro.lab.reproduce.measure import FOLDS, Bench, Budget, limit_training, measure_methods
+from memoro.lab.reproduce.methods import ADAMW, Method
+from memoro.lab.reproduce.report import format_values
 from memoro.training import Cache, TrainOptions
 from reports import load_results, load_splits, make_parser, table, write_report
 

@@ -79,7 +79,7 @@ def read_set(source: str, name: str, backbone: Backbone, size: int | None, keep:
             found[part] = torch.cat(rows)[torch.cat(order).argsort()].numpy()
             found[f"{part}_y"] = images.targets.numpy()
             found[f"{part}_g"] = find_groups(images).numpy()
-        np.savez(file, **found)
+        np.savez(file, **found)  # type: ignore[arg-type]
     return {name: torch.from_numpy(value) for name, value in np.load(file).items()}
 
 

@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 
 import memoro
 from distillation.classifier import solve_classifier
-from memoro.bench.clock import best_times
+from memoro.clock import best_times
 from memoro.console import bar
 from memoro.data import Augment, ImageSet, Loader
 from memoro.data.splits import hold_out

@@ -1,4 +1,4 @@
-"""What the tests of `memoro reproduce` share: small sets, orders on them, and records without a run."""
+"""What the tests of `memoro lab reproduce` share: small sets, orders on them, and records without a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from memoro.reproduce.measure import Budget
-from memoro.reproduce.methods import CLASS_FULL, FORKED, FORKED_SIZES, FULL, LORA, Method, memory, memory_full, side
-from memoro.reproduce.plan import CPU, Job
-from memoro.reproduce.records import Record
-from memoro.reproduce.run import Order
-from memoro.reproduce.runner import Runner
-from memoro.reproduce.setup import make_order
+from memoro.lab.reproduce.measure import Budget
+from memoro.lab.reproduce.methods import CLASS_FULL, FORKED, FORKED_SIZES, FULL, LORA, Method, memory, memory_full, side
+from memoro.lab.reproduce.plan import CPU, Job
+from memoro.lab.reproduce.records import Record
+from memoro.lab.reproduce.run import Order
+from memoro.lab.reproduce.runner import Runner
+from memoro.lab.reproduce.setup import make_order
 
 COLOURS = ((200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40))
 METHODS = {
@@ -67,4 +67,4 @@ def record_of(
         "test_images": len(correct[0]), "test": [float(np.mean(row)) for row in correct], "diverged": 0,
         "correct": [row.tobytes().hex() for row in bits], "parameters": 7, "head": 3, **result,
     }  # fmt: skip
-    return Record.now("table2", job.key("abc", 20), found, 60.0, 2, "memoro reproduce table2")
+    return Record.now("table2", job.key("abc", 20), found, 60.0, 2, "memoro lab reproduce table2")

@@ -19,7 +19,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.backbones.huggingface import picks_kernel
 from memoro.errors import BackboneError, CompositionError, MemoroError, TaskError, TaskFileError, TrainingError
-from memoro.regimes import BASELINES, REGIMES, Baseline, TaskPlan, find_regime
+from memoro.lab.baselines import BASELINES, REGIMES, Baseline, BaselinePlan
 from memoro.regimes.regime import all_parameters
 
 LABELS = ["a", "b", "c"]
@@ -39,7 +39,8 @@ pairs = pytest.mark.parametrize(
 
 
 def build(backbone: Backbone, regime: str, **options: Any) -> Baseline:
-    model: Baseline = REGIMES[regime].build(backbone, TaskPlan("pets", LABELS, **{"cells": 3, "width": 2, **options}))
+    plan = BaselinePlan("pets", LABELS, **{"cells": 3, "width": 2, **options})
+    model: Baseline = REGIMES[regime].build(backbone, plan)
     return model
 
 
@@ -101,7 +102,7 @@ def test_trained_parameters_and_only_they_move(case: Case, name: str) -> None:
     backbone = memoro.load_backbone(user)
     inside = {key: tensor.clone() for key, tensor in backbone.anatomy.tensors.items()}
     model = build(backbone, name)
-    trained = find_regime(name).trains(model)
+    trained = REGIMES[name].trains(model)
     assert trained.keys() == dict(model.named_parameters()).keys() == model.state_dict().keys()
     start = {key: parameter.detach().clone() for key, parameter in trained.items()}
     pixels, targets = images(), torch.arange(6) % 3
@@ -194,7 +195,7 @@ def test_a_seed_decides_the_start(backbone: Backbone, name: str) -> None:
 
 
 def test_memory_starts_as_in_the_masked_regime(backbone: Backbone) -> None:
-    plan = TaskPlan("pets", LABELS, cells=3, seed=4)
+    plan = BaselinePlan("pets", LABELS, cells=3, seed=4)
     masked, full = (REGIMES[name].build(backbone, plan).state_dict() for name in ("memory", "memory-full"))
     assert masked.keys() == full.keys()
     assert all(torch.equal(masked[key], full[key]) for key in masked)
@@ -233,7 +234,7 @@ def test_a_baseline_cannot_be_composed(backbone: Backbone, name: str, tmp_path: 
     for tasks in ([model], [memoro.new_task(backbone, "one", LABELS), model]):
         with pytest.raises(CompositionError, match=r"changes the backbone's own tokens.*cannot be composed"):
             memoro.compose(backbone, tasks)
-    with pytest.raises(TaskFileError, match="save_baseline"):
+    with pytest.raises(TaskFileError, match="is not a task"):
         memoro.save_task(model, tmp_path / "x.safetensors")  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="not Baseline"):
         memoro.new_task(backbone, "child", LABELS, extends=[model])  # type: ignore[list-item]
@@ -264,8 +265,8 @@ def test_bad_sizes(backbone: Backbone, name: str, options: dict[str, Any]) -> No
 
 def test_bad_labels_are_those_of_a_task(backbone: Backbone) -> None:
     with pytest.raises(TaskError, match="at least two labels"):
-        BASELINES["full"].build(backbone, TaskPlan("pets", ["a"]))
-    assert BASELINES["full"].build(backbone, TaskPlan("pets", ["a"], head="multilabel")).kind == "multilabel"
+        BASELINES["full"].build(backbone, BaselinePlan("pets", ["a"]))
+    assert BASELINES["full"].build(backbone, BaselinePlan("pets", ["a"], head="multilabel")).kind == "multilabel"
 
 
 def test_no_class_token_to_train() -> None:
@@ -282,7 +283,7 @@ def test_without_peft_the_extra_is_named(backbone: Backbone, monkeypatch: pytest
 
 def test_importing_the_regimes_is_light() -> None:
     code = (
-        "import sys, memoro.regimes, memoro.regimes.baselinefile, memoro.regimes.naive\n"
+        "import sys, memoro.regimes, memoro.lab.baselines.file, memoro.lab.baselines.naive\n"
         "print([m for m in ('peft', 'accelerate', 'datasets', 'torchvision', 'transformers') if m in sys.modules])\n"
     )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

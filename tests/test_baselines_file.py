@@ -20,8 +20,8 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
 from memoro.images import Preprocessing
-from memoro.regimes import BASELINES, Baseline
-from memoro.regimes.baselinefile import is_baseline, load_baseline, save_baseline
+from memoro.lab.baselines import BASELINES, Baseline
+from memoro.lab.baselines.file import load_baseline, read_hashes, save_baseline
 from memoro.regimes.regime import all_parameters
 
 
@@ -88,10 +88,12 @@ def test_telling_files_apart(saved: Path, backbone: Backbone, tmp_path: Path) ->
     task = memoro.save_task(memoro.new_task(backbone, "one", ["a", "b"]), tmp_path / "task.safetensors")
     noise = tmp_path / "noise"
     noise.write_bytes(b"\xff" * 100)
-    assert is_baseline(saved)
-    assert not any(is_baseline(path) for path in (task, noise, tmp_path / "nothing", tmp_path))
+    assert read_hashes(saved) == [load_baseline(saved, backbone).content_hash()]
+    for path in (task, noise, tmp_path / "nothing", tmp_path):
+        with pytest.raises(TaskFileError):
+            read_hashes(path)
     for load in (memoro.load_task, memoro.load_tasks):
-        with pytest.raises(TaskFileError, match=r"contains a baseline, which cannot be composed.* load_baseline\(\)"):
+        with pytest.raises(TaskFileError, match=r"contains a baseline, which has a pass of its own.*load_baseline"):
             load(saved)
     with pytest.raises(TaskFileError, match=r"contains tasks: read it with load_task\(\)"):
         load_baseline(task, backbone)
@@ -192,7 +194,6 @@ def test_mutated_files_raise_only_our_error(saved: Path, backbone: Backbone, tmp
         for _ in range(generator.randint(1, 3)):
             changed[generator.randrange(header if number % 3 else len(data))] = generator.randrange(256)
         bad.write_bytes(changed)
-        is_baseline(bad)
         try:
             load_baseline(bad, backbone)
         except TaskFileError:

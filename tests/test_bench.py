@@ -12,12 +12,14 @@ from test_train_recipe import save_squares
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.bench.dense import DenseMask
-from memoro.bench.engine import bench_engine, candidate_count
-from memoro.bench.models import MODELS
-from memoro.bench.serve import TICKS, bench_serve, serve_table
-from memoro.bench.step import Setting, build_step, list_candidates
-from memoro.bench.time_to_accuracy import (
+from memoro.evaluation.logits import CachedBatch
+from memoro.lab.baselines import BASELINES
+from memoro.lab.bench.dense import DenseMask
+from memoro.lab.bench.engine import bench_engine, candidate_count
+from memoro.lab.bench.models import MODELS
+from memoro.lab.bench.serve import TICKS, bench_serve, serve_table
+from memoro.lab.bench.step import Setting, build_step, list_candidates
+from memoro.lab.bench.time_to_accuracy import (
     APPROACHES,
     Approach,
     TimeToAccuracy,
@@ -25,9 +27,7 @@ from memoro.bench.time_to_accuracy import (
     draw_times,
     epoch_count,
 )
-from memoro.bench.train import bench_loader, bench_train, draw_growth, tick_count
-from memoro.evaluation.logits import CachedBatch
-from memoro.regimes import BASELINES
+from memoro.lab.bench.train import bench_loader, bench_train, draw_growth, tick_count
 from memoro.training.loop import Trainer
 
 

@@ -25,7 +25,6 @@ from memoro.engine import answers
 from memoro.engine.answers import AnswerOptions, Routing
 from memoro.evaluation.bulk import MANIFEST, Predictor, answer_here, begin
 from memoro.evaluation.imagelist import IMAGES
-from memoro.regimes import BASELINES, TaskPlan
 
 __all__ = ["mess", "photos", "predictor", "shell", "tasks"]  # fixtures
 
@@ -107,23 +106,22 @@ def test_an_image_that_kills_its_decoder_is_a_row_with_an_error(
 
 def test_embeddings_are_the_engines_tokens(photos: Path, backbone: Backbone, predictor: Predictor) -> None:
     tags = random_task(backbone, "tags", seed=2, head="multilabel", from_layer=2)
-    full = BASELINES["full"].build(backbone, TaskPlan("full", ("a", "b")))
     how = AnswerOptions(COUNT, embeddings=True)
-    job = new_job(photos, Predictor(backbone, (*predictor.models, tags, full), how), shard_size=COUNT)
+    job = new_job(photos, Predictor(backbone, (*predictor.models, tags), how), shard_size=COUNT)
     answer_here(job, begin(job))
     rows = read_rows(job.folder)
-    model = memoro.compose(backbone, [*(task for task in predictor.models if isinstance(task, memoro.Task)), tags])
+    model = memoro.compose(backbone, [*predictor.models, tags])
     (preprocessing,) = model.passes()
     names = [name for name in NAMES if name != "05.png"]
     pixels = torch.stack([preprocessing.to_tensor(memoro.images.open_image(photos / name)) for name in names])
     with torch.no_grad():
-        out, own = model.run(pixels), full.features(pixels)
+        out = model.run(pixels)
     found = {}
-    for name, right in {**out.tokens, "full": own}.items():
+    for name, right in out.tokens.items():
         cells = [row["embedding"] for row in rows if row["task"] == name and row["embedding"] is not None]
         found[name] = torch.tensor(cells)
         assert torch.equal(found[name], right), name
-    assert set(found) == {"base", "pets", "age", "tags", "full"}
+    assert set(found) == {"base", "pets", "age", "tags"}
     assert torch.equal(tags.head(found["tags"]), out.logits["tags"]), "what the head reads"
     assert not torch.allclose(found["pets"], found["base"])
     base = [row for row in rows if row["task"] == "base"]

@@ -48,7 +48,7 @@ def files(backbone: Backbone, tmp_path: Path) -> tuple[Path, Path]:
 
 def test_without_arguments_it_teaches() -> None:
     out = start().stdout
-    for command in ("demo", "inspect", "compose", "verify", "import", "bench"):
+    for command in ("demo", "inspect", "compose", "verify", "import", "lab"):
         assert f"memoro {command}" in out
     assert memoro.__version__ in start("--version").stdout
 
@@ -159,7 +159,7 @@ def test_import(shared: Path, tmp_path: Path) -> None:
     assert [task.name for task in memoro.load_tasks(tmp_path / "two.safetensors.1")] == ["a", "b"]
 
 
-@pytest.mark.parametrize("command", ["inspect", "compose", "verify", "import", "demo", "bench engine"])
+@pytest.mark.parametrize("command", ["inspect", "compose", "verify", "import", "demo", "lab bench engine"])
 def test_help(command: str, tmp_path: Path) -> None:
     out = run(tmp_path, *command.split(), "--help").stdout
     assert "Usage" in out

@@ -28,7 +28,7 @@ from memoro.errors import BackboneError, DataError
 from memoro.evaluation.inspect import inspect_tables, inspect_tasks
 from memoro.evaluation.metrics import metrics_tables
 from memoro.evaluation.predictions import predictions_table
-from memoro.regimes import BASELINES, TaskPlan
+from memoro.regimes import REGIMES
 from memoro.training.checkpoint import compare_identities
 from memoro.training.recipe import Recipe
 from memoro.training.result import TrainResult, fit_table
@@ -248,6 +248,8 @@ def test_the_bar_ends_on_the_last_validation_and_says_whose() -> None:
 def commands() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        if command.hidden:  # a verb that moved
+            continue
         found |= {f"{name} {inner}": one for inner, one in getattr(command, "commands", {"": command}).items()}
     return {name.strip(): command for name, command in found.items()}
 
@@ -271,7 +273,7 @@ def test_help_has_whole_phrases_and_an_end(name: str, shell: Shell, monkeypatch:
 def test_help_is_as_wide_as_the_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     for width in (72, 400):
         monkeypatch.setenv("COLUMNS", str(width))
-        lines = [line.strip() for line in shell("reproduce", "--help").out.splitlines()]
+        lines = [line.strip() for line in shell("lab", "reproduce", "--help").out.splitlines()]
         [start] = [at for at, line in enumerate(lines) if line.startswith("Prints a time estimate first.")]
         paragraph = lines[start : lines.index("", start)]
         assert " ".join(paragraph).endswith("the test split is used once.")
@@ -281,9 +283,9 @@ def test_help_is_as_wide_as_the_terminal(shell: Shell, monkeypatch: pytest.Monke
 
 def test_help_shows_groups_and_examples(shell: Shell) -> None:
     text = shell("train", "--help").out
-    for panel in ("Data", "Task", "Recipe", "Augmentation", "Model selection", "Cache", "Output", "Baselines"):
+    for panel in ("Data", "Task", "Recipe", "Augmentation", "Model selection", "Cache", "Output"):
         assert f"─ {panel} ─" in text
-    assert all(name in text for name in BASELINES)
+    assert all(name in text for name in REGIMES)
     for name in ("train", "sweep", "eval", "predict", "inspect", "compose", "verify", "import"):
         assert f"memoro {name} " in shell(name, "--help").out.split("Usage", 1)[1].split("\n", 2)[2]
 
@@ -322,13 +324,10 @@ def test_tasks_that_do_not_go_together_are_told_for_the_shell(
         assert f"which was not given. {advice}, or the path" in shell(*command, code=1).err
 
 
-def test_baselines_are_refused_where_they_cannot_go(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:
-    plan = TaskPlan(name="wide", labels=("a", "b"))
-    memoro.save_baseline(BASELINES["lora"].build(backbone, plan), tmp_path / "wide.safetensors")
-    for command in (("verify", "-b", "vit", "-t", "wide.safetensors"), ("compose", "wide.safetensors", "-o", "x")):
-        told = shell(*command, code=1).err
-        assert "wide.safetensors is a baseline, which cannot be composed or verified. 'wide' was trained" in told
-        assert "load_baseline" not in told
+def test_verbs_that_moved_to_the_laboratory_say_where(shell: Shell) -> None:
+    for name in ("bench", "reproduce"):
+        assert f"memoro {name} is now memoro lab {name}" in shell(name, "--anything", code=1).err
+        assert f"\n  {name} " not in shell("--help").out
 
 
 def test_bad_options_are_refused_before_anything_is_read(shell: Shell, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from trust import add_readout
 import memoro
 from memoro.backbones import Backbone
 from memoro.backbones.fingerprint import take_fingerprint
+from memoro.lab import train_baseline
 
 families = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 
@@ -229,7 +230,7 @@ def everything(backbone: Backbone, root: Path, out: Path, pixels: torch.Tensor) 
     side = memoro.train(squares, backbone=fresh, workers=1, folds=3, views=2, folder=out / "run", **quick)
     again = memoro.train(squares, backbone=fresh, workers=0, folds=3, views=2, folder=out / "run", resume=True, **quick)
     numbers = memoro.train(table, backbone=fresh, workers=0, **quick)
-    whole = memoro.train(squares, backbone=fresh, regime="full", lr=0.01, workers=0, **quick)
+    whole = train_baseline(squares, "full", backbone=fresh, lr=0.01, workers=0, **quick)
     task = memoro.load_task(memoro.save_task(side.task, out / "squares.safetensors"))
     child = memoro.new_task(fresh, "child", task.labels, cells=1, extends=[task], seed=1)
     data = memoro.load_data(squares, workers=0, quiet=True)

@@ -19,6 +19,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.errors import CompositionError, TaskError, TaskFileError, TrainingError
 from memoro.evaluation.inspect import describe_task, inspect_file, inspect_tables
+from memoro.lab.baselines import BASELINES
 from memoro.tasks.ensemble import join_members, split_members
 from memoro.tasks.mask import trace_lineage
 from memoro.tasks.task import Task
@@ -170,7 +171,7 @@ def test_training_joins_the_seeds_of_the_best_setting(backbone: Backbone, tmp_pa
     ("options", "words"),
     [
         ({"seeds": 2}, "--ensemble and --seeds"),
-        ({"regime": "full"}, "no ensembles"),
+        ({"regime": BASELINES["full"].regime}, "no ensembles"),
         ({"regime": "head"}, "mean of linear heads"),
         ({"ensemble": 0}, "1 to 64 members"),
     ],

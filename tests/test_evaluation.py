@@ -27,7 +27,6 @@ from memoro.errors import ImageError
 from memoro.evaluation.breakdown import class_figures
 from memoro.evaluation.metrics import measure, warn_of
 from memoro.images import open_image
-from memoro.regimes import BASELINES, TaskPlan
 
 
 def test_r2_is_the_mean_over_outputs() -> None:
@@ -45,9 +44,9 @@ def test_r2_is_the_mean_over_outputs() -> None:
 
 def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:  # noqa: F811
     task = random_task(backbone, "pets", labels=["cat", "dog"])
-    baseline = BASELINES["lora"].build(backbone, TaskPlan("wide", ("a", "b")))
+    other = random_task(backbone, "wide", seed=1)
     memoro.save_task(task, tmp_path / "pets.safetensors")
-    memoro.save_baseline(baseline, tmp_path / "wide.safetensors")
+    memoro.save_task(other, tmp_path / "wide.safetensors")
     generator = np.random.default_rng(0)
     for number in range(3):  # large enough to be decoded at a fraction of its size
         image = Image.fromarray(generator.integers(0, 256, (300, 400, 3), dtype=np.uint8))
@@ -55,14 +54,16 @@ def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbon
     names = [f"{number}.jpg" for number in range(3)]
     files = ("-t", "pets.safetensors", "-t", "wide.safetensors")
     found = json.loads(shell("predict", *names, "-b", "vit", *files, "--json").out)
-    expected = memoro.compose(backbone, [task]).predict(names)
-    alone = baseline.predict(names)
+    expected = memoro.compose(backbone, [task, other]).predict(names)
     renamed = json.loads(shell("predict", names[0], "-b", "vit", "-t", "other=wide.safetensors", "--json").out)
-    [single] = baseline.predict(names[:1])  # another batch size may round differently
-    assert renamed[names[0]]["other"] == single["wide"]
-    for name, one, other in zip(names, expected, alone, strict=True):
-        assert found[name]["pets"] == one["pets"]
-        assert found[name]["wide"] == other["wide"]
+    [single] = memoro.compose(backbone, [other]).predict(names[:1])  # another batch size may round differently
+    wanted = single["wide"]["probabilities"]
+    assert renamed[names[0]]["other"]["probabilities"] == pytest.approx(wanted, abs=1e-5)  # float32
+    assert found[names[0]]["pets"]["probabilities"] != pytest.approx(wanted, abs=1e-2)
+    assert list(found) == names
+    for answers, wanted in zip(found.values(), expected, strict=True):
+        for name in ("pets", "wide"):
+            assert answers[name]["probabilities"] == pytest.approx(wanted[name]["probabilities"], abs=1e-5)  # float32
     assert len({json.dumps(answers) for answers in found.values()}) == 3
     (tmp_path / "bad.jpg").write_bytes(b"junk")
     said = shell("predict", "bad.jpg", *names, "-b", "vit", *files, "--json")

@@ -13,7 +13,7 @@ from trust import add_readout
 import memoro
 from memoro.backbones import Block, Context
 from memoro.backbones.families import FAMILY_SPECS
-from memoro.regimes.dense import dense_attention
+from memoro.lab.baselines.dense import dense_attention
 
 everywhere = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 attentions = pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -20,12 +20,12 @@ from test_train_cli import run
 from trust import add_readout
 
 import memoro
-from memoro.bench.export import bench_export
 from memoro.cli.tasks import export
 from memoro.engine.composition import Composition
 from memoro.engine.streams import pool_pass
 from memoro.errors import BackboneError, CompositionError
 from memoro.images import Preprocessing
+from memoro.lab.bench.export import bench_export
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import Others, fit_familiarity
 

@@ -15,7 +15,6 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.backbones.find import FOLDERS
 from memoro.errors import BackboneError, CompositionError
-from memoro.regimes import BASELINES, TaskPlan
 
 __all__ = ["shell"]  # fixtures
 
@@ -95,16 +94,6 @@ def test_a_folder_that_a_file_names_is_never_opened(shell: Shell, photo: Path, t
         other = renamed(file, name, tmp_path / f"{number}.safetensors")
         assert "Pass it with -b FOLDER" in shell("predict", photo, "-t", other, code=1).err
     shell("predict", photo, "-t", tmp_path / "0.safetensors", "-b", "owner/vit")
-
-
-def test_a_baseline_finds_its_backbone_too(
-    shell: Shell, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backbone = memoro.load_backbone(tmp_path / "vit")
-    memoro.save_baseline(BASELINES["lora"].build(backbone, TaskPlan("wide", ("a", "b"))), tmp_path / "wide.safetensors")
-    assert "set MEMORO_BACKBONES" in shell("predict", photo, "-t", "wide.safetensors", code=1).err
-    monkeypatch.setenv(FOLDERS, str(tmp_path))
-    shell("predict", photo, "-t", "wide.safetensors")
 
 
 def offline_hub(folder: Path, source: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Path:

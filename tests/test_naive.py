@@ -13,14 +13,14 @@ from test_baselines import LABELS, build, class_token, families, images, shaken
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import CompositionError
-from memoro.regimes import BASELINES, TaskPlan
-from memoro.regimes.naive import NaiveConcatenation
+from memoro.lab.baselines import BASELINES, BaselinePlan
+from memoro.lab.baselines.naive import NaiveConcatenation
 
 
 @families
 def test_naive_concatenation(case: Case) -> None:
     backbone, pixels = memoro.load_backbone(case.model().double()), images(2, torch.float64)
-    plans = [TaskPlan(f"task {i}", LABELS, cells=i + 1, seed=i) for i in range(3)]
+    plans = [BaselinePlan(f"task {i}", LABELS, cells=i + 1, seed=i) for i in range(3)]
     models = [shaken(BASELINES["memory-full"].build(backbone, plan), seed) for seed, plan in enumerate(plans)]
     with torch.no_grad():
         alone = {model.name: model(pixels) for model in models}

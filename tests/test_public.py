@@ -16,11 +16,11 @@ SOURCE = Path(memoro.__file__).parent
 
 
 PUBLIC = [
-    "Backbone", "BackboneError", "Baseline", "Cache", "CacheError", "Client", "Composition", "CompositionError",
-    "DataError", "ImageError", "MemoroError", "NaiveConcatenation", "Preprocessing", "Recipe", "ServeError", "Task",
-    "TaskError", "TaskFileError", "TrainOptions", "TrainingError", "compose", "evaluate", "fit", "fit_tasks",
-    "import_tasks", "load_backbone", "load_baseline", "load_columns", "load_data", "load_task", "load_tasks",
-    "new_task", "save_baseline", "save_task", "save_tasks", "train",
+    "Backbone", "BackboneError", "Cache", "CacheError", "Client", "Composition", "CompositionError", "DataError",
+    "ImageError", "MemoroError", "Preprocessing", "Recipe", "ServeError", "Task", "TaskError", "TaskFileError",
+    "TeachError", "TrainOptions", "TrainingError", "compose", "evaluate", "fit", "fit_tasks", "import_tasks",
+    "load_backbone", "load_columns", "load_data", "load_task", "load_tasks", "new_task", "save_task", "save_tasks",
+    "suspects", "teach", "train",
 ]  # fmt: skip
 
 
@@ -51,6 +51,8 @@ def test_type_checkers_see_every_public_name() -> None:
 def test_submodules_do_not_hide_functions() -> None:
     code = "import memoro.engine.composition, memoro; assert callable(memoro.compose), memoro.compose"
     subprocess.run([sys.executable, "-c", code], check=True)
+    code = "from memoro.teach.session import teach; import memoro; assert memoro.teach is teach, memoro.teach"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_importing_memoro_is_light() -> None:
@@ -72,7 +74,7 @@ def test_the_core_needs_neither_torchvision_nor_training() -> None:
 
 # A package imports its own level and those before it, never a later one.
 LEVELS = [
-    {"answer", "arguments", "errors", "extras", "files", "heads", "plots", "pages", "phases", "console"},
+    {"answer", "arguments", "clock", "errors", "extras", "files", "heads", "plots", "pages", "phases", "console"},
     {"images"},
     {"backbones"},
     {"tasks"},
@@ -82,8 +84,10 @@ LEVELS = [
     {"evaluation"},
     {"training"},
     {"serve"},
-    {"bench", "demo", "reproduce"},
+    {"teach"},
+    {"demo"},
     {"cli"},
+    {"lab"},  # the product never imports it; the command line loads it by name
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 OUTSIDE = {"__init__", "__main__"}
@@ -115,6 +119,19 @@ def test_dependencies_point_one_way(package: str) -> None:
         for other in imports_of(path) - {"__version__"}:
             assert other in LEVEL, f"{path} imports memoro.{other}"
             assert LEVEL[other] <= LEVEL[package], f"{path.relative_to(SOURCE)} imports memoro.{other}"
+
+
+def test_the_product_knows_nothing_of_the_laboratory() -> None:
+    """The level test covers imports. Nor does it name its models, and its command line runs without it."""
+    product = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "lab"]
+    assert [path for path in product if "Baseline" in path.read_text()] == []
+    code = (
+        "import sys, memoro.training, memoro.serve.run, memoro.demo\n"
+        "import typer; from memoro.cli import app; typer.main.get_command(app)\n"
+        "print([m for m in sys.modules if m.startswith('memoro.lab')])\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert out.stdout.strip() == "[]"
 
 
 def test_serving_never_imports_training() -> None:

@@ -113,13 +113,11 @@ def test_curves_of_folds_are_of_what_they_held_out(tiny: memoro.Backbone, tmp_pa
     assert "Solid: validation images." in check_page(tmp_path / "plain" / "report.html")
 
 
-def test_fit_reports_a_baseline_and_a_head(tiny: memoro.Backbone, tmp_path: Path) -> None:
+def test_fit_reports_a_head(tiny: memoro.Backbone, tmp_path: Path) -> None:
     data = save_squares(tmp_path / "set")
     head = memoro.new_task(tiny, "head", ["blue", "green", "red"], from_layer=tiny.depth)
     memoro.fit(tiny, head, data, folder=tmp_path / "head", lr=1e-6, **HOW)
     assert "this is the attention of the base's class token" in check_page(tmp_path / "head" / "report.html")
-    memoro.train(data, backbone=tiny, regime="adapter", lr=1e-6, folder=tmp_path / "adapter", **HOW)
-    assert "A baseline has no attention of its own" in check_page(tmp_path / "adapter" / "report.html")
 
 
 def test_a_training_survives_its_report(tiny: memoro.Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`memoro reproduce`: the plans of all tables, dry runs, and counts of parameters and FLOPs."""
+"""`memoro lab reproduce`: the plans of all tables, dry runs, and counts of parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from reproducing import METHODS, checkpoint, order_of, shapes
 
 from memoro.backbones import Backbone
 from memoro.errors import DataError
-from memoro.reproduce.counts import count_method, count_methods
-from memoro.reproduce.measure import Budget
-from memoro.reproduce.methods import FULL, HEAD
-from memoro.reproduce.plan import CPU, MOST_RUNS, PAPER, TABLES, Job, Request, plan_table, runs_of
-from memoro.reproduce.records import Record, Records
-from memoro.reproduce.run import dry_run, format_time, list_missing
-from memoro.reproduce.runner import Runner
-from memoro.reproduce.setup import make_order
+from memoro.lab.reproduce.counts import count_method, count_methods
+from memoro.lab.reproduce.measure import Budget
+from memoro.lab.reproduce.methods import FULL, HEAD
+from memoro.lab.reproduce.plan import CPU, MOST_RUNS, PAPER, TABLES, Job, Request, plan_table, runs_of
+from memoro.lab.reproduce.records import Record, Records
+from memoro.lab.reproduce.run import dry_run, format_time, list_missing
+from memoro.lab.reproduce.runner import Runner
+from memoro.lab.reproduce.setup import make_order
 from memoro.training import TrainOptions
 
 __all__ = ["checkpoint", "shapes"]  # fixtures

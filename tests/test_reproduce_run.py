@@ -1,4 +1,4 @@
-"""`memoro reproduce`: measurements on a tiny model, and what is not measured again."""
+"""`memoro lab reproduce`: measurements on a tiny model, and what is not measured again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 import torch
 from reproducing import checkpoint, order_of, record_of, shapes
 
-from memoro.cli.reproducing import _without_folder
 from memoro.errors import DataError, TrainingError
-from memoro.reproduce.measure import Budget, is_flat, keep_classes, train_seeds
-from memoro.reproduce.methods import memory, memory_full, side
-from memoro.reproduce.plan import PAPER, Job, Request, plan_table
-from memoro.reproduce.records import Records
-from memoro.reproduce.run import list_missing, missing_parts, run_tables, write_reports
-from memoro.reproduce.runner import Runner, _known_rates, find_sets
+from memoro.lab.cli.reproduce import _without_folder
+from memoro.lab.reproduce.measure import Budget, is_flat, keep_classes, train_seeds
+from memoro.lab.reproduce.methods import memory, memory_full, side
+from memoro.lab.reproduce.plan import PAPER, Job, Request, plan_table
+from memoro.lab.reproduce.records import Records
+from memoro.lab.reproduce.run import list_missing, missing_parts, run_tables, write_reports
+from memoro.lab.reproduce.runner import Runner, _known_rates, find_sets
 from memoro.training.loop import Trainer
 
 __all__ = ["checkpoint", "shapes"]  # fixtures
@@ -122,7 +122,7 @@ def test_concatenation_trains_each_set_with_its_own_augmentation(
         crops.add((splits.name, budget.augment.crop))
         return train_seeds(bench, splits, rates, budget, **more)
 
-    monkeypatch.setattr("memoro.reproduce.concat.train_seeds", watch)
+    monkeypatch.setattr("memoro.lab.reproduce.concat.train_seeds", watch)
     [(_, job)] = order.jobs()
     runner.options = replace(runner.options, cache=False)
     runner.run(replace(job, budget=replace(job.budget, views=None)), Records(shapes))
@@ -216,7 +216,7 @@ def test_runs_of_several_rates_are_averaged(shapes: Path, checkpoint: Path) -> N
 def test_extension_measures_children_alone_and_with_parents(
     shapes: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memoro.reproduce.extension.SIZES", (12,))
+    monkeypatch.setattr("memoro.lab.reproduce.extension.SIZES", (12,))
     order, runner = order_of("extension", shapes, checkpoint, "one", "two", seeds=1)
     jobs = [job for _, job in order.jobs() if job.sets[0] == "one"]
     results = [runner.run(job, Records(shapes))[""] for job in jobs]
@@ -238,7 +238,7 @@ def test_extension_measures_children_alone_and_with_parents(
 def test_extension_skips_sizes_with_one_image_of_each_class(
     shapes: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memoro.reproduce.extension.SIZES", (4, 5, 12))
+    monkeypatch.setattr("memoro.lab.reproduce.extension.SIZES", (4, 5, 12))
     for split in ("train", "test"):  # eight classes
         for label in range(4):
             (shapes / "two" / split / str(label)).rename(shapes / "one" / split / str(4 + label))

@@ -72,7 +72,7 @@ def test_a_missing_extra_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
         serve()
 
 
-@pytest.mark.parametrize("command", [["serve"], ["bench", "serve"]])
+@pytest.mark.parametrize("command", [["serve"], ["lab", "bench", "serve"]])
 @pytest.mark.parametrize("own", [None, "ACTIVE"])
 def test_waiting_threads_sleep_instead_of_spinning(command: list[str], own: str | None) -> None:
     """OpenMP reads its setting when torch is imported."""

@@ -87,7 +87,7 @@ def test_what_cannot_be_started_from(shell: Callable[..., Any], tmp_path: Path) 
 
     assert "has other labels (blue, grey) than 'colours'" in refused("others")
     assert "continues one task" in refused("a=two", "b=three")
-    assert "regime" in refused("two", "--regime", "full")
+    assert "unknown regime" in refused("two", "--regime", "full")
     assert "keeps its cells, rank and layers" in refused("two", "--cells", 3)
     assert "has a softmax head" in refused("two/table.csv", "--kind", "number")
     a, b = memoro.load_task("colours.safetensors"), memoro.load_task("colours.safetensors")

@@ -111,7 +111,7 @@ def test_a_note_does_not_make_another_task(task: Task) -> None:
 
 
 def test_vit_b_with_ten_classes_fits_a_quarter_megabyte(tmp_path: Path) -> None:
-    from memoro.bench.models import random_vit
+    from memoro.lab.bench.models import random_vit
 
     backbone = memoro.load_backbone(random_vit(32))
     task = memoro.new_task(backbone, "ten", [f"class {i}" for i in range(10)], cells=5)

@@ -17,25 +17,25 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import memoro
+from memoro import lab
 from memoro.backbones import Backbone
 from memoro.cli import app
 from memoro.data import ImageSet, Splits, load_data
 from memoro.errors import CompositionError, TrainingError
-from memoro.regimes import BASELINES, REGIMES, Baseline, TaskPlan, find_regime
-from memoro.regimes.baselinefile import is_baseline
+from memoro.lab.baselines import BASELINES, REGIMES, Baseline, BaselinePlan
 from memoro.regimes.regime import all_parameters
-from memoro.training import Cache, FitResult, Recipe, RunSpec, Trainer, fit, train_runs
+from memoro.training import Cache, FitResult, Recipe, RunSpec, Trainer, train_runs
 from memoro.training.target import has_content
 
 __all__ = ["double", "squares"]  # fixtures
-PLAN = TaskPlan("model", LABELS, cells=2, width=3, rank=2, seed=1)
+PLAN = BaselinePlan("model", LABELS, cells=2, width=3, rank=2, seed=1)
 
 
 def build(regime: str, backbone: Backbone, **changes: Any) -> Any:
     plan = {**vars(PLAN), "name": regime, **changes}
     if regime in {"head", "memory"}:  # which have no rank
         plan["rank"] = None
-    return find_regime(regime).build(backbone, TaskPlan(**plan))
+    return REGIMES[regime].build(backbone, BaselinePlan(**plan))
 
 
 @pytest.mark.parametrize("regime", BASELINES)
@@ -45,7 +45,7 @@ def test_what_was_trained_is_what_a_file_answers(
     weights, flags = state(vit), [parameter.requires_grad for parameter in vit.parameters()]
     model = build(regime, backbone)
     start = state(model)
-    result = fit(backbone, model, squares, epochs=2, batch_size=9, lr=0.03, augment=PLAIN, **QUICK)
+    result = lab.fit_baseline(backbone, model, squares, epochs=2, batch_size=9, lr=0.03, augment=PLAIN, **QUICK)
     assert result.task is model
     assert model.spec.training["regime"] == regime
     trained = all_parameters(model)
@@ -56,10 +56,9 @@ def test_what_was_trained_is_what_a_file_answers(
     assert [parameter.requires_grad for parameter in vit.parameters()] == flags
     assert all(parameter.grad is None for parameter in vit.parameters())
 
-    loaded = memoro.load_baseline(memoro.save_baseline(model, tmp_path / "m.safetensors"), backbone)
+    loaded = lab.load_baseline(lab.save_baseline(model, tmp_path / "m.safetensors"), backbone)
     splits = load_data(squares, labels=LABELS, workers=0, quiet=True)
-    [found] = memoro.evaluate(backbone, [loaded], splits, workers=0).values()
-    assert found == result.metrics
+    assert lab.evaluate_baseline(loaded, splits, workers=0) == result.metrics
     files = sorted(squares.rglob("*.png"))[::5]
     assert loaded.predict(files, batch_size=2) == model.predict(files, batch_size=2)
     preprocessing = backbone.preprocessing.at(20)
@@ -76,7 +75,7 @@ def test_what_was_trained_is_what_a_file_answers(
 def specs_of(names: list[str], backbone: Backbone, splits: Splits, **changes: Any) -> list[RunSpec]:
     recipe = Recipe(**{"epochs": 2, "batch_size": 8, "lr": 0.03, "warmup": 1, **changes})
     size = backbone.preprocessing.at(20)
-    return [RunSpec(build(name, backbone), recipe, find_regime(name), splits, size) for name in names]
+    return [RunSpec(build(name, backbone), recipe, REGIMES[name], splits, size) for name in names]
 
 
 def learn(names: list[str], backbone: Backbone, splits: Splits, **options: Any) -> dict[str, FitResult]:
@@ -93,14 +92,9 @@ def test_tasks_and_baselines_side_by_side_equal_each_alone(double: Backbone, squ
         assert distance(together[name].task, alone.task) < 1e-10
         assert together[name].metrics["loss"] == pytest.approx(alone.metrics["loss"], abs=1e-6)
         assert distance(together[name].task, build(name, double)) > 1e-4
-    figures = memoro.evaluate(double, [together[name].task for name in names], splits, workers=0)
-    assert list(figures) == names
-    for name in names:
-        assert figures[name]["loss"] == pytest.approx(together[name].metrics["loss"], abs=1e-6)
-    assert len({figure["loss"] for figure in figures.values()}) == 4
-    twins = [build("full", double), build("adapter", double, name="full")]
-    with pytest.raises(CompositionError, match="two tasks are named 'full'"):
-        memoro.evaluate(double, twins, splits, workers=0)
+    assert len({result.metrics["loss"] for result in together.values()}) == 4
+    with pytest.raises(CompositionError, match="'full' was trained with regime 'full', which changes"):
+        memoro.evaluate(double, [together["full"].task], splits, workers=0)
 
 
 def test_a_baseline_computes_only_images_that_it_learns_from(
@@ -145,20 +139,22 @@ def test_features_are_kept_for_tasks_only(backbone: Backbone, squares: Path, tmp
     for left, right in zip(results, again, strict=True):
         assert left.metrics["loss"] == pytest.approx(right.metrics["loss"], abs=1e-5)  # float32
     unused = {**QUICK, "cache": Cache(tmp_path / "no", required=False)}
-    fit(backbone, build("full", backbone), splits, epochs=1, **unused)
+    lab.fit_baseline(backbone, build("full", backbone), splits, epochs=1, **unused)
     assert not (tmp_path / "no").exists()
-    with pytest.raises(TrainingError, match=r"regime 'full' changes .* so its features cannot be cached"):
-        fit(backbone, build("full", backbone), splits, **{**QUICK, "cache": True})
+    with pytest.raises(TrainingError, match=r"regime 'full' has a pass of its own, so its features cannot be cached"):
+        lab.fit_baseline(backbone, build("full", backbone), splits, **{**QUICK, "cache": True})
 
 
 def test_a_regime_trains_what_it_builds(backbone: Backbone, squares: Path) -> None:
     task = memoro.new_task(backbone, "t", LABELS)
     for model, regime in ((task, "full"), (build("full", backbone), "memory"), (build("vpt", backbone), "full")):
         with pytest.raises(TrainingError, match=f"regime '{regime}' only trains models that it built itself"):
-            fit(backbone, model, squares, regime=regime, **QUICK)
+            memoro.fit(backbone, model, squares, regime=REGIMES[regime], **QUICK)
+    with pytest.raises(TrainingError, match="'full' is not a task: pass the regime that built it"):
+        memoro.fit(backbone, build("full", backbone), squares, **QUICK)
     other = memoro.load_backbone(CASES[0].model(seed=8))
     with pytest.raises(CompositionError, match="other weights"):
-        fit(backbone, build("full", other), squares, **QUICK)
+        lab.fit_baseline(backbone, build("full", other), squares, **QUICK)
 
 
 @pytest.mark.parametrize(
@@ -168,17 +164,18 @@ def test_sizes_that_a_baseline_does_not_have_are_refused(
     regime: str, size: str, backbone: Backbone, squares: Path
 ) -> None:
     with pytest.raises(TrainingError, match=f"regime '{regime}' has no {size}: leave out --{size}"):
-        memoro.train(squares, backbone=backbone, regime=regime, **{size: 4})
+        lab.train_baseline(squares, regime, backbone=backbone, **{size: 4})
 
 
 def test_whether_a_file_holds_a_baseline(backbone: Backbone, tmp_path: Path) -> None:
     model, other = build("adapter", backbone), build("adapter", backbone, seed=2)
-    file = memoro.save_baseline(model, tmp_path / "a.safetensors")
-    assert has_content(file, model)
-    assert not has_content(file, other)
+    file = lab.save_baseline(model, tmp_path / "a.safetensors")
+    regime = BASELINES["adapter"].regime
+    assert has_content(file, model, regime)
+    assert not has_content(file, other, regime)
     task = memoro.new_task(backbone, "t", LABELS)
-    assert not has_content(file, task)
-    assert not has_content(memoro.save_task(task, tmp_path / "t.safetensors"), model)
+    assert not has_content(file, task, REGIMES["memory"])
+    assert not has_content(memoro.save_task(task, tmp_path / "t.safetensors"), model, regime)
 
 
 @pytest.mark.parametrize("regime", ["full", "lora"])
@@ -188,7 +185,7 @@ def test_a_resumed_baseline_is_the_same(
     def train(folder: str, **options: Any) -> Any:
         model = build(regime, backbone)
         options = {"epochs": 2, "batch_size": 5, "optimizer": "adamw", "lr": 1e-3, **QUICK, **options}
-        fit(backbone, model, squares, folder=tmp_path / folder, **options)
+        lab.fit_baseline(backbone, model, squares, folder=tmp_path / folder, **options)
         return model
 
     calm, step, calls = train("calm"), Trainer.step, iter(range(100))
@@ -233,49 +230,49 @@ SOLVED = ("-b", "vit", "--image-size", 20, "--workers", 0, "--json")
 COMMON = (*SOLVED, "--batch-size", 8, "--epochs", 1)
 
 
-def test_every_regime_from_the_shell(shell: Any, tmp_path: Path) -> None:
-    records = {}
-    for regime in REGIMES:
-        known = {"head": (), "readout": (), "memory": ("cells",), "side": ("cells", "rank"), "joint": ("cells", "rank")}
-        own = known[regime] if regime in known else BASELINES[regime].sizes
-        given = {"cells": ("--cells", 1), "rank": ("--rank", 3)}
-        sizes = ("--width", 2, *(word for name in own for word in given.get(name, ())))
-        how = SOLVED if regime == "readout" else (*COMMON, "--lr", 0.03)
-        done = shell("train", "set", "--task", regime, "--regime", regime, *how, *sizes)
-        records[regime] = json.loads(done.stdout)
-        assert is_baseline(records[regime]["file"]) == (not REGIMES[regime].composes)
-    files = [part for regime in REGIMES for part in ("--tasks", f"{regime}.safetensors")]
-    figures = json.loads(shell("eval", "set", "-b", "vit", *files, "--workers", 0, "--json").stdout)
-    assert list(figures) == list(REGIMES)
-    for regime, found in figures.items():
-        assert found["loss"] == pytest.approx(records[regime]["metrics"]["loss"], abs=1e-5)  # float32, in company
+def test_every_baseline_from_the_shell(shell: Any, tmp_path: Path) -> None:
     images = [str(path) for path in sorted(Path("set/test").rglob("*.png"))[:2]]
-    done = shell("predict", *images, "-b", "vit", *files, "--json")
-    answers = json.loads(done.stdout)
-    assert [set(said) for said in answers.values()] == [set(REGIMES)] * 2
-    assert "memory-full, class-full" in done.stderr
-    assert "baselines, which need a separate pass each" in done.stderr
     backbone = memoro.load_backbone("vit")
-    full = memoro.load_baseline("full.safetensors", backbone).predict(images)
-    assert [said["full"]["label"] for said in answers.values()] == [said["full"]["label"] for said in full]
+    for method in BASELINES:
+        given = {"cells": ("--cells", 1), "rank": ("--rank", 3), "width": ("--width", 2)}
+        sizes = [word for name in BASELINES[method].sizes for word in given[name]]
+        done = shell("lab", "train-baseline", method, "set", "-t", method, *COMMON, "--lr", 0.03, *sizes)
+        trained, file = json.loads(done.stdout), f"{method}.safetensors"
+        found = shell("lab", "eval-baseline", file, "set", "-b", "vit", "--workers", 0, "--json").stdout
+        assert json.loads(found)[method]["loss"] == pytest.approx(trained["metrics"]["loss"], abs=1e-5)
+        answers = json.loads(shell("lab", "predict-baseline", file, *images, "-b", "vit").stdout)
+        said = lab.load_baseline(file, backbone).predict(images)
+        assert [answer["label"] for answer in answers.values()] == [one[method]["label"] for one in said]
+        record = json.loads(shell("lab", "inspect-baseline", file, "-b", "vit", "--json").stdout)
+        assert (record["regime"], record["backbone"]["match"]) == (method, "same")
+        assert record["parameters"] == trained["training"]["trained_parameters"]
+    assert record["sizes"] == {"rank": 3}
+    assert "lora" in shell("lab", "inspect-baseline", "lora.safetensors").stdout
 
-    record = json.loads(shell("inspect", "adapter.safetensors", "-b", "vit", "--json").stdout)["baseline"]
-    assert (record["regime"], record["sizes"], record["backbone"]["match"]) == ("adapter", {"width": 2}, "same")
-    assert record["parameters"] == records["adapter"]["training"]["trained_parameters"]
-    assert "cannot be composed" in shell("inspect", "lora.safetensors").stdout
-    for command in (("compose", "full.safetensors", "-o", "x"), ("verify", "-b", "vit", "-t", "full.safetensors")):
-        assert "needs a separate pass and cannot be composed" in str(shell(*command, code=1))
-    assert "its features cannot be cached" in str(shell("train", "set", "--regime", "full", *COMMON, "--cache", code=1))
+
+def test_the_product_refuses_the_file_of_a_baseline(shell: Any) -> None:
+    lab.save_baseline(build("full", memoro.load_backbone("vit")), "full.safetensors")
+    image = next(Path("set/test").rglob("*.png"))
+    file = ("-b", "vit", "-t", "full.safetensors")
+    for command in (
+        ("eval", "set", *file), ("predict", image, *file), ("inspect", "full.safetensors"), ("verify", *file),
+        ("compose", "full.safetensors", "-o", "x"), ("train", "set", "--start-from", "full.safetensors", "-b", "vit"),
+    ):  # fmt: skip
+        error = shell(*command, code=1)
+        assert isinstance(error, memoro.TaskFileError)
+        assert "full.safetensors: contains a baseline" in str(error)
+        assert "use memoro lab eval-baseline, predict-baseline or inspect-baseline" in str(error)
+    assert "trained with memoro lab train-baseline" in str(shell("train", "set", "--regime", "full", code=1))
 
 
 def test_rates_of_a_baseline_are_tried_in_passes_of_their_own(shell: Any) -> None:
-    done = shell("train", "set", "--task", "m", "--regime", "full", *COMMON)
-    assert "regime 'full' changes base tokens, so its 3 runs need separate passes" in done.stderr
+    done = shell("lab", "train-baseline", "full", "set", "-t", "m", *COMMON)
+    assert "regime 'full' has a pass of its own, so its 3 runs need separate passes" in done.stderr
     record = json.loads(done.stdout)
     assert [row["lr"] for row in record["runs"]] == [0.03, 0.1, 0.3]
     assert record["chosen"]["lr"] == record["training"]["lr"]
-    sweep = ("sweep", "set", "-t", "m", "--regime", "adapter", *COMMON, "--lr", "0.01,0.1")
+    sweep = ("lab", "train-baseline", "adapter", "set", "-t", "m", *COMMON, "--lr", 0.01, "--lr", 0.1)
     assert [row["lr"] for row in json.loads(shell(*sweep).stdout)["runs"]] == [0.01, 0.1]
-    assert "regime 'adapter' has no cells" in str(shell(*sweep, "--cells", "0,5", code=1))
-    text = " ".join(CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "400"}).output.split())
-    assert all(name in text for name in REGIMES)
+    assert "regime 'adapter' has no cells" in str(shell(*sweep, "--cells", "5", code=1))
+    help = CliRunner().invoke(app, ["lab", "train-baseline", "--help"], env={"COLUMNS": "400"}).output
+    assert all(name in " ".join(help.split()) for name in BASELINES)

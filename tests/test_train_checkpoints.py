@@ -21,6 +21,7 @@ from test_train_resume import (
 
 import memoro
 from memoro.errors import TrainingError
+from memoro.lab.baselines import BASELINES
 from memoro.tasks.task import new_task
 from memoro.training import Recipe, Trainer, fit
 
@@ -41,7 +42,13 @@ def test_checkpoints_hold_no_weights_twice(calm: Trial, tmp_path: Path, often: N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "step", measured)
-        options = {"regime": "full", "lr": 0.001, "optimizer": optimizer, "folder": tmp_path / "run", **FRESH}
+        options = {
+            "regime": BASELINES["full"].regime,
+            "lr": 0.001,
+            "optimizer": optimizer,
+            "folder": tmp_path / "run",
+            **FRESH,
+        }
         memoro.train(
             calm.data, backbone=calm.backbone, image_size=20, batch_size=9, epochs=2, val_fraction=0, **options
         )

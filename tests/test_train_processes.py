@@ -25,7 +25,8 @@ from memoro.backbones import Backbone, load_backbone
 from memoro.cli import app
 from memoro.data import Splits, load_data
 from memoro.errors import TrainingError
-from memoro.regimes import TaskPlan, find_regime
+from memoro.lab.baselines import REGIMES
+from memoro.regimes import TaskPlan
 from memoro.training import Cache, FitResult, Recipe, RunSpec, Trainer, fit, train_runs
 from memoro.training.distributed import find_processes
 from memoro.training.sweep import Grid, SweepSpec, run_sweeps
@@ -39,12 +40,12 @@ RANK = int(os.environ.get("RANK", 0))
 
 def model(regime: str, backbone: Backbone, **options: Any) -> Any:
     # Every process starts elsewhere: all must go on from where the main one is.
-    return find_regime(regime).build(backbone, TaskPlan("t", LABELS, seed=1 + RANK, **options))
+    return REGIMES[regime].build(backbone, TaskPlan("t", LABELS, seed=1 + RANK, **options))
 
 
 def train(regime: str, backbone: Backbone, splits: Splits, **options: Any) -> list[FitResult]:
     task = model(regime, backbone, cells=2)
-    return [fit(backbone, task, splits, regime=regime, recipe=RECIPE, image_size=20, **FRESH, **options)]
+    return [fit(backbone, task, splits, regime=REGIMES[regime], recipe=RECIPE, image_size=20, **FRESH, **options)]
 
 
 def frozen(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
@@ -60,7 +61,7 @@ def sweep(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
     """Two rates, two forks and the folds of each, in one pass."""
     plan, grid = TaskPlan("t", LABELS), Grid(cells=(1,), from_layers=(0, 3), rates=(0.02, 0.1))
     recipe, preprocessing = replace(RECIPE, epochs=2), backbone.preprocessing.at(20)
-    spec = SweepSpec(plan, find_regime("memory"), splits, preprocessing, grid, recipe, folds=2)
+    spec = SweepSpec(plan, REGIMES["memory"], splits, preprocessing, grid, recipe, folds=2)
     [found] = run_sweeps(backbone, [spec], **FRESH)
     return found.results
 
@@ -69,7 +70,7 @@ def mixed(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
     """A task and a baseline side by side; the task's features are kept."""
     made = {regime: model(regime, backbone, cells=1) for regime in ("memory", "memory-full")}
     recipe, preprocessing = replace(RECIPE, views=2), backbone.preprocessing.at(20)
-    specs = [RunSpec(made[name], recipe, find_regime(name), splits, preprocessing) for name in made]
+    specs = [RunSpec(made[name], recipe, REGIMES[name], splits, preprocessing) for name in made]
     cache = Cache(root / "features", dtype="float32", required=False)
     return train_runs(backbone, specs, cache=cache, workers=0, quiet=True)
 
@@ -255,12 +256,25 @@ def test_reproduce_runs_on_two_processes(root: Path, tmp_path: Path) -> None:
     """Both processes take the same jobs, and one of them records."""
     from test_train_recipe import save_squares
 
-    from memoro.reproduce.records import Records
+    from memoro.lab.reproduce.records import Records
 
     for split in ("train", "test"):
         save_squares(tmp_path / "squares" / split, {"blue": 9, "green": 8, "red": 8})
-    command = ("reproduce", "table2", "-d", tmp_path / "squares", "-b", root / "vit", "--epochs", 1, "--steps", 2)
-    command += ("--workers", 0, "--image-size", 20, "--seeds", 1, "--method", "head", "--method", "memory-full 1")
+    command = (
+        "lab",
+        "reproduce",
+        "table2",
+        "-d",
+        tmp_path / "squares",
+        "-b",
+        root / "vit",
+        "--epochs",
+        1,
+        "--steps",
+        2,
+    )
+    command += ("--epochs", 1, "--steps", 2, "--workers", 0, "--image-size", 20, "--seeds", 1)
+    command += ("--method", "head", "--method", "memory-full 1")
     said = launch(TORCHRUN, "-m", "memoro", *command, "--out", tmp_path / "two", cwd=root)
     assert said.count("jobs to run") == 1
     single = CliRunner().invoke(app, [str(word) for word in (*command, "--out", tmp_path / "one")])

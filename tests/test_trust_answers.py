@@ -16,11 +16,9 @@ from families import FAMILIES, Case
 from oracle import hidden_states, pool_hidden_states
 from PIL import Image
 from trust import colours, known, run
-from typer.testing import CliRunner
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.cli import app
 from memoro.engine.streams import pool_pass
 from memoro.errors import CompositionError, DataError
 from memoro.evaluation.trust import draw_trust, evaluate_trust
@@ -278,18 +276,3 @@ def test_other_images_need_no_labels(colours: Path, tmp_path: Path) -> None:
     assert said[0] == "note: plain: 2 images that cannot be read were left out."
     with pytest.raises(DataError, match="no such file or folder"):
         evaluate_trust(backbone, [task], colours / "own", {"gone": tmp_path / "gone"}, workers=0)
-
-
-def test_baselines_are_left_out_of_the_comparison_with_others(colours: Path, tmp_path: Path) -> None:
-    quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
-    files = []
-    for name, regime in (("own", "head"), ("plain", "class-full")):
-        files.append(tmp_path / f"{name}.safetensors")
-        memoro.train(colours / "own", backbone=str(colours / "vit"), task=name, regime=regime, out=files[-1], **quick)
-    words = ["eval", *(f"{file.stem}={colours / 'own'}" for file in files), "--others", colours / "other"]
-    words += [word for file in files for word in ("-t", file)]
-    done = CliRunner().invoke(app, [str(word) for word in (*words, "-b", colours / "vit", "--workers", 0, "--json")])
-    assert done.exit_code == 0, (done.output, done.exception)
-    assert "plain is a baseline: --others compares tasks only" in done.stderr
-    found = json.loads(done.stdout)
-    assert ("trust" in found["own"], "trust" in found["plain"]) == (True, False)

@@ -8,7 +8,7 @@ import torch
 
 from memoro.backbones import load_backbone
 from memoro.errors import BackboneError
-from memoro.regimes import BASELINES, REGIMES, TaskPlan
+from memoro.lab.baselines import BASELINES, REGIMES, BaselinePlan
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -17,7 +17,7 @@ def test_a_baseline_trains_and_leaves_the_model_alone(name: str) -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=5).eval()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     backbone = load_backbone(model)
-    plan = TaskPlan("t", ["a", "b"], cells=2, width=2)
+    plan = BaselinePlan("t", ["a", "b"], cells=2, width=2)
     if name in {"lora", "lora-all"}:
         with pytest.raises(BackboneError, match="in one matrix, but LoRA needs separate ones"):
             REGIMES[name].build(backbone, plan)

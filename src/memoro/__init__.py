@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from memoro.errors import TrainingError as TrainingError
     from memoro.evaluation.evaluate import evaluate as evaluate
     from memoro.images import Preprocessing as Preprocessing
-    from memoro.regimes import Baseline as Baseline
-    from memoro.regimes.baselinefile import load_baseline as load_baseline
-    from memoro.regimes.baselinefile import save_baseline as save_baseline
-    from memoro.regimes.naive import NaiveConcatenation as NaiveConcatenation
     from memoro.serve.client import Client as Client
     from memoro.tasks.reproduction import import_tasks as import_tasks
     from memoro.tasks.task import Task as Task
@@ -71,9 +67,6 @@ _PUBLIC = {
     ],
     "evaluation.evaluate": ["evaluate"],
     "images": ["Preprocessing"],
-    "regimes": ["Baseline"],
-    "regimes.baselinefile": ["load_baseline", "save_baseline"],
-    "regimes.naive": ["NaiveConcatenation"],
     "serve.client": ["Client"],
     "tasks.reproduction": ["import_tasks"],
     "tasks.task": ["Task", "new_task"],

@@ -19,7 +19,6 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.cli import main
 from memoro.evaluation.metrics import COLUMNS
-from memoro.regimes import BASELINES, TaskPlan
 
 CASES = 30
 SECONDS = 20.0
@@ -49,18 +48,15 @@ def rewrite(source: Path, target: Path, training: Any, metrics: Any) -> Path:
     with safe_open(source, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         record = json.loads(file.metadata()["memoro"])
-    for item in record.get("tasks", [record.get("baseline")]):
+    for item in record["tasks"]:
         item |= {"training": training, "metrics": metrics}
     save_file(tensors, target, metadata={"memoro": json.dumps(record)})
     return target
 
 
-@pytest.fixture(params=["task", "baseline"])
-def whole(request: pytest.FixtureRequest, backbone: Backbone, tmp_path: Path) -> Path:
-    path = tmp_path / "whole.safetensors"
-    if request.param == "baseline":
-        return memoro.save_baseline(BASELINES["lora"].build(backbone, TaskPlan("t", ("a", "b"))), path)
-    return memoro.save_task(random_task(backbone, "t"), path)
+@pytest.fixture
+def whole(backbone: Backbone, tmp_path: Path) -> Path:
+    return memoro.save_task(random_task(backbone, "t"), tmp_path / "whole.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +86,7 @@ def test_odd_metrics_are_shown(
     for text in shown:
         assert text in said
     record = json.loads(shell("inspect", path, "--json").out)
-    assert (record.get("baseline") or record["tasks"][0])["metrics"] == metrics
+    assert record["tasks"][0]["metrics"] == metrics
 
 
 def test_random_metrics_never_end_in_a_traceback(shell: Shell, whole: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -6,14 +6,14 @@ import inspect
 import os
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from memoro.cli import explain, predict, reproducing, serving, tasks, teach, training
-from memoro.cli.benches import bench
+from memoro.cli import explain, predict, serving, tasks, teach, training
 from memoro.console import plain_console
 from memoro.errors import MemoroError
 
@@ -42,11 +42,7 @@ and the backbone's own output stays bitwise the same.
   memoro import model.pt --backbone FOLDER -o tasks.safetensors
                                                          tasks of the paper's public reproduction
   memoro cache                                           show the size of the feature cache; --clear empties it
-  memoro bench engine                                    what 1 to 100 tasks cost here
-  memoro bench train                                     what a training step costs here
-  memoro bench serve                                     throughput and latency of the server here
-  memoro bench export                                    ONNX Runtime compared with torch
-  memoro reproduce table2 --data photos.zip              reproduce the paper's tables on your own datasets
+  memoro lab                                             study the method: baselines, the paper's tables, speed
 
 Training takes [bold]--backbone[/], a hub id or a folder; the default is the small one that ships with memoro. A task
 file names its backbone, and a hub id (me/pets) can be given instead of a file. Run [bold]memoro COMMAND --help[/] for
@@ -65,8 +61,6 @@ app.add_typer(explain.app)
 app.add_typer(tasks.app)
 app.add_typer(serving.app)
 app.add_typer(teach.app)
-app.add_typer(reproducing.app)
-app.add_typer(bench, name="bench")
 
 
 def main() -> None:
@@ -114,6 +108,29 @@ def root(
         typer.echo(__version__)
     elif context.invoked_subcommand is None:
         plain_console(soft_wrap=True).print(OVERVIEW, markup=True)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def lab(context: typer.Context) -> None:
+    """Study the method: train baselines, reproduce the paper's tables, measure speed.
+
+    memoro lab --help
+    """
+    import_module("memoro.lab.cli").run(context.args)  # by name: the product does not depend on the laboratory
+
+
+def _removed(name: str) -> None:
+    def command(context: typer.Context) -> None:
+        raise MemoroError(f"memoro {name} is now memoro lab {name}: run the same command with lab before {name}.")
+
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    app.command(name, hidden=True, context_settings=settings)(command)
+
+
+for _name in ("bench", "reproduce"):
+    _removed(_name)
 
 
 @app.command()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -16,8 +15,6 @@ from memoro.errors import CompositionError, DataError
 
 if TYPE_CHECKING:
     from memoro.backbones import Backbone, BackboneRecord
-    from memoro.regimes import Baseline
-    from memoro.regimes.baseline import BaselineSpec
     from memoro.tasks.task import Task
 
 Number = TypeVar("Number", int, float)
@@ -126,67 +123,40 @@ def gather_tasks(files: Iterable[str], option: str = "-t") -> list[Task]:
 
     `option` is what precedes a file there, nothing for an argument.
     """
-    from memoro.regimes.baselinefile import is_baseline, read_baseline
     from memoro.tasks.hub import expand_task_arguments
     from memoro.tasks.taskfile import load_named
 
-    found: list[tuple[str, Task]] = []
-    for file, path, name in expand_task_arguments(files):
-        if is_baseline(path):
-            spec, _, _ = read_baseline(path)
-            raise CompositionError(f"{file} is a baseline, which cannot be composed or verified. {spec.not_composable}")
-        found += [(file, task) for task in load_named(path, name)]
+    found = [(file, task) for file, path, name in expand_task_arguments(files) for task in load_named(path, name)]
     return _checked(found, option)
 
 
-def load_models(
-    files: Iterable[str], backbone: str | None, device: str | None
-) -> tuple[Backbone, list[Task | Baseline]]:
-    """The backbone of some files or hub ids, and their tasks and baselines."""
-    from memoro.regimes.baselinefile import is_baseline, load_baseline, read_baseline
-    from memoro.tasks.hub import expand_task_arguments
-    from memoro.tasks.spec import check_name
-    from memoro.tasks.task import Task
-    from memoro.tasks.taskfile import load_named
-
-    found: list[tuple[str, Task | BaselineSpec]] = []
-    paths: dict[str, Path] = {}
-    for file, path, name in expand_task_arguments(files):
-        paths[file] = path
-        if is_baseline(path):
-            spec = read_baseline(path)[0]
-            found.append((file, replace(spec, name=check_name(name or spec.name))))
-        else:
-            found += [(file, task) for task in load_named(path, name)]
-    first = _checked(found, "-t")[0]
-    frozen = load(backbone, device, (first.spec if isinstance(first, Task) else first).backbone)
-    return frozen, [
-        model if isinstance(model, Task) else load_baseline(paths[file], frozen).rename(model.name)
-        for file, model in found
-    ]
+def load_models(files: Iterable[str], backbone: str | None, device: str | None) -> tuple[Backbone, list[Task]]:
+    """The backbone of some files or hub ids, and their tasks."""
+    tasks = gather_tasks(files)
+    return load(backbone, device, tasks[0].spec.backbone), tasks
 
 
-def _checked(found: Sequence[tuple[str, Any]], option: str) -> list[Any]:
-    """The models; an error where two have one name, or a task extends one that is missing."""
+def _checked(found: Sequence[tuple[str, Task]], option: str) -> list[Task]:
+    """The tasks; an error where two have one name, or a task extends one that is missing."""
     places: dict[str, str] = {}
     counts = Counter(file for file, _ in found)
-    for file, model in found:
-        if model.name in places:
-            where, advice = f"in {places[model.name]} and in {file}", "leave one of these files out"
-            if alone := [one for one in (file, places[model.name]) if counts[one] == 1]:
+    for file, task in found:
+        if task.name in places:
+            where, advice = f"in {places[task.name]} and in {file}", "leave one of these files out"
+            if alone := [one for one in (file, places[task.name]) if counts[one] == 1]:
                 advice = f"give one of them another name: {quoted(*filter(None, [option]), f'OTHER={alone[0]}')}"
-            if file == places[model.name]:
+            if file == places[task.name]:
                 where, advice = f"as {file} is given twice", "give it once"
-            raise CompositionError(f"two tasks are called {model.name!r}, {where}, but names must be unique: {advice}.")
-        places[model.name] = file
-    for _, model in found:
-        for parent in getattr(model, "extends", ()):
+            raise CompositionError(f"two tasks are called {task.name!r}, {where}, but names must be unique: {advice}.")
+        places[task.name] = file
+    for _, task in found:
+        for parent in task.extends:
             if parent.name not in places:
                 more = quoted(*filter(None, [option]), f"{parent.name}.safetensors")
                 raise CompositionError(
-                    f"{model.name!r} extends {parent.name!r}, which was not given. Add {more}, or the path of its file."
+                    f"{task.name!r} extends {parent.name!r}, which was not given. Add {more}, or the path of its file."
                 )
-    return [model for _, model in found]
+    return [task for _, task in found]
 
 
 def numbers(text: str, kind: type[Number] = int) -> list[Number]:

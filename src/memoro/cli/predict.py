@@ -214,17 +214,11 @@ def _count(source: Unlabelled) -> int | None:
 
 def _explain_passes(predictor: Predictor) -> None:
     """Says what costs more than one pass, and whose images cannot be told from others."""
-    from memoro.regimes import Baseline
-
     errors = plain_console(stderr=True, soft_wrap=True)
-    apart = [model.name for model in predictor.models if isinstance(model, Baseline)]
-    passes = len(predictor.passes) - len(apart)
+    passes = len(predictor.passes)
     if passes > 1:
         errors.print(f"{passes} passes, because the tasks were trained with different preprocessing.")
-    if apart:
-        errors.print(f"{', '.join(apart)}: baselines, which need a separate pass each.")
-    tasks = [model for model in predictor.models if not isinstance(model, Baseline)]
-    if without := [task.name for task in tasks if task.spec.familiarity is None]:
+    if without := [task.name for task in predictor.models if task.spec.familiarity is None]:
         errors.print(
             f"{', '.join(without)}: the file has no familiarity, so no image is called unfamiliar. To add it: memoro "
             "calibrate TASK DATA"

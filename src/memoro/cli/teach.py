@@ -147,7 +147,6 @@ def suspects(
     """
     share_cores()
     quiet_libraries()
-    from dataclasses import asdict
 
     from memoro.files import write_whole
     from memoro.teach.suspects import suspects as find
@@ -162,7 +161,7 @@ def suspects(
     if out is not None:
         write_whole(out, suspects_csv(found).encode("utf-8", "surrogateescape"))
     if as_json:
-        typer.echo(to_json([asdict(one) for one in found], indent=2))
+        typer.echo(to_json([one._asdict() for one in found], indent=2))
     elif out is None:
         rows = [
             (one.path, one.label, one.answer, "" if one.probability is None else f"{one.probability:.3f}", one.reason)

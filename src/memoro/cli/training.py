@@ -74,12 +74,6 @@ def train(
     on statistics of the upper layers, solved in seconds), side (class token,
     low-rank weights for the task's token, head), memory (class token, memory,
     head; the paper's) and head (linear).
-
-    Regimes that train a baseline, for comparison (cannot be composed):
-    memory-full (memory without the mask), class-full (class token without it),
-    vpt (prompts), adapter, adapter+memory-full, propagated and
-    propagated-additive (memory is passed from layer to layer), lora (on
-    queries and values), lora-all (on all matrices), full (all weights).
     """
     _train(data, backbone, device, as_json, settings)
 
@@ -94,7 +88,7 @@ def sweep(
     memoro sweep photos/pets --rank 4,8,16 --from-layer 4,8 --seeds 3
 
     Regimes are those of memoro train. Runs of joint, side, memory and head
-    share one pass; each run of a baseline needs separate passes.
+    share one pass.
     """
     regime = settings["regime"] or ("memory" if settings["recipe"] == "paper" else "joint")
     sizes = any(settings[name] for name in ("rank", "cells", "from_layer"))

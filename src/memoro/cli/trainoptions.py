@@ -26,7 +26,7 @@ def _check_folds(folds: int | None) -> int | None:
 
 
 _DATA, _TASK, _RECIPE, _AUGMENTATION = "Data", "Task", "Recipe", "Augmentation"
-_CHOOSING, _CACHE, _OUTPUT, _BASELINES = "Model selection", "Cache", "Output", "Baselines"
+_CHOOSING, _CACHE, _OUTPUT = "Model selection", "Cache", "Output"
 
 TRAIN: dict[str, tuple[Any, Any]] = {
     "task": _option(str | None, None, _TASK, "Name of the task.", "--task", "-t", show_default="the dataset's name"),
@@ -37,7 +37,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "cells": _option(int | None, None, _TASK, "Memory cells in each layer.", show_default="0; 5 with memory"),
     "rank": _option(
         int | None, None, _TASK,
-        "Rank of the low-rank weights (regimes joint, side, lora and lora-all).", show_default="4; 8 with LoRA",
+        "Rank of the low-rank weights (regimes joint and side).", show_default="4",
     ),
     "from_layer": _option(
         int | None, None, _TASK, "Layer at which the task forks from the backbone; later is cheaper.",
@@ -87,7 +87,7 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "recipe": _option(
         Literal["default", "paper"] | None, None, _RECIPE,
         "default (AdamW, plain images) or paper (SGD, random views; regime memory unless another is given).",
-        show_default="paper with regimes that change the backbone, head and memory",
+        show_default="paper with regimes head and memory",
     ),
     "lr": _option(
         float | None, None, _RECIPE, "Peak learning rate.",
@@ -164,9 +164,6 @@ TRAIN: dict[str, tuple[Any, Any]] = {
     "cache_dtype": _option(
         Literal["float16", "bfloat16", "float32"], "float16", _CACHE,
         "Data type of cached features: float16, bfloat16 or float32.", metavar="DTYPE",
-    ),
-    "width": _option(
-        int, 5, _BASELINES, "Width of an adapter's bottleneck (regimes adapter, adapter+memory-full)."
     ),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from memoro.backbones import load_backbone
-from memoro.bench.clock import best_times
+from memoro.clock import best_times
 from memoro.console import bar, make_table, quoted
 from memoro.data import Augment, Splits, load_columns, load_data
 from memoro.demo.drawings import COLUMNS, draw_letters, write_digits, write_parity_table
@@ -45,7 +45,7 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
     parity = {"parity": load_data(write_parity_table(images), quiet=True)}
 
     def sweep(regime: str, sets: dict[str, Splits], grid: Grid, extends: Sequence[Task] = ()) -> dict[str, SweepResult]:
-        _, recipe = find_recipe(None, regime)
+        recipe = find_recipe(None, regime)[1]
         recipe = replace(recipe, epochs=epochs, views=2, augment=Augment(crop="pad", flip=0.0))
         plans = {name: TaskPlan(name, splits.labels, splits.kind, extends=extends) for name, splits in sets.items()}
         sweeps = [

@@ -34,7 +34,6 @@ from memoro.errors import DataError
 from memoro.evaluation.imagelist import IMAGES, Shard, cut_shards, read_list, update_list, write_list
 from memoro.evaluation.predictions import Tally, check_form, read_errors, write_predictions
 from memoro.files import LOCK, hold_folder, open_whole, write_whole
-from memoro.regimes.baseline import Baseline
 from memoro.tasks.spec import hash_record
 from memoro.tasks.task import Task
 
@@ -49,10 +48,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Predictor:
-    """Tasks and baselines on one backbone, and how they answer. It can be sent to other machines."""
+    """Tasks on one backbone, and how they answer. It can be sent to other machines."""
 
     backbone: Backbone
-    models: tuple[Task | Baseline, ...]
+    models: tuple[Task, ...]
     how: AnswerOptions
 
     @property
@@ -61,15 +60,11 @@ class Predictor:
 
     @cached_property
     def passes(self) -> list[Pass]:
-        apart = [model for model in self.models if isinstance(model, Baseline)]
-        composed = compose(self.backbone, [model for model in self.models if isinstance(model, Task)])
-        return [*composed.prediction_passes(), *(one for baseline in apart for one in baseline.prediction_passes())]
+        return compose(self.backbone, self.models).prediction_passes()
 
     def on(self, device: torch.device | str) -> Predictor:
         """The same on another device."""
-        backbone = self.backbone.to(device)
-        models = tuple(model.on(backbone) if isinstance(model, Baseline) else model for model in self.models)
-        return Predictor(backbone, models, self.how)
+        return Predictor(self.backbone.to(device), self.models, self.how)
 
     def predict(self, pictures: Iterator[NamedPicture], decode: Decode | None = None) -> Iterator[Prediction]:
         """The prediction for each image, in order. They are decoded here, or as `decoder` says."""
@@ -95,9 +90,9 @@ class Predictor:
         }
 
 
-def _hash(model: Task | Baseline) -> str:
+def _hash(model: Task) -> str:
     """Of a model's weights and of what is reported besides its logits."""
-    calibration, familiarity = (getattr(model.spec, name, None) for name in ("calibration", "familiarity"))
+    calibration, familiarity = model.spec.calibration, model.spec.familiarity
     record = {
         "content": model.content_hash(),
         "calibration": None if calibration is None else asdict(calibration),

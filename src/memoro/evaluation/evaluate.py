@@ -24,8 +24,7 @@ from memoro.evaluation.report import TaskReport, write_report
 from memoro.evaluation.training_images import learned_from, learned_images, on_record
 from memoro.heads import HeadKind
 from memoro.images import Preprocessing
-from memoro.regimes.baseline import Baseline
-from memoro.tasks.spec import by_name
+from memoro.tasks.spec import Model, by_name
 from memoro.tasks.task import Task
 
 
@@ -36,7 +35,7 @@ def _print_warning(text: str) -> None:
 
 def evaluate(
     backbone: Backbone,
-    tasks: Task | Baseline | Sequence[Task | Baseline],
+    tasks: Task | Sequence[Task],
     data: Any | dict[str, Any],
     *,
     batch_size: int = 32,
@@ -50,13 +49,13 @@ def evaluate(
 
     `data` is one set for all tasks, or a dict from a task's name to its own; `label_column`, `image_column` and
     `allow_absolute` are for tables, as in `load_data`. Tasks that have the same images, labels and preprocessing share
-    one pass; each baseline has its own. Images of classes that a task does not know are left out and counted in
+    one pass. Images of classes that a task does not know are left out and counted in
     `unknown_classes`, unreadable ones in `skipped`. `log` receives a line for every pass, notes, such as on data
     without a test split, and warnings, which are printed to stderr by default. `report` is a file to which a page about
     the answers is written.
     """
     tasks = several(tasks)
-    composition = compose(backbone, [task for task in tasks if not isinstance(task, Baseline)])
+    composition = compose(backbone, tasks)
     models = by_name(tasks)
     for task in tasks:
         task.spec.check_backbone(backbone)
@@ -76,8 +75,6 @@ def evaluate(
         groups[key][-1].append(name)
 
     def forward(names: list[str]) -> Callable[[Tensor], list[Tensor]]:
-        if isinstance(baseline := models[names[0]], Baseline):
-            return lambda pixels: [baseline(pixels)]
         return lambda pixels: [logits for name, logits in composition(pixels, names).items() if name != "base"]
 
     results: dict[str, dict[str, Any]] = {}
@@ -97,11 +94,7 @@ def evaluate(
         if told is not None:
             notes.append(told.removeprefix("note: "))
             log(told)
-        passes = list(composition.passes([name for name in names if name in composition.names]).items())
-        for name in names:
-            if name not in composition.names:
-                passes.append((models[name].spec.preprocessing or backbone.preprocessing, [name]))
-        for preprocessing, together in passes:
+        for preprocessing, together in composition.passes(names).items():
             if (scaled := _check_levels(images, preprocessing, together)) is not None:
                 notes.append(scaled.removeprefix("warning: "))
                 log(scaled)
@@ -124,7 +117,7 @@ def evaluate(
                     log(f"warning: {name}: {warning}")
                 told_of = [*notes, *filter(None, [warning])]
                 about = (models[name], results[name], out, own_targets, own_images, splits, told_of)
-                reports[name] = TaskReport(*about, model=composition if name in composition.names else None)
+                reports[name] = TaskReport(*about, model=composition)
     if report is not None:
         write_report(Path(report), ", ".join(sources), backbone, [reports[name] for name in sources])
     return {name: results[name] for name in sources}
@@ -144,7 +137,7 @@ def _check_levels(images: ImageSet, preprocessing: Preprocessing, names: Sequenc
 
 
 def _find_learned(
-    images: ImageSet, split: str, models: Sequence[Task | Baseline], tasks: Sequence[Task | Baseline]
+    images: ImageSet, split: str, models: Sequence[Task], tasks: Sequence[Task]
 ) -> dict[str, npt.NDArray[np.bool_]]:
     """By the model's name which images of a test split it or its ancestors learned from, where that is known exactly
     and is a part of them only."""
@@ -161,8 +154,8 @@ def _describe_learned(images: ImageSet, learned: npt.NDArray[np.bool_]) -> str:
 def _check_new(
     images: ImageSet,
     split: str,
-    models: Sequence[Task | Baseline],
-    tasks: Sequence[Task | Baseline],
+    models: Sequence[Task],
+    tasks: Sequence[Task],
 ) -> str | None:
     """What to know if a model may have been trained on the images; None if there is nothing to say."""
     if not models:
@@ -195,7 +188,7 @@ def _not_known(unknown: dict[str, int], kind: HeadKind, images: ImageSet, names:
 
 def load_test_images(
     source: Any,
-    task: Task | Baseline,
+    task: Model,
     *,
     workers: int | None = None,
     quiet: bool = True,
@@ -222,7 +215,7 @@ def load_test_images(
     return splits, images, split, dict(splits.unknown.get("train" if split == "all" else split, {}))
 
 
-def check_labels(task: Task | Baseline, splits: Splits) -> None:
+def check_labels(task: Model, splits: Splits) -> None:
     """Raises where a set has other labels than the task, or another kind of them."""
     if splits.kind != task.kind:
         raise TrainingError(f"{task.name!r} has a {task.kind} head, but {splits.name} is a {splits.kind} set.")

@@ -1,4 +1,4 @@
-"""`memoro inspect`: what a file of tasks, or of a baseline, contains."""
+"""`memoro inspect`: what a file of tasks contains."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from memoro.backbones import Backbone
 from memoro.console import Cell, format_bytes, format_count, make_table
 from memoro.evaluation.metrics import format_worst
 from memoro.evaluation.training_images import SKETCH
-from memoro.regimes.baseline import BaselineSpec
-from memoro.regimes.baselinefile import is_baseline, read_baseline
 from memoro.tasks.facts import describe_fact
 from memoro.tasks.familiarity import Familiarity
+from memoro.tasks.spec import ModelSpec
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks
-from memoro.tasks.taskspec import TaskSpec
 
 SIDE_BY_SIDE = 2
 MAX_LABELS = 6
@@ -36,11 +34,7 @@ PARTS = {
 
 def inspect_file(path: Path, backbone: Backbone | None = None) -> dict[str, Any]:
     """What a file records, JSON-ready; with a backbone also whether it was made for that one."""
-    if not is_baseline(path):
-        return inspect_tasks(path, load_tasks(path), backbone)
-    spec, content, parameters = read_baseline(path)
-    own = {"regime": spec.regime, "sizes": dict(spec.sizes), "parameters": parameters, "content": content}
-    return {"file": str(path), "bytes": path.stat().st_size, "baseline": _describe(spec, own, backbone)}
+    return inspect_tasks(path, load_tasks(path), backbone)
 
 
 def inspect_tasks(path: Path, tasks: Sequence[Task], backbone: Backbone | None = None) -> dict[str, Any]:
@@ -66,7 +60,7 @@ def describe_task(task: Task, backbone: Backbone | None = None) -> dict[str, Any
         "familiarity": None if spec.familiarity is None else _familiarity(spec.familiarity),
         "content": task.content_hash(),
     }
-    return _describe(spec, own, backbone)
+    return describe_model(spec, own, backbone)
 
 
 def _familiarity(found: Familiarity) -> dict[str, Any]:
@@ -92,8 +86,8 @@ def _part_bytes(task: Task) -> dict[str, int]:
     return {part: size for part, size in parts.items() if size}
 
 
-def _describe(spec: TaskSpec | BaselineSpec, own: dict[str, Any], backbone: Backbone | None) -> dict[str, Any]:
-    """What the records of tasks and baselines have in common, around what they do not."""
+def describe_model(spec: ModelSpec, own: dict[str, Any], backbone: Backbone | None) -> dict[str, Any]:
+    """What is known of any model of one task, with its own facts, JSON-ready."""
     made = spec.backbone
     record = {
         "name": made.name,
@@ -119,7 +113,7 @@ def _describe(spec: TaskSpec | BaselineSpec, own: dict[str, Any], backbone: Back
 
 def inspect_tables(record: dict[str, Any]) -> list[Table]:
     """The record of a file as tables with a column for each task, `SIDE_BY_SIDE` of them to a table."""
-    entries = record["tasks"] if "tasks" in record else [record["baseline"]]
+    entries = record["tasks"]
     title: str | None = f"{record['file']}  ({format_bytes(record['bytes'])})"
     tables = []
     for at in range(0, len(entries), SIDE_BY_SIDE):
@@ -137,20 +131,14 @@ def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
     backbone, labels, training = entry["backbone"], entry["labels"], entry["training"]
     more = ", …" if len(labels) > MAX_LABELS else ""
     rows: dict[str, Cell] = {"labels": f"{len(labels)}: {', '.join(labels[:MAX_LABELS])}{more}", "head": entry["kind"]}
-    if "regime" in entry:
-        rows["regime"] = f"{entry['regime']}, a baseline with a pass of its own: cannot be composed"
-        rows["sizes"] = ", ".join(f"{size} {name}" for name, size in entry["sizes"].items())
-    else:
-        norm = "before" if entry["memory_norm"] == "pre" else "after"
-        rows["memory"] = (
-            f"{format_count(entry['cells'], 'cell')} per layer, {norm} the norm" if entry["cells"] else "none"
-        )
-        rows["low-rank weights"] = f"rank {entry['rank']}" if entry["rank"] else "none"
-        rows["stream"] = _layers(entry["from_layer"], backbone["depth"])
-        rows["ensemble"] = f"{entry['members']} members, whose answers are averaged" if entry["members"] > 1 else ""
-        rows["read-out"] = _readout_text(entry["readout"])
-        rows["extends"] = ", ".join(entry["parents"]) or "nothing"
-        rows |= {"calibration": _calibration_text(entry), "familiarity": _familiarity_text(entry["familiarity"])}
+    norm = "before" if entry["memory_norm"] == "pre" else "after"
+    rows["memory"] = f"{format_count(entry['cells'], 'cell')} per layer, {norm} the norm" if entry["cells"] else "none"
+    rows["low-rank weights"] = f"rank {entry['rank']}" if entry["rank"] else "none"
+    rows["stream"] = _layers(entry["from_layer"], backbone["depth"])
+    rows["ensemble"] = f"{entry['members']} members, whose answers are averaged" if entry["members"] > 1 else ""
+    rows["read-out"] = _readout_text(entry["readout"])
+    rows["extends"] = ", ".join(entry["parents"]) or "nothing"
+    rows |= {"calibration": _calibration_text(entry), "familiarity": _familiarity_text(entry["familiarity"])}
     sizes = ", ".join(f"{part} {format_bytes(size)}" for part, size in entry.get("parts", {}).items())
     return rows | {
         "parameters": f"{entry['parameters']:,}" + (f" ({sizes})" if sizes else ""),

@@ -22,10 +22,10 @@ from memoro.evaluation.metrics import COLUMNS, confusion, reported, shown_metric
 from memoro.files import write_whole
 from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
 from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
-from memoro.regimes.baseline import Baseline
 from memoro.tasks.calibration import Calibration, decide_unseen
 from memoro.tasks.facts import finite_number, short_facts
 from memoro.tasks.familiarity import FALSE_ALARMS
+from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 
 MISTAKES = 12
@@ -42,7 +42,7 @@ DOTS = 1500
 class TaskReport:
     """What the page tells about one task. What is empty is left out."""
 
-    task: Task | Baseline
+    task: Model
     metrics: Mapping[str, Any]
     """With `split`: the images that `logits` and `targets` are of."""
     logits: Tensor
@@ -51,7 +51,7 @@ class TaskReport:
     splits: Splits
     notes: Sequence[str] = ()
     model: Composition | None = None
-    """Contains the task, to show where it looked; None for a baseline."""
+    """Contains the task, to show where it looked; None for what is not a Task."""
     history: Sequence[Mapping[str, Any]] = ()
     """Of the chosen run, by epoch; empty for an evaluation."""
     settings: Table | None = None
@@ -185,7 +185,7 @@ def _gallery(report: TaskReport) -> Iterator[Html]:
         card, note = _card(report, images, mistake)
         cards.append(card)
     if report.model is None:
-        text += "A baseline has no attention of its own to show."
+        text += "What is not a task has no attention of its own to show."
     else:
         text += "Beside each image, where the task looked: yellow is the most, dark blue none."
         text += f" {note}" if note else ""
@@ -329,12 +329,14 @@ def _usage(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
         return
     yield tag("h2", "How to use it")
     if report.file is None:
-        save = "save_baseline" if isinstance(report.task, Baseline) else "save_task"
-        yield tag("p", "The task was not written to a file. ", tag("code", f"memoro.{save}(task, FILE)"), " does it.")
+        how = [tag("code", "memoro.save_task(task, FILE)"), " does it."] if isinstance(report.task, Task) else []
+        yield tag("p", "The task was not written to a file. ", *how)
         return
     task, file = report.task, report.file
     parents = [parent.name for parent in task.extends]
     yield tag("p", f"The task is in {file} ({format_bytes(file.stat().st_size)}).")
+    if not isinstance(task, Task):
+        return
     if parents:
         yield tag("p", f"It extends {', '.join(parents)}: give the files of these tasks too.")
     files = [*(f"{name}.safetensors" for name in parents), str(file)]
@@ -342,21 +344,21 @@ def _usage(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
         *(word for name in files for word in ("-t", name)),
         *([] if backbone.name == TINY else ["-b", address_of(backbone.name)]),
     ]
-    commands = [["memoro", "predict", "photo.jpg", *options]]
-    if isinstance(task, Task):
-        commands.append(["memoro", "explain", "photo.jpg", *options, "-o", "overlay.png"])
-        commands.append(["memoro", "serve", "--open", *options])
+    commands = (
+        ["memoro", "predict", "photo.jpg", *options],
+        ["memoro", "explain", "photo.jpg", *options, "-o", "overlay.png"],
+        ["memoro", "serve", "--open", *options],
+    )
+    lines = (
+        "import memoro",
+        "",
+        f"backbone = memoro.load_backbone({address_of(backbone.name)!r})",
+        f"tasks = [memoro.load_task(file) for file in {files!r}]",
+        "model = memoro.compose(backbone, tasks)",
+        f'model.predict(["photo.jpg"])[0][{task.name!r}]',
+    )
     yield tag("pre", join(quoted(*command) for command in commands))
-    if isinstance(task, Task):
-        lines = (
-            "import memoro",
-            "",
-            f"backbone = memoro.load_backbone({address_of(backbone.name)!r})",
-            f"tasks = [memoro.load_task(file) for file in {files!r}]",
-            "model = memoro.compose(backbone, tasks)",
-            f'model.predict(["photo.jpg"])[0][{task.name!r}]',
-        )
-        yield tag("pre", join(lines))
+    yield tag("pre", join(lines))
 
 
 def _some(labels: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memoro.data import ImageSet, Splits
-from memoro.regimes import Baseline
+from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 
 SKETCH = "image_sketch"
@@ -40,10 +40,10 @@ def _short_hash(images: ImageSet, index: int) -> str:
 
 
 def learned_from(
-    task: Task | Baseline,
+    task: Model,
     images: ImageSet | None,
     splits: Splits | None = None,
-    others: Iterable[Task | Baseline] = (),
+    others: Iterable[Model] = (),
     *,
     parents_only: bool = False,
 ) -> str | None:
@@ -61,14 +61,12 @@ def learned_from(
     return None
 
 
-def on_record(task: Task | Baseline, others: Iterable[Task | Baseline] = ()) -> bool:
+def on_record(task: Model, others: Iterable[Model] = ()) -> bool:
     """Whether the images that a task and its ancestors learned from are recorded."""
     return all(isinstance(one.spec.training.get(SKETCH), list) for one in _lineage(task, others))
 
 
-def learned_images(
-    task: Task | Baseline, images: ImageSet, others: Iterable[Task | Baseline] = ()
-) -> npt.NDArray[np.bool_] | None:
+def learned_images(task: Model, images: ImageSet, others: Iterable[Model] = ()) -> npt.NDArray[np.bool_] | None:
     """(n,) which images a task or its ancestors learned from; None where only some of them are recorded."""
     sketches = [one.spec.training.get(SKETCH) for one in _lineage(task, others)]
     if not all(isinstance(sketch, list) and len(sketch) < SKETCH_SIZE for sketch in sketches):
@@ -77,7 +75,7 @@ def learned_images(
     return np.array([_short_hash(images, index) in known for index in range(len(images))], dtype=bool)
 
 
-def _lineage(task: Task | Baseline, others: Iterable[Task | Baseline] = ()) -> list[Task | Baseline]:
+def _lineage(task: Model, others: Iterable[Model] = ()) -> list[Model]:
     """The task and its ancestors, each once, as far as they are known."""
     named = {other.name: other for other in others}
     found, waiting = [task], list(getattr(task, "extends", ()))
@@ -90,7 +88,7 @@ def _lineage(task: Task | Baseline, others: Iterable[Task | Baseline] = ()) -> l
     return found
 
 
-def _learned_from(task: Task | Baseline, images: ImageSet, splits: Splits | None) -> str | None:
+def _learned_from(task: Model, images: ImageSet, splits: Splits | None) -> str | None:
     training = task.spec.training
     sketch = training.get(SKETCH)
     if isinstance(sketch, list):

@@ -26,7 +26,6 @@ from memoro.evaluation.metrics import COLUMNS, measure, measure_task
 from memoro.evaluation.photographs import find_photographs, read_photographs
 from memoro.evaluation.training_images import learned_from
 from memoro.plots import drawable, save_figure
-from memoro.regimes import Baseline
 from memoro.tasks.calibration import decide_unseen, describe_calibration, fit_calibration
 from memoro.tasks.familiarity import FALSE_ALARMS, fit_familiarity
 from memoro.tasks.task import Task
@@ -76,7 +75,7 @@ def false_positives(own: Tensor, other: Tensor, recall: float = RECALL) -> float
 
 def evaluate_trust(
     backbone: Backbone,
-    models: Sequence[Task | Baseline],
+    models: Sequence[Task],
     data: Any,
     others: Mapping[str, Any],
     *,
@@ -88,15 +87,11 @@ def evaluate_trust(
 ) -> dict[str, dict[str, Any]]:
     """For each task: calibration on the test images of its own `data`, and how well it tells `others` from them.
 
-    Images whose familiarity is below `false_alarms` count as unfamiliar. Baselines are left out, and `log` is told.
+    Images whose familiarity is below `false_alarms` count as unfamiliar.
     `reading` are options of `load_data`; `label_column` is for a task's own images only.
     """
-    model = compose(backbone, [one for one in models if isinstance(one, Task)])
+    model = compose(backbone, models)
     sources = dict(data) if type(data) is dict else dict.fromkeys([one.name for one in models], data)
-    for one in models:
-        if isinstance(one, Baseline) and one.name in sources:
-            log(f"note: {one.name} is a baseline: --others compares tasks only.")
-            del sources[one.name]
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
     unlabelled = {name: value for name, value in reading.items() if name in {"image_column", "allow_absolute"}}
     unlike = {}

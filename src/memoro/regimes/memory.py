@@ -10,7 +10,7 @@ from torch import nn
 
 from memoro.backbones import Backbone
 from memoro.errors import TrainingError
-from memoro.regimes.regime import RATES, Regime, TaskPlan, all_parameters
+from memoro.regimes.regime import RATES, Regime, TaskPlan
 from memoro.tasks.task import Task, new_task
 
 
@@ -56,18 +56,18 @@ HEAD = Regime(
     lambda depth: {"cells": 0, "from_layer": depth, "rank": 0},
     _head_parameters,
     rates={**RATES, "adamw": (0.003, 0.01, 0.03)},
+    recipe="paper",
 )
 MEMORY = Regime(
     "memory",
     lambda backbone, plan: _make_plain(backbone, plan, "memory"),
     lambda depth: {"cells": 5, "from_layer": 0, "rank": 0},
-    all_parameters,
+    recipe="paper",
 )
 SIDE = Regime(
     "side",
     _make,
     lambda depth: {"cells": 0, "from_layer": depth * 2 // 3, "rank": 4},
-    all_parameters,
     rates={**RATES, "adamw": (0.001,)},
 )
 JOINT = replace(SIDE, name="joint", readout=0.6)
@@ -76,5 +76,6 @@ READOUT = replace(
     name="readout",
     make=lambda backbone, plan: _make_head(backbone, plan, "readout"),
     trains=lambda task: {},
+    recipe="default",
     readout=1.0,
 )

@@ -36,7 +36,8 @@ MAX_DEPTH = 512
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CONTENTS = {
     "tasks": "tasks: read it with load_task() or load_tasks()",
-    "baseline": "a baseline, which cannot be composed with tasks: read it with load_baseline()",
+    "baseline": "a baseline, which has a pass of its own and cannot be composed: use memoro lab eval-baseline, "
+    "predict-baseline or inspect-baseline (in Python, memoro.lab.load_baseline)",
 }
 """What a file's record may hold (docs/format.md), for a reader that expects the other."""
 

@@ -1,4 +1,4 @@
-"""What every model of one task has, whatever regime trained it: a spec, a head, a content hash."""
+"""What every model of one task has, whatever regime trains it: a spec, a head, a content hash."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -93,9 +93,11 @@ Spec = TypeVar("Spec", bound=ModelSpec)
 
 
 class TaskModule(nn.Module, Generic[Spec]):
-    """A module with a spec and a head."""
+    """A module with a spec and a head: all that a training asks of what it trains (see `memoro.regimes.regime`)."""
 
     head: nn.Linear
+    extends: tuple[Any, ...] = ()
+    """The tasks that it extends."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
@@ -114,6 +116,26 @@ class TaskModule(nn.Module, Generic[Spec]):
         return self.spec.kind
 
     @property
+    def cells(self) -> int:
+        return 0
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def from_layer(self) -> int:
+        return 0
+
+    def content_hash(self) -> str:
+        """SHA-256 of all that decides its answers."""
+        return self.spec.hash_content(self.state_dict())
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a training to be resumed, JSON-ready."""
+        return {"name": self.name, "labels": self.labels, "kind": self.kind}
+
+    @property
     def head_kind(self) -> Head:
         """What depends on the kind of its head."""
         return HEADS[self.kind]
@@ -127,6 +149,9 @@ class TaskModule(nn.Module, Generic[Spec]):
     def prepare_training(self, backbone: Backbone) -> None:
         """Called when a training starts."""
 
+    def finish_training(self) -> None:
+        """Called when its best weights are back, before it is measured."""
+
     def update_spec(self, **changes: Any) -> None:
         """Replaces fields of the spec that do not decide the logits: training, metrics, calibration, familiarity; and
         the preprocessing."""
@@ -138,7 +163,9 @@ class TaskModule(nn.Module, Generic[Spec]):
         return self
 
 
-AnyModule = TypeVar("AnyModule", bound=TaskModule[Any])
+Model: TypeAlias = TaskModule[Any]
+"""A Task, or what another regime trains."""
+AnyModule = TypeVar("AnyModule", bound=Model)
 
 
 def by_name(models: Iterable[AnyModule]) -> dict[str, AnyModule]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,16 @@ class Task(TaskModule[TaskSpec]):
         """SHA-256 of all that decides this task's answers: weights, shape of the stream, labels, parents."""
         return content_hashes([self])[id(self)]
 
+    def identity(self) -> dict[str, Any]:
+        return {
+            **super().identity(),
+            "cells": self.cells,
+            "rank": self.rank,
+            "from_layer": self.from_layer,
+            "memory_norm": self.spec.memory_norm,
+            "extends": [parent.content for parent in self.parents],
+        }
+
     def stored_tensors(self) -> dict[str, Tensor]:
         """Its weights as a file holds them: the largest as float16 where that changes no value of float32."""
         found: dict[str, Tensor] = self.state_dict()
@@ -122,7 +132,7 @@ class Task(TaskModule[TaskSpec]):
         self.update_spec(readout=None)
         self.readout = None
 
-    def round_low_rank(self) -> None:
+    def finish_training(self) -> None:
         """Rounds low-rank weights to what float16 can hold: they are most of a task, and its file is half as large."""
         for name, parameter in self.named_parameters():
             if name.startswith(LOW_RANK) and parameter.dtype == torch.float32:

@@ -61,7 +61,7 @@ def task_bytes(tasks: Task | Iterable[Task]) -> bytes:
         raise TaskFileError("there is no task to save.")
     for task in tasks:
         if not isinstance(task, Task):
-            raise TaskFileError(f"{task!r} is not a task; save a baseline with save_baseline().")
+            raise TaskFileError(f"{task!r} is not a task: it cannot be saved as one.")
     by_name(tasks)
     tensors: dict[str, Tensor] = {}
     records, hashes = [], content_hashes(tasks)

@@ -98,7 +98,7 @@ class LabelTable:
 
     def add_class(self, name: str) -> str:
         """Adds a class, which may have no images yet, and returns its name as it is kept."""
-        name = check_label(name)
+        name = check_label(name, self.kind)
         with self._lock:
             if name not in self.classes:
                 self._write([("", name, CLASS)])
@@ -193,12 +193,14 @@ class LabelTable:
 KINDS: Mapping[HeadKind, str] = {"softmax": "one class each", "multilabel": "several labels", "regression": "a number"}
 
 
-def check_label(name: str) -> str:
+def check_label(name: str, kind: HeadKind = "softmax") -> str:
     """The name of a class as it is kept; raises where it is none."""
     (text,) = parse([name], "softmax", str)
     assert isinstance(text, str)
-    if not text or len(text) > MOST_LETTERS or not text.isprintable() or BETWEEN in text:
-        raise TeachError(f"a class needs a name of 1 to {MOST_LETTERS} letters on one line, without {BETWEEN!r}.")
+    if not text or len(text) > MOST_LETTERS or not text.isprintable():
+        raise TeachError(f"a class needs a name of 1 to {MOST_LETTERS} letters on one line.")
+    if kind == "multilabel" and BETWEEN in text:
+        raise TeachError(f"{text!r}: {BETWEEN!r} separates labels in the table, so no label may contain it.")
     return text
 
 
@@ -216,7 +218,7 @@ def read_label(text: object, kind: HeadKind) -> str | tuple[str, ...] | float:
         names = text.split(BETWEEN) if isinstance(text, str) else text
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise TeachError("the labels of an image are a list of names.")
-        return tuple(dict.fromkeys(check_label(name) for name in names if name.strip()))
+        return tuple(dict.fromkeys(check_label(name, kind) for name in names if name.strip()))
     if not isinstance(text, str):
         raise TeachError("a label is text.")
     return check_label(text)

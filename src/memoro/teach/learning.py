@@ -69,6 +69,21 @@ class Lesson:
                 return None
         return Lesson(self.index[:count], labels, targets, self.kind, self.judged[:count])
 
+    def same(self, other: Lesson) -> bool:
+        """Whether both have the same images and labels."""
+        sizes = (self.labels, len(self.index)) == (other.labels, len(other.index))
+        return sizes and self.continues(other) and torch.equal(self.judged, other.judged)
+
+    def continues(self, other: Lesson) -> bool:
+        """Whether it has the images of the other one with the same labels, and perhaps more after them."""
+        count = len(other.index)
+        if len(self.index) < count or not torch.equal(self.index[:count], other.index):
+            return False
+        if self.kind != "softmax":
+            return torch.equal(self.targets[:count], other.targets)
+        mine, others = self.targets[:count].tolist(), other.targets.tolist()
+        return [self.labels[at] for at in mine] == [other.labels[at] for at in others]
+
 
 @dataclass(frozen=True, eq=False)
 class Learned:

@@ -149,11 +149,12 @@ def _places_of(splits: Splits | None, names: Sequence[str]) -> dict[str, Any]:
     sets = [] if splits is None else [getattr(splits, name) for name in names]
     for images in (one for one in sets if isinstance(one, ImageSet)):
         for at in range(len(images)):
-            found[images.where(at)] = _label_of(images, at)
+            found[images.where(at)] = label_of(images, at)
     return found
 
 
-def _label_of(images: ImageSet, at: int) -> Any:
+def label_of(images: ImageSet, at: int) -> Any:
+    """The label of an image of a set, as a decision has it."""
     target = images.targets[at]
     if images.kind == "softmax":
         return images.labels[int(target)]

@@ -17,9 +17,10 @@ from memoro.errors import ServeError, TeachError
 from memoro.evaluation.predictions import no_formula
 from memoro.teach.finishing import Finishing
 from memoro.teach.labels import COLUMN, NOTHING, Decision, State, label_text, read_label
-from memoro.teach.learning import LEAST
+from memoro.teach.learning import Lesson, advise
 from memoro.teach.session import SURE, Change, Session
 from memoro.teach.suggestions import WAYS
+from memoro.teach.suspects import overlaps
 
 MOST_SHOWN = 100
 """Images of a page of the grid."""
@@ -114,7 +115,7 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
     @router.post("/train")
     def train() -> Response:
         learned = session.training()
-        if len(learned) < LEAST or len(session.labels) < (LEAST if session.kind == "softmax" else 1):
+        if Lesson.of(learned, session.kind, session.classes) is None:
             raise TeachError("label images of at least two classes first.")
         finishing.start(len(learned))
         return _json(finishing.to_json(), 202)
@@ -135,9 +136,10 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
 
 def describe(session: Session, finishing: Finishing, commands: Sequence[str]) -> dict[str, Any]:
     """All that the page shows beside the images."""
-    learned, decisions = session.learned, list(session.decisions.values())
+    now, decisions = session.learner.now, list(session.decided().values())
     counts = {name: sum(one.state == name for one in decisions) for name in ("none", "skip", "accept")}
-    known = {row["label"]: row for row in (learned.by_class() if learned is not None else [])}
+    judged = now.learned.by_class() if now.learned is not None else []
+    known = {row["label"]: row for row in judged}
     rows = [{**known.get(name, {"images": 0, "right": 0, "confused": None}), "label": name} for name in session.classes]
     return {
         "name": session.name,
@@ -145,7 +147,7 @@ def describe(session: Session, finishing: Finishing, commands: Sequence[str]) ->
         "kind": session.kind,
         "table": str(session.table.path),
         "version": session.version,
-        "solved": session.solved,
+        "solved": now.version,
         "classes": rows,
         "images": len(session.photos),
         "ready": int(session.gallery.ready.sum()),
@@ -157,9 +159,9 @@ def describe(session: Session, finishing: Finishing, commands: Sequence[str]) ->
         "suspects": len(session.suspects()),
         "threshold": SURE,
         "figure": session.accuracy(),
-        "curve": sorted((count, point) for count, point in session.curve.items() if point),
-        "advice": session.advice(),
-        "overlaps": session.overlaps()[:5],
+        "curve": sorted((count, point) for count, point in dict(session.learner.curve).items() if point),
+        "advice": None if session.kind == "regression" else advise(judged, session.classes),
+        "overlaps": [] if now.learned is None else overlaps(now.learned)[:5],
         "ways": WAYS,
         "backbone": session.backbone.name,
         "can_add": session.photos.folder is not None,
@@ -178,7 +180,7 @@ def describe_image(session: Session, at: int, reason: str = "") -> dict[str, Any
         "reason": reason,
         "error": session.gallery.unreadable.get(at),
     }
-    guess = session.guess(at)
+    guess = session.learner.now.guess(at, session.kind)
     return {**found, "guess": None if guess is None else guess[0], "share": None if guess is None else guess[1]}
 
 
@@ -196,7 +198,7 @@ def write_table(session: Session) -> str:
 def _choose(session: Session, view: View, label: str | None) -> tuple[list[int], dict[int, str]]:
     """The images of a view, and reasons to look at some of them."""
     if view == "sure":
-        return session.sure(label), {}
+        return session.sure(), {}
     if view == "suspects":
         suspects = session.suspects()
         places = [session.photos.by_path[one.path] for one in suspects]

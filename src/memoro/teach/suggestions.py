@@ -190,9 +190,8 @@ def _unsure_reason(scene: Scene, at: int) -> str:
     assert scene.answers is not None
     if scene.kind == "multilabel":
         return f"unsure about {scene.labels[int((scene.answers[at] - 0.5).abs().argmin())]}"
-    best = scene.answers[at].topk(2)
-    shares = [f"{scene.labels[label]} {share:.0%}" for share, label in zip(*map(Tensor.tolist, best), strict=True)]
-    return f"unsure: {', '.join(shares)}"
+    first, second = (scene.labels[label] for label in scene.answers[at].topk(2).indices.tolist())
+    return f"unsure: {first} or {second}"
 
 
 def _border_reason(scene: Scene, at: int) -> str:

@@ -6,9 +6,9 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,22 +22,24 @@ from memoro.heads import HeadKind
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_task
 from memoro.tasks.taskspec import ReadOut
+from memoro.teach.labels import label_text
 from memoro.teach.learning import Learned, Lesson, find_groups, solve, used_labels
+from memoro.teach.photos import label_of
 from memoro.training.distributed import ALONE
 from memoro.training.recipe import TrainOptions
 from memoro.training.statistics import StatisticsReader
 
 LIKELY = 0.5
-"""A label is suspected where the answer without it gives it a smaller probability, and another one a larger."""
+"""One of several labels is suspected where the answer without it gives it a smaller probability."""
 OVERLAP = 0.15
 """Of the images of the smaller of two classes: from this share of confused ones on, the classes overlap."""
 LEAST_CONFUSED = 3
+CONTRADICTED = "contradicted by the answer without it"
 FAR = 3.0
 """Standard deviations of the errors of numbers from which one is suspected."""
 
 
-@dataclass(frozen=True)
-class Suspect:
+class Suspect(NamedTuple):
     """An image whose label should be looked at again."""
 
     path: str
@@ -49,14 +51,13 @@ class Suspect:
     reason: str
 
 
-@dataclass(frozen=True)
-class Doubt:
-    """A suspected label by the position of its image."""
+class Doubt(NamedTuple):
+    """The same by the position of its image in a lesson."""
 
     at: int
     answer: str
     probability: float | None
-    reason: str
+    reason: str = CONTRADICTED
 
 
 def doubts(learned: Learned) -> list[Doubt]:
@@ -76,13 +77,13 @@ def doubts(learned: Learned) -> list[Doubt]:
             if worst[at] < LIKELY:
                 name = lesson.labels[int(label[at])]
                 answer = f"not {name}" if targets[at, label[at]] > 0.5 else name
-                found.append(Doubt(at, answer, float(worst[at]), "contradicted by the answer without it"))
+                found.append(Doubt(at, answer, float(worst[at])))
     else:
         for at in rank(learned).tolist():
             best = int(answers[at].argmax())
             if best != targets[at]:
                 share = float(answers[at, targets[at]])
-                found.append(Doubt(at, lesson.labels[best], share, "contradicted by the answer without it"))
+                found.append(Doubt(at, lesson.labels[best], share))
         known = {doubt.at for doubt in found}
         found += [doubt for doubt in _copies(learned) if doubt.at not in known]
     return found
@@ -140,8 +141,7 @@ def suspects(
 
     learned = solve(lesson, read, ReadOut.of(chosen.anatomy), groups)
     return [
-        Suspect(images.where(doubt.at), _given(images, doubt.at), doubt.answer, doubt.probability, doubt.reason)
-        for doubt in doubts(learned)
+        Suspect(images.where(doubt.at), label_text(label_of(images, doubt.at)), *doubt[1:]) for doubt in doubts(learned)
     ]
 
 
@@ -149,9 +149,7 @@ def suspects_csv(found: Sequence[Suspect]) -> str:
     """A CSV table that is safe to open in a spreadsheet."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([field.name for field in fields(Suspect)])
-    for suspect in found:
-        writer.writerow([no_formula(cell) for cell in asdict(suspect).values()])
+    writer.writerows([Suspect._fields, *(map(no_formula, suspect) for suspect in found)])
     return text.getvalue()
 
 
@@ -182,12 +180,3 @@ def _lesson_of(images: ImageSet) -> Lesson:
     if count < 2 or (kind == "softmax" and len(labels) < 2):
         raise TeachError(f"{images.name}: labels can only be doubted where there are two classes, and images of each.")
     return Lesson(torch.arange(count), labels, targets, kind, torch.ones(count, dtype=torch.bool))
-
-
-def _given(images: ImageSet, at: int) -> str:
-    target = images.targets[at]
-    if images.kind == "softmax":
-        return images.labels[int(target)]
-    if images.kind == "multilabel":
-        return "|".join(label for label, on in zip(images.labels, target.tolist(), strict=True) if on)
-    return " ".join(f"{value:g}" for value in target.tolist())

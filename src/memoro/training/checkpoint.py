@@ -24,8 +24,6 @@ from memoro.console import format_count
 from memoro.data import ImageSet
 from memoro.errors import TrainingError
 from memoro.files import free_names, write_whole
-from memoro.regimes import Baseline
-from memoro.tasks.task import Task
 from memoro.training.cached import Cache
 from memoro.training.group import Progress, RunGroup, RunSpec
 from memoro.training.recipe import METRICS
@@ -200,21 +198,6 @@ def _shorten(text: str, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _spec_facts(task: Task | Baseline) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": task.name, "labels": task.labels, "kind": task.kind}
-    if isinstance(task, Baseline):
-        return {**facts, "sizes": dict(task.spec.sizes)}
-    spec = task.spec
-    return {
-        **facts,
-        "cells": spec.cells,
-        "rank": spec.rank,
-        "from_layer": spec.from_layer,
-        "memory_norm": spec.memory_norm,
-        "extends": [parent.content for parent in task.parents],
-    }
-
-
 def run_identity(backbone: Backbone, specs: Sequence[RunSpec], cache: Cache | None) -> dict[str, Any]:
     """All that must be the same for a resume to be the same training."""
     sets = {id(images): images for spec in specs for images in (spec.splits.train, spec.splits.val)}
@@ -223,7 +206,7 @@ def run_identity(backbone: Backbone, specs: Sequence[RunSpec], cache: Cache | No
         "recipe": [spec.recipe.to_json() for spec in specs],
         "task": [
             {
-                **_spec_facts(spec.task),
+                **spec.task.identity(),
                 "regime": spec.regime.name,
                 **({} if spec.start_from is None else {"start_from": spec.start_from}),
             }

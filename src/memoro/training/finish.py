@@ -30,7 +30,7 @@ class FitResult:
     """A trained task and how its training went."""
 
     task: Any
-    """The Task or Baseline, with its best weights."""
+    """The Task, or what another regime trains, with its best weights."""
     history: list[dict[str, Any]] = field(repr=False)
     """One entry per epoch. Where folds were held out, `fold_loss` and the like are the means over their runs."""
     metrics: dict[str, Any]

@@ -21,7 +21,8 @@ from memoro.evaluation.metrics import warn_of
 from memoro.evaluation.training_images import learned_from
 from memoro.extras import need
 from memoro.images import Preprocessing
-from memoro.regimes import Baseline, Regime, find_regime
+from memoro.regimes import Regime, find_regime
+from memoro.tasks.spec import Model
 from memoro.tasks.task import Task, content_hashes
 from memoro.training.cached import Cache
 from memoro.training.checkpoint import read_identity
@@ -38,10 +39,10 @@ from memoro.training.trust import Describer
 
 def fit(
     backbone: Backbone,
-    task: Task | Baseline,
+    task: Model,
     data: Any,
     *,
-    regime: str | None = None,
+    regime: str | Regime | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
     **changes: Any,
@@ -54,16 +55,17 @@ def fit(
     `recipe` is a Recipe or the name of one (see `RECIPES`). Without it, the regime decides: the paper's, or for
     low-rank weights AdamW with a rate of 0.001. This is one run with one learning rate;
     `memoro.train` tries several in one pass. Fields of the recipe and of the options can be given by name:
-    `fit(backbone, task, "photos", epochs=5, lr=0.03, folder="runs/photos")`. A Baseline has passes of its own.
+    `fit(backbone, task, "photos", epochs=5, lr=0.03, folder="runs/photos")`. What is not a Task needs the regime
+    that built it.
     """
     return fit_tasks(backbone, [(task, data)], regime=regime, recipe=recipe, options=options, **changes)[0]
 
 
 def fit_tasks(
     backbone: Backbone,
-    tasks: Sequence[tuple[Task | Baseline, Any]],
+    tasks: Sequence[tuple[Model, Any]],
     *,
-    regime: str | None = None,
+    regime: str | Regime | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
     **changes: Any,
@@ -82,7 +84,7 @@ def fit_tasks(
             "the order of the images."
         )
     regimes = [regime_of(task, regime) for task, _ in tasks]
-    found = [recipe if isinstance(recipe, Recipe) else find_recipe(recipe, one.name)[1] for one in regimes]
+    found = [recipe if isinstance(recipe, Recipe) else find_recipe(recipe, one)[1] for one in regimes]
     recipes = [merge_options(one, options, changes)[0] for one in found]
     options = merge_options(recipe if isinstance(recipe, Recipe) else None, options, changes)[1]
     specs = []
@@ -137,23 +139,24 @@ def preprocessing_of(
     return replace(steps, white=white)
 
 
-def regime_of(task: Task | Baseline, name: str | None) -> Regime:
-    """The regime of this name; without one, that of the task."""
-    own = task.regime if isinstance(task, Baseline) else None
-    if own is None and name is None:
-        reads = task.spec.readout if isinstance(task, Task) else None
+def regime_of(task: Model, regime: str | Regime | None) -> Regime:
+    """The regime that is given; without one, that of the task."""
+    if regime is None and isinstance(task, Task):
+        reads = task.spec.readout
         if reads is not None:
-            name = "readout" if reads.share == 1 else "joint"
+            regime = "readout" if reads.share == 1 else "joint"
         else:
-            name = "head" if task.from_layer == task.spec.backbone.depth else "side" if task.rank else "memory"
-    regime = find_regime(name or own or "")
-    if regime.composes != (own is None) or (own is not None and regime.name != own):
-        made = "a task" if own is None else f"a baseline of regime {own!r}"
-        raise TrainingError(f"{task.name!r} is {made}; regime {regime.name!r} only trains models that it built itself.")
-    return regime
+            regime = "head" if task.from_layer == task.spec.backbone.depth else "side" if task.rank else "memory"
+    if regime is None:
+        raise TrainingError(f"{task.name!r} is not a task: pass the regime that built it, regime=….")
+    found = find_regime(regime)
+    if found.composes != isinstance(task, Task):
+        made = "a task" if isinstance(task, Task) else "not a task"
+        raise TrainingError(f"{task.name!r} is {made}; regime {found.name!r} only trains models that it built itself.")
+    return found
 
 
-def _load(data: Any, task: Task | Baseline, recipe: Recipe, options: TrainOptions) -> Splits:
+def _load(data: Any, task: Model, recipe: Recipe, options: TrainOptions) -> Splits:
     return load_data(
         data,
         kind=task.kind,
@@ -290,7 +293,7 @@ def _choose_cache(options: TrainOptions, backbone: Backbone, specs: Sequence[Run
         for spec in specs:
             if not spec.regime.composes:
                 raise TrainingError(
-                    f"regime {spec.regime.name!r} changes the backbone's tokens, so its features cannot be cached: "
+                    f"regime {spec.regime.name!r} has a pass of its own, so its features cannot be cached: "
                     "leave out --cache (in Python, cache)."
                 )
         return cache

@@ -19,7 +19,8 @@ from memoro.errors import TrainingError
 from memoro.evaluation.logits import AnyBatch, Batches
 from memoro.heads import HEADS, Scale
 from memoro.images import Preprocessing
-from memoro.regimes import Baseline, Regime
+from memoro.regimes import Regime
+from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 from memoro.training.cached import Buffers, Cache, CachedLoader
 from memoro.training.distributed import Processes
@@ -36,7 +37,7 @@ IN_COMMON = ("epochs", "steps", "batch_size", "accumulate", "views", "precision"
 class RunSpec:
     """What to train on what, and how."""
 
-    task: Task | Baseline
+    task: Model
     recipe: Recipe
     regime: Regime
     splits: Splits

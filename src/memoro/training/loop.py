@@ -19,7 +19,7 @@ from memoro.data import Batch
 from memoro.errors import CacheError, TaskFileError, TrainingError
 from memoro.evaluation.logits import AnyBatch, collect_logits, inputs_of
 from memoro.evaluation.metrics import measure, score
-from memoro.regimes import Baseline
+from memoro.tasks.task import Task
 from memoro.training.cached import Cache, estimate, fill_caches
 from memoro.training.checkpoint import load_checkpoint, run_identity, save_checkpoint, set_aside
 from memoro.training.distributed import ALONE, Processes
@@ -215,11 +215,11 @@ class Trainer:
             for (group, _), batch, found in zip(taken, batches_now, sums, strict=True):
                 if batch is None or not len(batch.targets):  # no batch left, or no image of it for this process
                     continue
-                if isinstance(group.runs[0].task, Baseline):
+                if isinstance(group.runs[0].task, Task):
+                    shared.append((group.forward(self.backbone), batch, found))
+                else:
                     assert isinstance(batch, Batch)  # features are kept only for what composes
                     self._backward_separately(batch, found)
-                else:
-                    shared.append((group.forward(self.backbone), batch, found))
             if shared:
                 self._backward_together(shared)
         for (group, batches), found in zip(taken, sums, strict=True):
@@ -238,7 +238,7 @@ class Trainer:
         torch.autograd.backward(torch.stack(losses).sum())
 
     def _backward_separately(self, batch: Batch, found: _StepSums) -> None:
-        """One baseline after the other, so that memory holds the activations of one at a time. Each sees only the
+        """One model after the other, so that memory holds the activations of one at a time. Each sees only the
         images that it learns from."""
         for number, run in enumerate(found.runs):
             own = batch if run.sample_weight is None else batch.select(run.sample_weight[batch.index] > 0)

@@ -16,6 +16,7 @@ from memoro.console import plain_console
 from memoro.data import Augment
 from memoro.errors import TrainingError
 from memoro.phases import Phases
+from memoro.regimes import Regime, find_regime
 from memoro.training.cached import Cache
 
 OptimizerName = Literal["sgd", "adamw"]
@@ -143,18 +144,17 @@ RECIPES: Mapping[str, tuple[str, Recipe]] = {
     "paper": ("memory", Recipe()),
 }
 """What `memoro train` trains and how, by name: a regime, and its recipe."""
-ADAMW_REGIMES = ("side", "joint", "readout", "lora", "lora-all")
-"""Regimes for which the paper's recipe is not made: theirs is `default`."""
 
 
-def find_recipe(recipe: Recipe | str | None, regime: str | None) -> tuple[str, Recipe]:
+def find_recipe(recipe: Recipe | str | None, regime: str | Regime | None) -> tuple[Regime, Recipe]:
     """The regime and the recipe. Without a name, the regime decides; without both, they are those of `default`."""
+    chosen = None if regime is None else find_regime(regime)
     if isinstance(recipe, Recipe):
-        return regime or RECIPES["default"][0], recipe
-    name = recipe or ("default" if regime is None or regime in ADAMW_REGIMES else "paper")
+        return chosen or find_regime(RECIPES["default"][0]), recipe
+    name = recipe or ("default" if chosen is None else chosen.recipe)
     if name not in RECIPES:
         raise TrainingError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}.")
-    return regime or RECIPES[name][0], RECIPES[name][1]
+    return chosen or find_regime(RECIPES[name][0]), RECIPES[name][1]
 
 
 @dataclass(frozen=True)

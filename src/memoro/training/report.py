@@ -9,7 +9,7 @@ from memoro.backbones import Backbone
 from memoro.data import Splits
 from memoro.engine.composition import compose
 from memoro.evaluation.report import TaskReport, write_report
-from memoro.regimes import Baseline
+from memoro.tasks.task import Task
 from memoro.training.distributed import find_processes
 from memoro.training.finish import FitResult
 from memoro.training.recipe import REPORT, TrainOptions
@@ -51,7 +51,7 @@ def _report(backbone: Backbone, result: FitResult, splits: Splits, fields: Mappi
         result.images,
         splits,
         notes=result.notes,
-        model=None if isinstance(task, Baseline) else compose(backbone, [*ancestors([task]), task]),
+        model=compose(backbone, [*ancestors([task]), task]) if isinstance(task, Task) else None,
         history=result.history,
         **fields,
     )

@@ -20,9 +20,9 @@ from memoro.engine.streams import BasePass, Features, TaskStream, read_head
 from memoro.errors import TrainingError
 from memoro.evaluation.logits import Batches
 from memoro.heads import Scale
-from memoro.regimes import Baseline
 from memoro.tasks.ensemble import split_members
 from memoro.tasks.mask import trace_lineage
+from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 from memoro.training.recipe import Recipe
 
@@ -31,7 +31,7 @@ from memoro.training.recipe import Recipe
 class Run:
     """One training of one task with one setting, and its state."""
 
-    task: Task | Baseline
+    task: Model
     recipe: Recipe
     trained: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
@@ -59,7 +59,7 @@ class Run:
     diverged: bool = False
 
     @classmethod
-    def start(cls, task: Task | Baseline, recipe: Recipe, trained: dict[str, nn.Parameter], **fields: Any) -> Run:
+    def start(cls, task: Model, recipe: Recipe, trained: dict[str, nn.Parameter], **fields: Any) -> Run:
         """A run before its first step; every parameter that is not in `trained` is frozen."""
         for parameter in task.parameters():
             parameter.requires_grad_(False)
@@ -78,15 +78,14 @@ class Run:
             self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
 
     def keep_initial(self) -> None:
-        if isinstance(self.task, Task):  # a baseline may be as large as the backbone
+        if isinstance(self.task, Task):  # another model may be as large as the backbone
             self.initial = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
 
     def restore_best(self) -> None:
         with torch.no_grad():
             for name, value in (self.best or (self.initial if self.diverged else {})).items():
                 self.trained[name].copy_(value)
-        if isinstance(self.task, Task):  # before it is measured
-            self.task.round_low_rank()
+        self.task.finish_training()
 
 
 @contextmanager
@@ -148,13 +147,13 @@ class SharedForward:
         return logits
 
 
-def build_forward(backbone: Backbone, tasks: Sequence[Task | Baseline]) -> Callable[[Any], list[Tensor]]:
-    """A function from a batch's inputs to each task's logits. Baselines change base tokens: each has its own pass."""
-    models = [task for task in tasks if isinstance(task, Baseline)]
-    if not models:
-        return SharedForward(backbone, [task for task in tasks if isinstance(task, Task)])
-    assert len(models) == len(tasks)
-    return lambda pixels: [model(pixels) for model in models]
+def build_forward(backbone: Backbone, tasks: Sequence[Model]) -> Callable[[Any], list[Tensor]]:
+    """A function from a batch's inputs to each model's logits. Tasks share a base pass, others have their own."""
+    composed = [task for task in tasks if isinstance(task, Task)]
+    if composed:
+        assert len(composed) == len(tasks)
+        return SharedForward(backbone, composed)
+    return lambda pixels: [model(pixels) for model in tasks]
 
 
 def forward_together(forwards: Sequence[SharedForward], inputs: Sequence[Tensor | Features]) -> list[list[Tensor]]:
@@ -189,7 +188,7 @@ def forward_together(forwards: Sequence[SharedForward], inputs: Sequence[Tensor 
     return logits
 
 
-def ancestors(tasks: Sequence[Task | Baseline]) -> list[Task]:
+def ancestors(tasks: Sequence[Model]) -> list[Task]:
     """All tasks that these extend, each once; an error where one is not loaded, or is among `tasks` itself."""
     found: dict[int, Task] = {}
     waiting = [(task, parent) for task in tasks for parent in task.extends]

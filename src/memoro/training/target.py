@@ -7,10 +7,8 @@ import tempfile
 from pathlib import Path
 
 from memoro.errors import TaskFileError, TrainingError
-from memoro.regimes import Baseline
-from memoro.regimes.baselinefile import is_baseline, read_baseline
-from memoro.tasks.task import Task
-from memoro.tasks.taskfile import load_tasks
+from memoro.regimes import Regime
+from memoro.tasks.spec import Model
 
 SUFFIX = ".safetensors"
 
@@ -39,12 +37,10 @@ def check_target(out: Path, *, several: bool) -> None:
         raise TrainingError(f"--out {out} cannot be written ({error.strerror}): choose another place.") from None
 
 
-def has_content(file: Path, task: Task | Baseline) -> bool:
+def has_content(file: Path, task: Model, regime: Regime) -> bool:
     """Whether a file holds this very task, as after --resume of a finished training."""
     try:
-        if isinstance(task, Baseline):
-            return is_baseline(file) and read_baseline(file)[1] == task.content_hash()
-        return [old.content_hash() for old in load_tasks(file)] == [task.content_hash()]
+        return regime.read_hashes(file) == [task.content_hash()]
     except TaskFileError:
         return False
 

@@ -18,10 +18,9 @@ from memoro.data.dataset import MAX_UNREADABLE
 from memoro.engine.parents import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.files import keep_copy, left_behind
-from memoro.regimes import BASELINES, Baseline, Regime, TaskPlan, find_regime
-from memoro.regimes.baselinefile import save_baseline
+from memoro.regimes import Regime, TaskPlan
 from memoro.tasks.task import Task, content_hashes, link_parents
-from memoro.tasks.taskfile import load_tasks, save_task
+from memoro.tasks.taskfile import load_tasks
 from memoro.training.distributed import find_processes
 from memoro.training.finish import record_time
 from memoro.training.fit import judge, preprocessing_of, regime_of
@@ -50,7 +49,7 @@ def train(
     dtype: str | None = None,
     task: str | None = None,
     kind: str | None = None,
-    regime: str | None = None,
+    regime: str | Regime | None = None,
     cells: int | Iterable[int] | None = None,
     rank: int | Iterable[int] | None = None,
     from_layer: int | Iterable[int] | None = None,
@@ -64,7 +63,6 @@ def train(
     image_column: str | None = None,
     allow_absolute: bool = False,
     max_unreadable: float = MAX_UNREADABLE,
-    width: int = 5,
     out: str | Path | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
@@ -96,13 +94,13 @@ def train(
     from memoro.training.report import report_training
 
     start = None if start_from is None else read_start(start_from, task)
-    regime = regime if start is None else regime_of(start, regime).name
+    regime = regime if start is None else regime_of(start, regime)
     own_recipe = isinstance(recipe, Recipe)
     if lr is None and isinstance(recipe, Recipe):
         lr = recipe.lr
-    trained, recipe = find_recipe(recipe, regime)
+    chosen, recipe = find_recipe(recipe, regime)
     recipe, options = merge_options(recipe, options, changes)
-    chosen, target = find_regime(trained), None if out is None else read_target(out)
+    target = None if out is None else read_target(out)
     if chosen.readout == 1:
         _check_solved(
             {
@@ -153,7 +151,7 @@ def train(
     grid = _with_sizes(grid, chosen, start, backbone)
     if not chosen.composes:  # each run has its own passes: no folds unless asked for
         folds = folds or 0
-    plan = TaskPlan("", (), extends=_link_parents(several(extends)), width=width)
+    plan = TaskPlan("", (), extends=_link_parents(several(extends)))
     missing = {parent.name for parent in start.extends} - {parent.name for parent in plan.extends} if start else ()
     if missing:
         words = [word for name in sorted(missing) for word in ("--extends", name + SUFFIX)]
@@ -211,7 +209,7 @@ def train(
     record_time(list(results.values()), options.phases)
     for name, result in results.items():
         if result.metrics and name in files:
-            results[name] = _save(result, files[name], options, write=main)
+            results[name] = _save(result, files[name], chosen, options, write=main)
     for part in leftovers if main else ():  # of a write that was killed before this training began
         part.unlink(missing_ok=True)
     more = [{"settings": one.settings_table(), "file": one.file} for one in results.values()]
@@ -255,7 +253,7 @@ def _with_sizes(grid: Grid, regime: Regime, start: Task | None, backbone: Backbo
         return replace(grid, cells=free, from_layers=free)
     if not regime.composes:
         for name, asked in (("cells", grid.cells), ("rank", grid.ranks)):
-            if asked != free and name not in BASELINES[regime.name].sizes:
+            if asked != free and name not in regime.sizes(backbone.depth):
                 raise TrainingError(f"regime {regime.name!r} has no {name}: leave out --{name}.")
     return grid
 
@@ -308,20 +306,20 @@ def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions
     if options.resume and options.checkpoint is not None and not options.checkpoint.is_file():
         notes.append(f"there is no checkpoint in {options.folder}: starting from the beginning.")
     if settings > 1 and not regime.composes:
-        notes.append(f"regime {regime.name!r} changes base tokens, so its {settings} runs need separate passes.")
+        notes.append(f"regime {regime.name!r} has a pass of its own, so its {settings} runs need separate passes.")
     return notes
 
 
-def _save(result: TrainResult, file: Path, options: TrainOptions, *, write: bool) -> TrainResult:
+def _save(result: TrainResult, file: Path, regime: Regime, options: TrainOptions, *, write: bool) -> TrainResult:
     """Writes the task's file; another model that is there already is kept under another name."""
     task, previous = result.task, None
     if not write:
         return replace(result, file=file)
     try:
-        if file.is_file() and not has_content(file, task):
+        if file.is_file() and not has_content(file, task, regime):
             previous = keep_copy(file)
             options.note(f"{file} was there already: the old file is kept as {previous}.")
-        save_baseline(task, file) if isinstance(task, Baseline) else save_task(task, file)
+        regime.save(task, file)
     except TaskFileError as error:
         again = "Fix the problem, then run the same command with --resume to write the file."
         rest = "" if result.folder is None else f" The weights are saved in {result.folder}. {again}"

@@ -12,9 +12,9 @@ from memoro.data import ImageSet
 from memoro.evaluation.photographs import find_photographs, read_photographs
 from memoro.evaluation.training_images import learned_from
 from memoro.images import Preprocessing
-from memoro.regimes import Baseline
 from memoro.tasks.calibration import describe_calibration, fit_calibration
 from memoro.tasks.familiarity import Familiarity, Others, fit_familiarity
+from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 from memoro.training.group import RunSpec, content_key
 from memoro.training.recipe import TrainOptions
@@ -27,20 +27,18 @@ MOST_IMAGES = 10_000
 SEEN = "none: an earlier training may have seen these images; use memoro calibrate with new ones"
 
 
-def was_seen(task: Task | Baseline, images: ImageSet | None) -> bool:
+def was_seen(task: Model, images: ImageSet | None) -> bool:
     """Whether an earlier training may have learned from images: of the task that this one started from, or of an
     ancestor."""
     return "history" in task.spec.training or learned_from(task, images, parents_only=True) is not None
 
 
-def add_calibration(
-    task: Task | Baseline, held_out: tuple[Tensor, Tensor] | None, source: str, *, seen: bool = False
-) -> None:
-    """Calibrates a task on logits and targets of images that it did not learn from; records whether it was possible.
+def add_calibration(task: Model, held_out: tuple[Tensor, Tensor] | None, source: str, *, seen: bool = False) -> None:
+    """Calibrates a Task on logits and targets of images that it did not learn from; records whether it was possible.
 
     `seen`: an earlier training, or that of a task that it extends, may have learned from these images.
     """
-    if isinstance(task, Baseline):
+    if not isinstance(task, Task):
         return
     found = None if held_out is None or seen else fit_calibration(task.kind, *held_out, source)
     text = SEEN if seen else describe_calibration(found, 0 if held_out is None else len(held_out[1]))
@@ -58,7 +56,7 @@ class Describer:
     def add_familiarity(self, spec: RunSpec) -> None:
         """Gives a run's task the description of its training images, and records what it is made from."""
         images = spec.train
-        if isinstance(spec.task, Baseline) or spec.held_out is not None:
+        if not isinstance(spec.task, Task) or spec.held_out is not None:
             return
         key = content_key(images), spec.preprocessing, id(spec.splits)
         if key not in self._done:

@@ -13,7 +13,6 @@ from memoro.data import Splits
 from memoro.data.annotations import first_few
 from memoro.errors import TrainingError
 from memoro.evaluation.training_images import SKETCH
-from memoro.regimes.baselinefile import is_baseline
 from memoro.tasks.ensemble import split_members
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks
@@ -31,8 +30,6 @@ def read_start(source: Task | str | Path, name: str | None) -> Task:
     """The task to start from: the only one of its file, or the one of this name."""
     if isinstance(source, Task):
         return source
-    if is_baseline(source):
-        raise TrainingError(f"{source} is a baseline: --start-from continues tasks only.")
     tasks = load_tasks(source)
     chosen = [task for task in tasks if len(tasks) == 1 or task.name == name]
     if not chosen:

@@ -2,7 +2,7 @@
 
 import { count, el, number, percent, svg } from "./parts.js";
 
-const [WIDE, HIGH, LEFT, BOTTOM] = [300, 150, 34, 20];
+const [WIDE, HIGH, LEFT, BOTTOM] = [300, 150, 42, 20];
 const NAMES = { softmax: "right", multilabel: "of the labels right", regression: "mean error" };
 
 /** The main figure, and its curve. */

@@ -1,0 +1,124 @@
+"""The methods that tables compare: what is trained, its sizes and the learning rates to choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from memoro.backbones import Backbone
+from memoro.data import Splits
+from memoro.lab.baselines import REGIMES, BaselinePlan
+from memoro.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is trained and how. Of the rates, the best on held-out training images is used."""
+
+    name: str
+    regime: str
+    rates: tuple[float, ...]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    fork: float | None = None
+    """The layer of the fork as a fraction of the depth; None: the regime's own."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Recipe` that differ from the budget's."""
+    ensemble: int = 1
+    """How many runs from different seeds answer together."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All that decides its results; without ensembles, as in records of before there were any."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("ensemble", 1)}
+
+    @property
+    def composes(self) -> bool:
+        """Whether its runs share every pass with those of other methods."""
+        return REGIMES[self.regime].composes
+
+    def sizes_on(self, depth: int) -> dict[str, Any]:
+        """The sizes, with the layer of the fork on a backbone of this many layers."""
+        return {**self.sizes, **({} if self.fork is None else {"from_layer": round(self.fork * depth)})}
+
+    def build(self, backbone: Backbone, splits: Splits, seed: int, extends: Sequence[Task] = ()) -> Any:
+        """An untrained Task or Baseline."""
+        sizes = self.sizes_on(backbone.depth)
+        plan = BaselinePlan(splits.name, splits.labels, splits.kind, seed=seed, extends=extends, **sizes)
+        return REGIMES[self.regime].build(backbone, plan)
+
+
+ADAMW = {"optimizer": "adamw", "weight_decay": 0.01}
+
+HEAD = Method("head", "head", (0.01, 0.03, 0.1, 0.3, 1.0))
+
+
+MEMORY_RATES = (0.003, 0.01)
+"""With AdamW, as for memory without the mask. In short trainings with SGD, some seeds collapse at 0.3."""
+UNMASKED_RATES = (0.001, 0.003)
+"""With AdamW, for cells that all tokens see: at 0.01, two of three seeds collapsed on rsscn7."""
+
+
+def memory(cells: int) -> Method:
+    """The paper's memory with its mask; with 0 cells, a new class token alone."""
+    return Method(f"memory {cells}" if cells else "class", "memory", MEMORY_RATES, {"cells": cells}, recipe=ADAMW)
+
+
+def memory_full(cells: int) -> Method:
+    """Memory that all tokens attend to."""
+    return Method(f"memory-full {cells}", "memory-full", UNMASKED_RATES, {"cells": cells}, recipe=ADAMW)
+
+
+def side(rank: int = 8, fork: float | None = None) -> Method:
+    name = f"side {rank}" + ("" if fork is None else f", fork {fork:.2f}")
+    return Method(name, "side", (0.001, 0.003), {"rank": rank}, fork, ADAMW)
+
+
+def forked(cells: int, fork: float) -> Method:
+    return replace(memory(cells), name=f"memory {cells}, fork {fork:.2f}", fork=fork)
+
+
+FULL = Method("full", "full", (3e-5, 1e-4), recipe=ADAMW)
+CLASS_FULL = Method("class-full", "class-full", MEMORY_RATES, recipe=ADAMW)
+LORA = Method("lora 8", "lora", (0.001, 0.002), {"rank": 8}, recipe=ADAMW)
+ADAPTER = Method("adapter 5", "adapter", (0.001, 0.003), {"width": 5}, recipe=ADAMW)
+ADAPTER_WIDE = replace(ADAPTER, name="adapter 20", sizes={"width": 20})
+ADAPTER_MEMORY = Method(
+    "adapter 5 + memory-full 5", "adapter+memory-full", UNMASKED_RATES, {"width": 5, "cells": 5}, recipe=ADAMW
+)
+PROPAGATED = Method("propagated 5", "propagated", UNMASKED_RATES, {"cells": 5}, recipe=ADAMW)
+ADDITIVE = Method("propagated-additive 5", "propagated-additive", UNMASKED_RATES, {"cells": 5}, recipe=ADAMW)
+
+MASKED = (HEAD, memory(0), memory(1), memory(5), memory(10), memory(20), side())
+
+FORKS = (1 / 3, 1 / 2, 2 / 3, 5 / 6)
+FORKED = (
+    HEAD, memory(0), memory(5), *(forked(5, fork) for fork in FORKS), *(side(8, fork) for fork in (0.0, *FORKS)),
+)  # fmt: skip
+"""The usual sizes over the layer of the fork."""
+FORKED_SIZES = (
+    *(side(2, fork) for fork in (0.0, *FORKS)),
+    *(method for cells in (1, 20) for method in (memory(cells), *(forked(cells, fork) for fork in FORKS))),
+)
+"""Other ranks and cells."""
+
+DECADES = (0.001, 0.01, 0.1, 1.0, 10.0)
+"""Of SGD; the steps of AdamW do not grow with the gradient, so its useful rates lie a hundred times lower."""
+STABLE = (
+    replace(HEAD, rates=DECADES),
+    replace(memory(5), rates=DECADES, recipe={}),
+    replace(side(), rates=tuple(rate / 100 for rate in DECADES)),
+)
+STABLE_FULL = (
+    replace(FULL, rates=tuple(rate / 10 for rate in DECADES), recipe={}),  # 0.001 was the best of DECADES
+    replace(memory_full(5), rates=DECADES, recipe={}),
+)
+
+PAPER_RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
+"""The paper does not give its grid."""
+
+
+def as_in_paper(method: Method) -> Method:
+    """The method trained with SGD and a wide grid; `side` and LoRA, which the paper does not have, keep AdamW."""
+    if method.regime in {"side", "lora"} or len(method.rates) >= len(DECADES):
+        return method
+    return replace(method, rates=PAPER_RATES, recipe={})
