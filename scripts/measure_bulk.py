@@ -38,7 +38,8 @@ import memoro  # noqa: E402
 from memoro.data.unlabelled import open_unlabelled  # noqa: E402
 from memoro.data.workers import worker_count  # noqa: E402
 from memoro.engine.answers import AnswerOptions  # noqa: E402
-from memoro.evaluation.bulk import Job, Predictor, answer_here, begin  # noqa: E402
+from memoro.evaluation.bulk import Job, answer_here, begin  # noqa: E402
+from memoro.evaluation.predictions import Predictor  # noqa: E402
 from reports import table, write_report  # noqa: E402
 
 SIDE = 64

@@ -24,9 +24,9 @@ from torch import Tensor
 import memoro
 from memoro.data import ImageSet
 from memoro.engine.streams import pool_pass
+from memoro.evaluation.calibrate import read_photographs
+from memoro.evaluation.evaluate import auroc
 from memoro.evaluation.metrics import measure
-from memoro.evaluation.photographs import read_photographs
-from memoro.evaluation.trust import auroc
 from memoro.tasks.familiarity import FALSE_ALARMS, Familiarity, FamiliarityBank, Others, fit_familiarity
 from memoro.tasks.task import Task
 from memoro.tasks.taskspec import ReadOut

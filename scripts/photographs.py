@@ -11,7 +11,7 @@ import argparse
 
 import memoro
 from memoro.backbones.load import WEIGHTS
-from memoro.evaluation.photographs import FILE, read_photographs, write_photographs
+from memoro.evaluation.calibrate import FILE, read_photographs, write_photographs
 
 
 def main() -> None:

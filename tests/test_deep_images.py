@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from serving import serving
-from test_serve_answers import close
+from test_service import close
 
 import memoro
 from memoro.backbones import Backbone

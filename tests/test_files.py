@@ -16,7 +16,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
 from memoro.files import keep_copy, left_behind, open_whole, part_of, write_gradually
-from memoro.serve.folder import read_task_files
+from memoro.serve.store import read_task_files
 from memoro.tasks.hub import expand_task_arguments
 
 

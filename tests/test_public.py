@@ -65,7 +65,7 @@ def test_the_core_needs_neither_torchvision_nor_training() -> None:
     code = (
         "import sys, memoro\n"
         "memoro.load_backbone, memoro.new_task, memoro.compose, memoro.save_task, memoro.import_tasks\n"
-        "import memoro.cli, memoro.serve.run\n"
+        "import memoro.cli, memoro.serve.server\n"
         "print([m for m in ('torchvision','timm','accelerate','datasets','peft','matplotlib') if m in sys.modules])\n"
     )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -126,7 +126,7 @@ def test_the_product_knows_nothing_of_the_laboratory() -> None:
     product = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "lab"]
     assert [path for path in product if "Baseline" in path.read_text()] == []
     code = (
-        "import sys, memoro.training, memoro.serve.run, memoro.demo\n"
+        "import sys, memoro.training, memoro.serve.server, memoro.demo\n"
         "import typer; from memoro.cli import app; typer.main.get_command(app)\n"
         "print([m for m in sys.modules if m.startswith('memoro.lab')])\n"
     )

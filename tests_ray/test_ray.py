@@ -19,14 +19,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from conftest import random_task
 from families import CASES
 from pyarrow import parquet
-from test_predict import picture
+from test_predictions import picture
 
 import memoro
 from memoro.data.unlabelled import open_unlabelled
 from memoro.engine.answers import AnswerOptions
 from memoro.errors import DataError
-from memoro.evaluation.bulk import MANIFEST, Job, Predictor, answer_here, begin
+from memoro.evaluation.bulk import MANIFEST, Job, answer_here, begin
 from memoro.evaluation.on_ray import answer_on_ray
+from memoro.evaluation.predictions import Predictor
 
 COUNT, SHARD = 96, 8
 

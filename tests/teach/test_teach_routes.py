@@ -18,7 +18,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.errors import ServeError
 from memoro.serve.options import ServeOptions
-from memoro.serve.run import address_of, listen, make_server, open_store
+from memoro.serve.server import address_of, listen, make_server, open_store
 from memoro.teach.finishing import Finishing
 from memoro.teach.routes import add_teaching
 from memoro.teach.run import run_teaching

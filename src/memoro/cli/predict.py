@@ -19,8 +19,8 @@ from memoro.console import Bar, format_count, format_time, plain_console
 
 if TYPE_CHECKING:
     from memoro.data.unlabelled import Unlabelled
-    from memoro.evaluation.bulk import Job, Predictor
-    from memoro.evaluation.predictions import Tally
+    from memoro.evaluation.bulk import Job
+    from memoro.evaluation.predictions import Predictor, Tally
 
 app = typer.Typer()
 
@@ -161,8 +161,8 @@ def predict(
         share_cores()
     from memoro.data.unlabelled import open_unlabelled
     from memoro.engine.answers import AnswerOptions, Routing
-    from memoro.evaluation.bulk import SHARD_SIZE, Job, Predictor
-    from memoro.evaluation.predictions import check_form
+    from memoro.evaluation.bulk import SHARD_SIZE, Job
+    from memoro.evaluation.predictions import Predictor, check_form
 
     folder = out is not None and (out.endswith(("/", os.sep)) or Path(out).is_dir())
     cluster = ray or ray_address is not None or ray_workers is not None

@@ -90,7 +90,7 @@ def serve(
 
     need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")
     from memoro.serve.options import ServeOptions
-    from memoro.serve.run import open_store, run_server
+    from memoro.serve.server import open_store, run_server
 
     options = ServeOptions(
         host=host,

@@ -92,14 +92,6 @@ def verify(
         list[Path] | None,
         typer.Argument(help="Images to run on; without any, random pixels are used.", show_default=False),
     ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option("--data", help="NAME=DATA: also compare the task's accuracy on this dataset; repeat for more."),
-    ] = None,
-    label_column: LabelColumn = None,
-    image_column: ImageColumn = None,
-    allow_absolute: AllowAbsolute = False,
-    max_unreadable: MaxUnreadable = 0.05,
     as_json: Json = False,
 ) -> None:
     """Compare the composition with the original model, and each task alone with the same task composed.
@@ -111,33 +103,20 @@ def verify(
     Exits with 1 if the backbone's output differs, or a task by more than its bound.
 
     memoro verify -t pets.safetensors -t rooms.safetensors photo.jpg
-
-    With --data, each task's accuracy is measured alone, composed, and with
-    routing: each image goes to the task with the highest score.
-
-    memoro verify -t pets.safetensors -t rooms.safetensors --data pets=photos/pets --data rooms=rooms.zip
     """
     from memoro.engine.composition import compose
     from memoro.engine.verify import sample_pixels
-    from memoro.evaluation.trust import verify_table, verify_tasks
     from memoro.images.finding import find_images
 
-    if data and not all("=" in one for one in data):
-        raise typer.BadParameter("--data needs NAME=DATA, such as --data pets=photos/pets")
     members = gather_tasks(tasks)
     loaded = load(backbone, device, members[0].spec.backbone)
     model = compose(loaded, members)
     receipt = model.verify(sample_pixels(loaded, list(find_images(images)) if images else [], members))
-    sets = dict(one.split("=", 1) for one in data or [])
-    reading = reading_options(label_column, image_column, allow_absolute, max_unreadable)
-    found = verify_tasks(model, sets, **reading) if sets else {}
     if as_json:
-        print_json({**receipt.to_json(), **({"accuracy": found} if found else {})})
+        print_json(receipt.to_json())
     else:
         for line in str(receipt).splitlines():
             plain_console(soft_wrap=True).print(line)
-        if found:
-            plain_console().print(verify_table(found))
     raise typer.Exit(0 if receipt.base_equal and receipt.tasks_equal else 1)
 
 
@@ -168,7 +147,7 @@ def calibrate_task(
 
     memoro calibrate pets.safetensors photos/new-pets
     """
-    from memoro.evaluation.trust import calibrate
+    from memoro.evaluation.calibrate import calibrate
     from memoro.tasks.hub import find_task_file
     from memoro.tasks.taskfile import load_task, load_tasks, save_task
 

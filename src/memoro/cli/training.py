@@ -173,9 +173,9 @@ def evaluate_tasks(
         float,
         typer.Option(min=0, max=1, help="With --others: share of own images that may be called unfamiliar."),
     ] = 0.01,
-    picture: Annotated[
-        Path | None, typer.Option(help="With --others: plot reliability and familiarity to this file.")
-    ] = None,
+    together: Annotated[
+        bool, typer.Option("--together", help="Also measure accuracy composed with all tasks, and routed by score.")
+    ] = False,
     report: Annotated[
         bool, typer.Option("--report", help="Also write an HTML report: confusion matrix, each class, worst mistakes.")
     ] = False,
@@ -194,14 +194,11 @@ def evaluate_tasks(
 
     memoro eval pets=photos/pets rooms=rooms.zip -t pets.safetensors -t rooms.safetensors
 
-    memoro eval photos/pets -t pets.safetensors --others rooms.zip --picture trust.png
+    memoro eval photos/pets -t pets.safetensors --others rooms.zip
     """
-    from memoro.evaluation.evaluate import evaluate
+    from memoro.evaluation.evaluate import evaluate, evaluate_others, name_sets, others_tables, together_table
     from memoro.evaluation.metrics import metrics_tables
-    from memoro.evaluation.trust import draw_trust, evaluate_trust, name_sets, trust_tables
 
-    if picture is not None and not others:
-        raise DataError("--picture draws how well a task tells --others from its own images: add --others DATA.")
     frozen, loaded = load_models(tasks, backbone, device)
     errors = plain_console(stderr=True, soft_wrap=True)
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "quiet": False, "log": errors.print}
@@ -213,14 +210,12 @@ def evaluate_tasks(
     if others:  # first: they may be mistyped
         judging: dict[str, Any] = {name: how[name] for name in ("batch_size", "workers", "log")}
         judging["false_alarms"] = false_alarms
-        relied = evaluate_trust(frozen, loaded, read_data(data), name_sets(others), **judging, **reading)
-        if picture is not None and relied:
-            draw_trust(picture, relied)
-            errors.print(f"picture: {picture}")
-    results = evaluate(frozen, loaded, read_data(data), report=page, **how, **reading)
+        relied = evaluate_others(frozen, loaded, read_data(data), name_sets(others), **judging, **reading)
+    results = evaluate(frozen, loaded, read_data(data), report=page, together=together, **how, **reading)
     if page is not None:
         errors.print(f"report: {page}")
-    tables = [*metrics_tables(results), *(trust_tables(relied) if relied else [])]
+    tables = [*metrics_tables(results), *(others_tables(relied) if relied else [])]
+    tables += [together_table(results)] if together else []
     shown = {name: {**found, **({"trust": relied[name]} if name in relied else {})} for name, found in results.items()}
     if as_json:
         print_json(shown)

@@ -1,31 +1,39 @@
-"""`evaluate`: metrics of tasks on a test split."""
+"""`evaluate`: metrics of tasks on a test split, alone and together, and how well they notice images of other sets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from memoro.arguments import several
 from memoro.backbones import Backbone
-from memoro.console import bar, format_count, plain_console
+from memoro.console import bar, format_count, make_table, plain_console
 from memoro.data import ImageSet, Loader, Splits, load_data
+from memoro.data.annotations import left_out as describe_left_out
 from memoro.data.load import has_columns
-from memoro.engine.composition import compose
+from memoro.data.unlabelled_set import load_any
+from memoro.engine.answers import Outputs
+from memoro.engine.composition import Composition, compose
 from memoro.errors import DataError, TrainingError
-from memoro.evaluation.logits import collect_logits
+from memoro.evaluation.logits import collect_logits, collect_outputs
 from memoro.evaluation.metrics import measure_task, warn_of
 from memoro.evaluation.report import TaskReport, write_report
-from memoro.evaluation.training_images import learned_from, learned_images, on_record
+from memoro.evaluation.training_images import describe_learned, find_learned, learned_some, warn_learned
 from memoro.heads import HeadKind
 from memoro.images import Preprocessing
+from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.spec import Model, by_name
 from memoro.tasks.task import Task
+
+COVERAGES = (1.0, 0.9, 0.8, 0.7, 0.5)
+"""Shares of the images, the surest answers first, over which accuracy is reported."""
+RECALL = 0.95
 
 
 def _print_warning(text: str) -> None:
@@ -43,16 +51,17 @@ def evaluate(
     quiet: bool = True,
     log: Callable[[str], None] = _print_warning,
     report: str | Path | None = None,
+    together: bool = False,
     **reading: Any,
 ) -> dict[str, dict[str, Any]]:
-    """Each task's metrics on the test split of its data (or on the whole set where there is none), by name.
+    """Each task's metrics on the test split of its data (or on the whole set if there is none), by name.
 
     `data` is one set for all tasks, or a dict from a task's name to its own; `label_column`, `image_column` and
     `allow_absolute` are for tables, as in `load_data`. Tasks that have the same images, labels and preprocessing share
     one pass. Images of classes that a task does not know are left out and counted in
     `unknown_classes`, unreadable ones in `skipped`. `log` receives a line for every pass, notes, such as on data
     without a test split, and warnings, which are printed to stderr by default. `report` is a file to which a page about
-    the answers is written.
+    the answers is written. With `together`, tasks of classes have `together`: see `measure_together`.
     """
     tasks = several(tasks)
     composition = compose(backbone, tasks)
@@ -80,29 +89,36 @@ def evaluate(
     results: dict[str, dict[str, Any]] = {}
     reports: dict[str, TaskReport] = {}
     for splits, images, split, unknown, names in groups.values():
+        if (
+            splits.train is None
+            and split == "test"
+            and any(learned_some(models[name], images, tasks) for name in names)
+        ):
+            how = {"workers": workers, "quiet": quiet, "measured_only": False}
+            splits, images, split, unknown = load_test_images(sources[names[0]], models[names[0]], **how, **reading)
         notes = [*splits.notes]
         for text in notes:
             log(text if text.startswith("warning: ") else f"note: {text}")
         if unknown:
             notes.append(_not_known(unknown, models[names[0]].kind, images, names))
             log(f"note: {notes[-1]}")
-        left_out = _find_learned(images, split, [models[name] for name in names], tasks)
+        left_out = find_learned(splits, images, split, [models[name] for name in names], tasks)
         for name, learned in left_out.items():
-            notes.append(f"{name}: {_describe_learned(images, learned)}")
+            notes.append(f"{name}: {describe_learned(images, learned)}")
             log(f"warning: {notes[-1]}")
-        told = _check_new(images, split, [models[name] for name in names if name not in left_out], tasks)
+        told = warn_learned(images, split, [models[name] for name in names if name not in left_out], tasks)
         if told is not None:
             notes.append(told.removeprefix("note: "))
             log(told)
-        for preprocessing, together in composition.passes(names).items():
-            if (scaled := _check_levels(images, preprocessing, together)) is not None:
+        for preprocessing, members in composition.passes(names).items():
+            if (scaled := _check_levels(images, preprocessing, members)) is not None:
                 notes.append(scaled.removeprefix("warning: "))
                 log(scaled)
-            log(f"{images.name}: one pass over {format_count(len(images), 'image')} for {', '.join(together)}")
+            log(f"{images.name}: one pass over {format_count(len(images), 'image')} for {', '.join(members)}")
             loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
             with bar(f"evaluating on {images.name}", len(images), quiet=quiet) as tick:
-                logits, targets = collect_logits(forward(together), backbone, loader, tick=tick)
-            for name, out in zip(together, logits, strict=True):
+                logits, targets = collect_logits(forward(members), backbone, loader, tick=tick)
+            for name, out in zip(members, logits, strict=True):
                 own_images, own_targets, counted = images, targets, {}
                 if name in left_out:
                     new = ~left_out[name]
@@ -113,6 +129,8 @@ def evaluate(
                 results[name] = {**found, **({"unknown_classes": unknown} if unknown else {})}
                 if splits.skipped:
                     results[name]["skipped"] = len(splits.skipped)
+                if together and models[name].head_kind.has_classes:
+                    results[name]["together"] = measure_together(composition, name, own_images, batch_size, workers)
                 if (warning := warn_of(found, balanced=bool(models[name].spec.training.get("balance")))) is not None:
                     log(f"warning: {name}: {warning}")
                 told_of = [*notes, *filter(None, [warning])]
@@ -121,6 +139,39 @@ def evaluate(
     if report is not None:
         write_report(Path(report), ", ".join(sources), backbone, [reports[name] for name in sources])
     return {name: results[name] for name in sources}
+
+
+def measure_together(
+    model: Composition, name: str, images: ImageSet, batch_size: int = 32, workers: int | None = None
+) -> dict[str, float]:
+    """The accuracy of a task `alone`, `composed` with the others, and `routed`: then an image goes to the task with the
+    highest score, and the answer counts if the task and the class are right. `right_task` is how often the task is."""
+    options: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
+    alone, targets = collect_outputs(model.alone(name), images, [name], **options)
+    composed, _ = collect_outputs(model, images, model.names, **options)
+    right = [outputs.logits[name].argmax(dim=-1) == targets for outputs in (alone, composed)]
+    accuracy = {"alone": float(right[0].double().mean()), "composed": float(right[1].double().mean())}
+    candidates = [task for task in model.names if task in composed.recognition]
+    if name not in candidates:
+        return accuracy
+    scores = torch.stack([composed.recognition[task].score for task in candidates])
+    chosen = scores.argmax(dim=0) == candidates.index(name)
+    return {
+        **accuracy,
+        "routed": float((chosen & right[1]).double().mean()),
+        "right_task": float(chosen.double().mean()),
+    }
+
+
+def together_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
+    """What `measure_together` gives, a row for each task that has it."""
+    columns = {"alone": "alone", "composed": "composed", "routed": "routed", "right_task": "right task"}
+    rows = [
+        [name, str(metrics["images"]), *(_format(metrics["together"], key) for key in columns)]
+        for name, metrics in results.items()
+        if "together" in metrics
+    ]
+    return make_table(["task", "images", *columns.values()], rows, "Accuracy", left=1)
 
 
 def _check_levels(images: ImageSet, preprocessing: Preprocessing, names: Sequence[str]) -> str | None:
@@ -134,48 +185,6 @@ def _check_levels(images: ImageSet, preprocessing: Preprocessing, names: Sequenc
             f"{found} no such images were among the training images of {', '.join(names)}, so their scale is a guess."
         )
     return f"{found} {white:,.6g} is white in the training images of {', '.join(names)}: brighter pixels become white."
-
-
-def _find_learned(
-    images: ImageSet, split: str, models: Sequence[Task], tasks: Sequence[Task]
-) -> dict[str, npt.NDArray[np.bool_]]:
-    """By the model's name which images of a test split it or its ancestors learned from, where that is known exactly
-    and is a part of them only."""
-    found = {model.name: learned_images(model, images, tasks) for model in models} if split == "test" else {}
-    return {name: learned for name, learned in found.items() if learned is not None and 0 < learned.sum() < len(images)}
-
-
-def _describe_learned(images: ImageSet, learned: npt.NDArray[np.bool_]) -> str:
-    count = format_count(int(learned.sum()), "image")
-    first = images.where(int(learned.argmax()))
-    return f"{count} of {images.name}, such as {first}, were learned from: the metrics are those of the others."
-
-
-def _check_new(
-    images: ImageSet,
-    split: str,
-    models: Sequence[Task],
-    tasks: Sequence[Task],
-) -> str | None:
-    """What to know if a model may have been trained on the images; None if there is nothing to say."""
-    if not models:
-        return None
-    names = [model.name for model in models]
-    recorded = [model for model in models if on_record(model, tasks)]
-    reasons = [learned_from(model, images, others=tasks) for model in models]
-    learned = [reason for reason in reasons if reason is not None]
-    optimistic = f"{'; '.join(learned)}, so this overestimates accuracy on new images."
-    if split == "test":
-        return f"warning: {images.name}: {optimistic}" if learned else None
-    count = format_count(len(images), "image")
-    used, how = (f"all {count}", "trained") if split == "all" else (f"the {count} of {split}", "selected")
-    text = f"{images.name.rpartition(':')[0] or images.name} has no test split: evaluated on {used}."
-    if learned:
-        return f"warning: {text} {optimistic}"
-    if split == "all" and len(recorded) == len(models):
-        return f"note: {text} None of them is among the recorded training images."
-    were = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} were"
-    return f"note: {text} If {were} {how} on them, this overestimates accuracy on new images."
 
 
 def _not_known(unknown: dict[str, int], kind: HeadKind, images: ImageSet, names: list[str]) -> str:
@@ -221,3 +230,158 @@ def check_labels(task: Model, splits: Splits) -> None:
         raise TrainingError(f"{task.name!r} has a {task.kind} head, but {splits.name} is a {splits.kind} set.")
     if tuple(task.labels) != splits.labels:
         raise TrainingError(f"{splits.name} has other labels than {task.name!r}: load it with labels=task.labels.")
+
+
+def evaluate_others(
+    backbone: Backbone,
+    models: Sequence[Task],
+    data: Any,
+    others: Mapping[str, Any],
+    *,
+    false_alarms: float = FALSE_ALARMS,
+    batch_size: int = 32,
+    workers: int | None = None,
+    log: Callable[[str], None] = lambda text: None,
+    **reading: Any,
+) -> dict[str, dict[str, Any]]:
+    """For each task: calibration on the test images of its own `data`, and how well it tells `others` from them.
+
+    Images whose familiarity is below `false_alarms` count as unfamiliar.
+    `reading` are options of `load_data`; `label_column` is for a task's own images only.
+    """
+    model = compose(backbone, models)
+    sources = dict(data) if type(data) is dict else dict.fromkeys([one.name for one in models], data)
+    how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
+    unlabelled = {name: value for name, value in reading.items() if name in {"image_column", "allow_absolute"}}
+    unlike = {}
+    for other, place in others.items():
+        images, skipped = load_any(place, workers, **unlabelled)
+        if skipped:
+            log(f"note: {other}: {describe_left_out(skipped, 'image', ' that cannot be read')}.")
+        unlike[other] = collect_outputs(model, images, list(sources), **how)[0]
+    results = {}
+    for name, source in sources.items():
+        _, images, *_ = load_test_images(source, model.tasks[name], workers=workers, **reading)
+        own, targets = collect_outputs(model, images, [name], **how)
+        results[name] = _calibration_of(model.tasks[name], own.logits[name], targets)
+        if name in own.recognition:
+            shares, described = own.recognition[name].familiarity, model.tasks[name].spec.familiarity
+            if described is not None and described.images * false_alarms < 1:
+                log(
+                    f"note: {name}: familiarity is based on {format_count(described.images, 'image')}, too few for a "
+                    f"false-alarm rate of {false_alarms:g}: only images more unusual than all of them are unfamiliar."
+                )
+            results[name] |= {
+                "false_alarms": float((shares < false_alarms).double().mean()),
+                "histogram": _histogram(shares),
+            }
+        results[name]["others"] = {}
+        for other, found in unlike.items():
+            results[name]["others"][other] = _compare(model.tasks[name], own, found)
+            if name in found.recognition:
+                shares = found.recognition[name].familiarity
+                unfamiliar = float((shares < false_alarms).double().mean())
+                results[name]["others"][other] |= {"unfamiliar": unfamiliar, "histogram": _histogram(shares)}
+    return results
+
+
+def name_sets(places: Sequence[str]) -> dict[str, str]:
+    """Sets by name: that of the file or folder, or the whole path where several have the same name."""
+    stems = [Path(place).stem for place in places]
+    return {stem if stems.count(stem) == 1 else place: place for stem, place in zip(stems, places, strict=True)}
+
+
+def _calibration_of(task: Task, logits: Tensor, targets: Tensor) -> dict[str, Any]:
+    """Of a softmax task: accuracy, calibration error before and after, accuracy over coverage, reliability."""
+    found: dict[str, Any] = {"images": len(targets)}
+    if task.kind != "softmax":
+        return found
+    measured = measure_task(task, logits, targets)
+    found["accuracy"] = measured["accuracy"]
+    if task.spec.calibration is None:
+        found["calibration_error_before"] = measured["calibration_error"]
+    else:
+        found |= {key: measured[key] for key in ("calibration_error_before", "calibration_error")}
+    sure, answer = task.probabilities(logits).max(dim=-1)
+    right = (answer == targets).double()
+    order = sure.argsort(descending=True)
+    found["accuracy_over_coverage"] = {
+        f"{share:g}": float(right[order[: max(1, round(share * len(order)))]].mean()) for share in COVERAGES
+    }
+    bins = (sure * 10).long().clamp(max=9)
+    found["reliability"] = [
+        {"probability": float(sure[bins == at].mean()), "accuracy": float(right[bins == at].mean()), "images": count}
+        for at in range(10)
+        if (count := int((bins == at).sum()))
+    ]
+    return found
+
+
+def _compare(task: Task, own: Outputs, other: Outputs) -> dict[str, Any]:
+    name, found = task.name, {"images": len(other.logits[task.name])}
+    scores: dict[str, tuple[Tensor, Tensor]] = {}
+    if name in own.recognition:
+        # The familiarity of most other images is 0: among equals, the score decides.
+        first, second = (
+            one.familiarity.double() + 1e-7 * one.score for one in (own.recognition[name], other.recognition[name])
+        )
+        scores["familiarity"] = first, second
+    if task.kind == "softmax":
+        first, second = (task.head_kind.probabilities(one.logits[name]).amax(dim=-1) for one in (own, other))
+        scores["softmax"] = first, second
+    record: dict[str, Any] = {
+        how: {"auroc": auroc(*pair), "false_positives_at_95": false_positives(*pair)} for how, pair in scores.items()
+    }
+    return {**found, **record}
+
+
+def _histogram(shares: Tensor) -> list[int]:
+    return (shares * 20).long().clamp(max=19).bincount(minlength=20).tolist()
+
+
+def auroc(own: Tensor, other: Tensor) -> float:
+    """How often one of a task's own images has a higher score than one of another set; equal scores count half."""
+    ranked = other.double().sort().values
+    below = torch.searchsorted(ranked, own.double()) + torch.searchsorted(ranked, own.double(), right=True)
+    return float(below.double().mean() / 2 / len(ranked))
+
+
+def false_positives(own: Tensor, other: Tensor, recall: float = RECALL) -> float:
+    """The share of another set's images above the score that `recall` of a task's own images reach."""
+    limit = own.double().quantile(1 - recall)
+    return float((other.double() >= limit).double().mean())
+
+
+def others_tables(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+    """The results of `evaluate_others`: a table about the task's own images, one about those of other sets."""
+    keys = {
+        "calibration_error_before": "calib. error before",
+        "calibration_error": "after",
+        "false_alarms": "unfamiliar",
+    }
+    own = [
+        [name, str(found["images"]), *(_format(found, key) for key in keys), _coverage(found)]
+        for name, found in results.items()
+    ]
+    columns = ["task", "images", *keys.values(), "accuracy of the surest"]
+    tables = [make_table(columns, own, "Own images", left=1)]
+    rows = [
+        [
+            *(name, other, str(record["images"])),
+            _format(record, "unfamiliar"),
+            *(_format(record.get("familiarity", {}), key) for key in ("auroc", "false_positives_at_95")),
+            _format(record.get("softmax", {}), "auroc"),
+        ]
+        for name, found in results.items()
+        for other, record in found["others"].items()
+    ]
+    heads = ["task", "other set", "images", "unfamiliar", "AUROC", "FPR at 95 %", "softmax AUROC"]
+    return [*tables, *([make_table(heads, rows, "Images of other sets", left=2)] if rows else [])]
+
+
+def _coverage(found: Mapping[str, Any]) -> str:
+    return ", ".join(f"{float(k):.0%} {v:.3f}" for k, v in found.get("accuracy_over_coverage", {}).items()) or "-"
+
+
+def _format(record: Mapping[str, Any], key: str) -> str:
+    return f"{record[key]:.4f}" if key in record else "-"

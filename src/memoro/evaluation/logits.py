@@ -1,4 +1,4 @@
-"""Logits of a model over all images of a loader: what metrics are computed from."""
+"""What models give over all images of a set: what metrics are computed from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.data import Batch, ImageSet
+from memoro.data import Batch, ImageSet, Loader
+from memoro.engine.answers import Outputs, Recognition
+from memoro.engine.composition import Composition
 from memoro.engine.streams import Features
 from memoro.errors import TrainingError
 
@@ -77,3 +79,27 @@ def collect_logits(
     answers, targets, index = zip(*parts, strict=True)
     order = torch.cat(index).argsort(stable=True)
     return [torch.cat(logits)[order] for logits in zip(*answers, strict=True)], torch.cat(targets)[order]
+
+
+def collect_outputs(
+    model: Composition, images: ImageSet, names: Sequence[str], *, batch_size: int = 32, workers: int | None = None
+) -> tuple[Outputs, Tensor]:
+    """What tasks give for all images of a set, and the targets; one pass for each preprocessing."""
+    logits: dict[str, Tensor] = {}
+    recognition: dict[str, Recognition] = {}
+    targets = torch.empty(0, device="cpu")
+    for preprocessing, together in model.passes(names).items():
+        known = [name for name in together if model.tasks[name].spec.familiarity is not None]
+
+        def answer(pixels: Tensor, together: list[str] = together, known: list[str] = known) -> list[Tensor]:
+            out = model.run(pixels, together)
+            return [
+                *(out.logits[name] for name in together),
+                *(torch.stack(out.recognition[name], dim=1) for name in known),
+            ]
+
+        loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
+        found, targets = collect_logits(answer, model.backbone, loader)
+        logits |= dict(zip(together, found, strict=False))
+        recognition |= {name: Recognition(*one.T) for name, one in zip(known, found[len(together) :], strict=True)}
+    return Outputs(logits, recognition), targets

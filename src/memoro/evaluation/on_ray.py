@@ -17,8 +17,7 @@ from memoro.data.unlabelled import Chain, Stream
 from memoro.data.workers import worker_count
 from memoro.engine.answers import Decode
 from memoro.errors import DataError, MemoroError, first_line
-from memoro.evaluation.bulk import MANIFEST, Job, Todo, finish
-from memoro.evaluation.imagelist import Shard
+from memoro.evaluation.bulk import MANIFEST, Job, Shard, Todo, finish
 from memoro.evaluation.predictions import Tally
 from memoro.extras import need
 

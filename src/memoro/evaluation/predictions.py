@@ -1,4 +1,4 @@
-"""Predictions written as they come: CSV, JSON, JSON lines, Parquet, or a table for the eye."""
+"""Predictions, and how they are written: CSV, JSON, JSON lines, Parquet, or a table for the terminal."""
 
 from __future__ import annotations
 
@@ -7,23 +7,86 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from rich.table import Table
 
 from memoro.answer import COLUMNS
+from memoro.backbones import Backbone
 from memoro.console import Cell, fits, format_count, make_table, to_json
-from memoro.engine.answers import Prediction
+from memoro.data.decoding import DecodeAhead
+from memoro.engine.answers import AnswerOptions, Decode, NamedPicture, Pass, Prediction, answer_pictures, new_decoder
+from memoro.engine.composition import compose
 from memoro.errors import DataError
+from memoro.tasks.spec import hash_record
+from memoro.tasks.task import Task
 
 MAX_ROWS = 200
 """Images that a table shows."""
 ROW_GROUP = 20_000
 """Rows of a Parquet file that are collected before they are written."""
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Tasks on one backbone, and how they answer. It can be sent to other machines."""
+
+    backbone: Backbone
+    models: tuple[Task, ...]
+    how: AnswerOptions
+
+    @property
+    def names(self) -> list[str]:
+        return [model.name for model in self.models]
+
+    @cached_property
+    def passes(self) -> list[Pass]:
+        return compose(self.backbone, self.models).prediction_passes()
+
+    def on(self, device: torch.device | str) -> Predictor:
+        """The same on another device."""
+        return Predictor(self.backbone.to(device), self.models, self.how)
+
+    def predict(self, pictures: Iterator[NamedPicture], decode: Decode | None = None) -> Iterator[Prediction]:
+        """The prediction for each image, in order. They are decoded here, or as `decoder` says."""
+        return answer_pictures(pictures, self.passes, self.names, self.how, decode)
+
+    def decoder(self, workers: int) -> Decode | None:
+        """Decodes images for `predict` in this many processes, which end with it."""
+        return DecodeAhead(new_decoder(self.passes), workers) if workers else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Predictor, (self.backbone, self.models, self.how)  # passes are functions, and built where they run
+
+    def describe(self) -> dict[str, Any]:
+        """All that decides the answers, as JSON."""
+        how = self.how
+        return {
+            "backbone": self.backbone.fingerprint.digest,
+            "tasks": {model.name: _hash(model) for model in self.models},
+            "top": how.top,
+            "unfamiliar": how.routing.unfamiliar,
+            "false_alarms": how.routing.false_alarms,
+            "embeddings": how.embeddings,
+        }
+
+
+def _hash(model: Task) -> str:
+    """Of a model's weights and of what is reported besides its logits."""
+    calibration, familiarity = model.spec.calibration, model.spec.familiarity
+    record = {
+        "content": model.content_hash(),
+        "calibration": None if calibration is None else asdict(calibration),
+        "familiarity": None if familiarity is None else [familiarity.slope, familiarity.offset, familiarity.noticed],
+    }
+    return hash_record(record, {} if familiarity is None else familiarity.tensors)
+
 
 _EMPTY: dict[str, Any] = dict.fromkeys((*COLUMNS, "embedding"))
 

@@ -17,8 +17,7 @@ from memoro.data import ImageSet, Splits
 from memoro.data.near import near_duplicates
 from memoro.engine.composition import Composition
 from memoro.errors import ImageError
-from memoro.evaluation.breakdown import Mistake, class_figures, find_mistakes
-from memoro.evaluation.metrics import COLUMNS, confusion, reported, shown_metrics
+from memoro.evaluation.metrics import COLUMNS, Mistake, class_figures, confusion, find_mistakes, reported, shown_metrics
 from memoro.files import write_whole
 from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
 from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag

@@ -1,14 +1,16 @@
-"""Which images a task learned from, as its file tells."""
+"""Which images a task learned from, according to the record in its file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from memoro.console import format_count
 from memoro.data import ImageSet, Splits
+from memoro.data.dataset import digest_keys
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 
@@ -105,3 +107,57 @@ def _learned_from(task: Model, images: ImageSet, splits: Splits | None) -> str |
             f"{splits.name} (if they are new, rename the folder or file)"
         )
     return None
+
+
+def find_learned(
+    splits: Splits, images: ImageSet, split: str, models: Sequence[Task], tasks: Sequence[Task]
+) -> dict[str, npt.NDArray[np.bool_]]:
+    """By the model's name which images of a test split it or its ancestors learned from, if that is known exactly and
+    is a part of them only. If not all that it learned from is recorded, copies of training images are known if they
+    explain what is recorded."""
+    learned = {model.name: learned_images(model, images, tasks) for model in models} if split == "test" else {}
+    new = splits.new_test
+    if new is not None and new is not images:
+        copies = ~np.isin(digest_keys(images), digest_keys(new))
+        for model in models:
+            if learned_some(model, images, tasks) and learned_from(model, new, others=tasks) is None:
+                learned[model.name] = copies
+    return {name: which for name, which in learned.items() if which is not None and 0 < which.sum() < len(images)}
+
+
+def learned_some(model: Task, images: ImageSet, tasks: Sequence[Task]) -> bool:
+    """Whether a model learned from some of the images, but too few of its images are recorded to know which."""
+    return learned_images(model, images, tasks) is None and learned_from(model, images, others=tasks) is not None
+
+
+def describe_learned(images: ImageSet, learned: npt.NDArray[np.bool_]) -> str:
+    count = format_count(int(learned.sum()), "image")
+    first = images.where(int(learned.argmax()))
+    return f"{count} of {images.name}, such as {first}, were learned from: the metrics are those of the others."
+
+
+def warn_learned(
+    images: ImageSet,
+    split: str,
+    models: Sequence[Task],
+    tasks: Sequence[Task],
+) -> str | None:
+    """What to know if a model may have been trained on the images; None if there is nothing to say."""
+    if not models:
+        return None
+    names = [model.name for model in models]
+    recorded = [model for model in models if on_record(model, tasks)]
+    reasons = [learned_from(model, images, others=tasks) for model in models]
+    learned = [reason for reason in reasons if reason is not None]
+    optimistic = f"{'; '.join(learned)}, so this overestimates accuracy on new images."
+    if split == "test":
+        return f"warning: {images.name}: {optimistic}" if learned else None
+    count = format_count(len(images), "image")
+    used, verb = (f"all {count}", "trained") if split == "all" else (f"the {count} of {split}", "selected")
+    text = f"{images.name.rpartition(':')[0] or images.name} has no test split: evaluated on {used}."
+    if learned:
+        return f"warning: {text} {optimistic}"
+    if split == "all" and len(recorded) == len(models):
+        return f"note: {text} None of them is among the recorded training images."
+    were = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} were"
+    return f"note: {text} If {were} {verb} on them, this overestimates accuracy on new images."

@@ -1,15 +1,20 @@
-"""The routes: memoro's own API under /v1, health, metrics, documentation."""
+"""The routes: memoro's own API under /v1, the page at /, health, metrics, documentation."""
 
 from __future__ import annotations
 
 import errno
+import io
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import cache, partial
+from importlib.resources import files
 from typing import Annotated, Any
 from urllib.parse import quote
 
+import numpy as np
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
+from PIL import Image, ImageFont
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
@@ -17,27 +22,18 @@ from starlette.types import ASGIApp
 from memoro import __version__
 from memoro.engine.answers import Routing
 from memoro.errors import MemoroError, ServeError
-from memoro.pages.page import page_policy
+from memoro.images.drawing import draw_apple, draw_digit, draw_landscape, draw_letter
+from memoro.pages.page import page_policy, read_style, render_page, table, tag
 from memoro.serve import schemas
-from memoro.serve.bodies import FORMS, read_images
-from memoro.serve.docspage import docs_page
-from memoro.serve.guard import BODIES, Guard, unless_gone
-from memoro.serve.metrics import Metrics
+from memoro.serve.bodies import read_images
+from memoro.serve.guard import BODIES, Guard, Metrics, Sending, unless_gone
 from memoro.serve.open_inference import add_open_inference
 from memoro.serve.options import BUSY, NO_TOKEN, ServeOptions
-from memoro.serve.page import add_page
-from memoro.serve.sending import Sending
 from memoro.serve.service import Service, write_json
 from memoro.serve.store import OFF, Attached, TaskStore, file_bytes
 
 DESCRIPTION = """Answers of many tasks to images, from one pass of one backbone. Errors are `{"error": "what happened"}`
 on every route. The header `x-request-timeout-ms` sets a deadline for a request."""
-FILE: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
 Asked = Annotated[schemas.PredictQuery, Query()]
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": schemas.Error, "description": meaning}
@@ -112,12 +108,16 @@ def _add_predictions(app: FastAPI) -> None:
         body = await unless_gone(request, service.predict(question, uploads))
         return Response(body, media_type="application/json")
 
-    @app.post("/v1/predict", response_model=schemas.Predictions, openapi_extra=FORMS, summary="What tasks answer")
+    @app.post(
+        "/v1/predict", response_model=schemas.Predictions, openapi_extra=schemas.IMAGES, summary="What tasks answer"
+    )
     async def predict_images(request: Request, asked: Asked) -> Response:
         """Send an image as the body, several as multipart/form-data, or JSON with base64."""
         return await predict(request, asked, explain=False)
 
-    @app.post("/v1/explain", response_model=schemas.Predictions, openapi_extra=FORMS, summary="Where tasks looked")
+    @app.post(
+        "/v1/explain", response_model=schemas.Predictions, openapi_extra=schemas.IMAGES, summary="Where tasks looked"
+    )
     async def explain_images(request: Request, asked: Asked) -> Response:
         """The same as /v1/predict, and `attention` with each answer: a map over the patches and shares by layer."""
         return await predict(request, asked, explain=True)
@@ -158,7 +158,9 @@ def _add_tasks(app: FastAPI) -> None:
             }
         )
 
-    @app.put("/v1/tasks", response_model=schemas.Attaching, openapi_extra=FILE, summary="Attach the tasks of a file")
+    @app.put(
+        "/v1/tasks", response_model=schemas.Attaching, openapi_extra=schemas.FILE, summary="Attach the tasks of a file"
+    )
     async def attach_tasks(request: Request) -> Response:
         """The body is a task file or a bundle, which is taken apart into its tasks."""
         return await attach(request, None)
@@ -167,7 +169,9 @@ def _add_tasks(app: FastAPI) -> None:
     async def show_task(name: str) -> Response:
         return _json(find(name).info[name])
 
-    @app.put("/v1/tasks/{name}", response_model=schemas.Attaching, openapi_extra=FILE, summary="Attach one task")
+    @app.put(
+        "/v1/tasks/{name}", response_model=schemas.Attaching, openapi_extra=schemas.FILE, summary="Attach one task"
+    )
     async def attach_task(request: Request, name: str) -> Response:
         """The body is the file of a task of this name. A task of the same name is replaced."""
         return await attach(request, name)
@@ -217,3 +221,81 @@ def _add_errors(app: FastAPI) -> None:
 
 def _json(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(write_json(document), status, headers, "application/json")
+
+
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}
+
+
+def _letter(text: str, seed: int) -> Image.Image:
+    return draw_letter(text, ImageFont.load_default, np.random.default_rng(seed))
+
+
+SAMPLES: dict[str, Callable[[], Image.Image]] = {
+    **{f"letter-{text}": partial(_letter, text, seed) for text, seed in (("a", 1), ("e", 6), ("D", 4), ("M", 5))},
+    **{f"digit-{text}": partial(draw_digit, text) for text in "238"},
+    "landscape": draw_landscape,
+    "apple": draw_apple,
+}
+"""Images to try without having any: some that the demo's tasks know, some that they do not."""
+
+
+@cache
+def read_files() -> dict[str, bytes]:
+    """The files of the page by name; the first of its two stylesheets is the one that reports have inside."""
+    own = {file.name: file.read_bytes() for file in files("memoro.serve").joinpath("static").iterdir()}
+    return {**own, "style.css": read_style().encode()}
+
+
+@cache
+def draw_sample(name: str) -> bytes:
+    """A sample as PNG."""
+    buffer = io.BytesIO()
+    SAMPLES[name]().save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def add_page(app: FastAPI) -> None:
+    """Adds the routes of the page."""
+
+    @app.head("/", include_in_schema=False)
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return await page_file("index.html")
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page_file(name: str) -> Response:
+        if name not in read_files():
+            raise ServeError(f"the page has no file {name!r}.", 404)
+        kind = TYPES[name.rpartition(".")[2]]
+        return Response(read_files()[name], media_type=kind, headers=HEADERS)
+
+    @app.get("/page/samples/{name}.png", include_in_schema=False)
+    async def sample(name: str) -> Response:
+        if name not in SAMPLES:
+            raise ServeError(f"there is no sample {name!r}.", 404)
+        return Response(draw_sample(name), media_type="image/png")
+
+
+def docs_page(schema: dict[str, Any]) -> str:
+    """The page for an OpenAPI schema."""
+    info = schema["info"]
+    parts = [tag("h1", f"{info['title']} {info['version']}"), tag("p", info["description"])]
+    parts.append(tag("p", "For programs: ", tag("a", "openapi.json", href="openapi.json")))
+    for path, methods in schema["paths"].items():
+        for method, operation in methods.items():
+            parts += [tag("h2", f"{method.upper()} {path}"), tag("p", operation.get("summary", ""))]
+            if operation.get("description"):
+                parts.append(tag("p", operation["description"]))
+            rows = [(one["name"], one["in"], one.get("description", "")) for one in operation.get("parameters", [])]
+            rows += [("body", kind, "") for kind in operation.get("requestBody", {}).get("content", {})]
+            rows += [(status, "answer", one["description"]) for status, one in operation["responses"].items()]
+            parts.append(table([], rows, left=3))
+    return render_page("memoro: API", *parts)

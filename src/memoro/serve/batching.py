@@ -19,7 +19,7 @@ from memoro.engine.answers import Outputs, Recognition
 from memoro.engine.composition import Composition
 from memoro.errors import ServeError
 from memoro.images import Preprocessing
-from memoro.serve.metrics import Metrics
+from memoro.serve.guard import Metrics
 from memoro.serve.options import BUSY, ServeOptions
 
 T = TypeVar("T")

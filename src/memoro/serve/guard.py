@@ -1,4 +1,4 @@
-"""What every request passes first: hosts, tokens, sizes, time, and the count of it all."""
+"""What every request and answer passes: hosts, tokens, sizes, time limits, and the metrics that count them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,56 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memoro.errors import ServeError
-from memoro.serve.metrics import Metrics
 from memoro.serve.options import BUSY, NO_TOKEN, PROXIED, ServeOptions
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+IMAGES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """All that `/metrics` shows, in a registry of this server's own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        own: Any = {"registry": self.registry}
+        self.requests = Counter("memoro_requests", "Requests answered.", ["endpoint", "status"], **own)
+        self.errors = Counter("memoro_errors", "Requests answered with a status of 400 or more.", ["status"], **own)
+        self.request_seconds = Histogram(
+            "memoro_request_seconds", "Time from first byte to answer.", ["endpoint"], buckets=SECONDS, **own
+        )
+        self.queue = Gauge("memoro_queue_images", "Images that are being decoded or waiting.", **own)
+        self.batch_size = Histogram("memoro_batch_size", "Images in a pass.", buckets=IMAGES, **own)
+        self.passes = Counter("memoro_backbone_passes", "Passes of the backbone.", **own)
+        self.stage_seconds = Histogram(
+            "memoro_stage_seconds",
+            "Time by stage: decode and queue (of an image), backbone and tasks (of a pass).",
+            ["stage"],
+            buckets=SECONDS,
+            **own,
+        )
+        self.task_answers = Counter("memoro_task_answers", "Images that a task answered.", ["task"], **own)
+        self.tasks = Gauge("memoro_tasks", "Tasks attached.", **own)
+
+    def render(self, attached: Collection[str]) -> bytes:
+        """The text format of Prometheus, with counts of the attached tasks only."""
+        self.tasks.set(len(attached))
+        # A pass that was running during a detach may count for the task afterwards.
+        for name in {row.labels["task"] for found in self.task_answers.collect() for row in found.samples}:
+            if name not in attached:
+                self.task_answers.remove(name)
+        return generate_latest(self.registry)
+
 
 OPEN = ("/healthz", "/v2/health/live", "/v2/health/ready", "/", "/page/")
 """No token is needed for load balancers and for the page, which asks for it. `/page/` stands for all below it."""
@@ -205,3 +243,42 @@ async def answer(send: Send, status: int, error: str) -> None:
     start: dict[str, Any] = {"type": "http.response.start", "status": status, "headers": headers}
     await send(start)
     await send({"type": "http.response.body", "body": body})
+
+
+PIECE = 1 << 16
+"""Bytes that are handed over at once. Answers up to this size are not counted."""
+
+
+class Sending:
+    """Wraps the app. While a client does not read, the rest of its answer stays here and not in the connection, so that
+    it is gone when the connection is; and if all that is held would be more than `most` bytes, the answer is a 503."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app, self._most = app, most
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held, refused = 0, False
+
+        async def bounded(message: Message) -> None:
+            nonlocal held, refused
+            if message["type"] == "http.response.start":
+                size = int(dict(message["headers"]).get(b"content-length", 0))
+                # One alone may be larger.
+                refused = size > PIECE and self._held > 0 and self._held + size > self._most
+                if refused:
+                    await answer(send, 503, BUSY)
+                elif size > PIECE:
+                    held, self._held = size, self._held + size
+            elif message["type"] == "http.response.body" and not refused:
+                body, last = message.get("body", b""), 0
+                for last in range(PIECE, len(body), PIECE):
+                    await send({**message, "body": body[last - PIECE : last], "more_body": True})
+                message = {**message, "body": body[last:]}
+            if not refused:
+                await send(message)
+
+        try:
+            await self._app(scope, receive, bounded)
+        finally:
+            self._held -= held

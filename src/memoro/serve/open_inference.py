@@ -13,56 +13,25 @@ from torch import Tensor
 from memoro import __version__
 from memoro.engine.answers import Outputs
 from memoro.errors import ServeError
-from memoro.serve.bodies import compress, decompress
-from memoro.serve.guard import unless_gone
-from memoro.serve.options import MAX_INPUT_SIDE, ServeOptions
-from memoro.serve.service import Question, Service, Upload, write_json
-from memoro.serve.store import ALL, Attached
-from memoro.serve.tensors import (
+from memoro.serve.bodies import (
     InferRequest,
     Output,
+    compress,
+    decompress,
     output_options,
     read_files,
     read_pixels,
     read_request,
     write_outputs,
 )
+from memoro.serve.guard import unless_gone
+from memoro.serve.options import MAX_INPUT_SIDE, ServeOptions
+from memoro.serve.schemas import INFER
+from memoro.serve.service import Question, Service, Upload, write_json
+from memoro.serve.store import ALL, Attached
 
 LENGTH = "inference-header-content-length"
 ModelName = Annotated[str, Path(description="A task, or `all` for all tasks.")]
-INFER: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["inputs"],
-                    "properties": {
-                        "id": {"type": "string"},
-                        "inputs": {
-                            "type": "array",
-                            "minItems": 1,
-                            "maxItems": 1,
-                            "items": {
-                                "type": "object",
-                                "required": ["name", "shape", "datatype", "data"],
-                                "properties": {
-                                    "name": {"enum": ["pixel_values", "image"]},
-                                    "shape": {"type": "array", "items": {"type": "integer", "minimum": 1}},
-                                    "datatype": {"enum": ["FP32", "BYTES"]},
-                                    "data": {"type": "array"},
-                                },
-                            },
-                        },
-                        "outputs": {"type": "array", "items": {"type": "object", "required": ["name"]}},
-                    },
-                }
-            },
-            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
-        },
-    }
-}
 
 
 def add_open_inference(app: FastAPI) -> None:

@@ -1,4 +1,4 @@
-"""The shapes of answers, for the API's documentation."""
+"""The shapes of requests and answers, for the API's documentation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,50 @@ from pydantic import BaseModel, ConfigDict, Field
 from memoro.answer import Answer
 from memoro.engine.answers import Unfamiliar
 from memoro.tasks.familiarity import FALSE_ALARMS
+
+BINARY = {"type": "string", "format": "binary"}
+
+
+def _object(*required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+def _list(items: dict[str, Any], **limits: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, **limits}
+
+
+def _body(**content: dict[str, Any]) -> dict[str, Any]:
+    """What FastAPI takes as `openapi_extra` for a body of one of these types."""
+    types = {kind.replace("__", "/").replace("_", "-"): {"schema": schema} for kind, schema in content.items()}
+    return {"requestBody": {"required": True, "content": types}}
+
+
+FILE = _body(application__octet_stream=BINARY)
+IMAGES = _body(
+    multipart__form_data=_object("images", images=_list(BINARY, minItems=1)),
+    application__json=_object("images", images=_list({"type": "string", "format": "byte"}, minItems=1)),
+    application__octet_stream=BINARY,
+    **{"image/*": BINARY},
+)
+INFER = _body(
+    application__json=_object(
+        "inputs",
+        id={"type": "string"},
+        inputs=_list(
+            _object(
+                *("name", "shape", "datatype", "data"),
+                name={"enum": ["pixel_values", "image"]},
+                shape=_list({"type": "integer", "minimum": 1}),
+                datatype={"enum": ["FP32", "BYTES"]},
+                data={"type": "array"},
+            ),
+            minItems=1,
+            maxItems=1,
+        ),
+        outputs=_list({"type": "object", "required": ["name"]}),
+    ),
+    application__octet_stream=BINARY,
+)
 
 
 class PredictQuery(BaseModel):

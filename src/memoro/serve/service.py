@@ -21,7 +21,7 @@ from memoro.engine.explain import Explanation
 from memoro.errors import ImageError, ServeError
 from memoro.images import Preprocessing
 from memoro.serve.batching import Batcher, BusyError, Group, Item
-from memoro.serve.metrics import Metrics
+from memoro.serve.guard import Metrics
 from memoro.serve.options import MAX_INPUT_SIDE, ServeOptions
 from memoro.serve.store import Attached, TaskStore
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from memoro.errors import ServeError
 from memoro.serve.options import ServeOptions
-from memoro.serve.run import open_store, run_server
+from memoro.serve.server import open_store, run_server
 from memoro.teach.finishing import Finishing, shell_commands
 from memoro.teach.routes import add_teaching
 from memoro.teach.session import Session

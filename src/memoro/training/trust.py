@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.data import ImageSet
-from memoro.evaluation.photographs import find_photographs, read_photographs
+from memoro.evaluation.calibrate import find_photographs, read_photographs
 from memoro.evaluation.training_images import learned_from
 from memoro.images import Preprocessing
 from memoro.tasks.calibration import describe_calibration, fit_calibration

@@ -25,10 +25,9 @@ from memoro.engine.composition import Composition, compose
 from memoro.errors import ServeError
 from memoro.images import Preprocessing
 from memoro.lab.bench.models import CLASSES
-from memoro.serve.folder import TaskFiles
 from memoro.serve.options import ServeOptions
-from memoro.serve.run import address_of, listen, make_server
-from memoro.serve.store import TaskStore
+from memoro.serve.server import address_of, listen, make_server
+from memoro.serve.store import TaskFiles, TaskStore
 from memoro.tasks.task import new_task
 
 SEPARATE = 5
