@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from memoro.cli import explain, predict, serving, tasks, training
+from memoro.cli import explain, predict, serving, tasks, teach, training
 from memoro.console import plain_console
 from memoro.errors import MemoroError
 
@@ -30,6 +30,8 @@ and the backbone's own output stays bitwise the same.
                                                          predict with all tasks in one pass
   memoro explain photo.jpg -t pets.safetensors           where a task looked, as a picture
   memoro serve --tasks tasks/                            serve over HTTP; attach and detach tasks without a restart
+  memoro teach photos/ --task pets                       label images on a page that learns meanwhile, then serve it
+  memoro suspects photos/                                labels that are likely to be wrong
   memoro inspect pets.safetensors                        what a task file contains
   memoro compose pets.safetensors flowers.safetensors -o both.safetensors
                                                          put tasks into one file
@@ -58,6 +60,7 @@ app.add_typer(predict.app)
 app.add_typer(explain.app)
 app.add_typer(tasks.app)
 app.add_typer(serving.app)
+app.add_typer(teach.app)
 
 
 def main() -> None:
