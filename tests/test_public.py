@@ -18,8 +18,9 @@ SOURCE = Path(memoro.__file__).parent
 PUBLIC = [
     "Backbone", "BackboneError", "Cache", "CacheError", "Client", "Composition", "CompositionError", "DataError",
     "ImageError", "MemoroError", "Preprocessing", "Recipe", "ServeError", "Task", "TaskError", "TaskFileError",
-    "TrainOptions", "TrainingError", "compose", "evaluate", "fit", "fit_tasks", "import_tasks", "load_backbone",
-    "load_columns", "load_data", "load_task", "load_tasks", "new_task", "save_task", "save_tasks", "train",
+    "TeachError", "TrainOptions", "TrainingError", "compose", "evaluate", "fit", "fit_tasks", "import_tasks",
+    "load_backbone", "load_columns", "load_data", "load_task", "load_tasks", "new_task", "save_task", "save_tasks",
+    "suspects", "teach", "train",
 ]  # fmt: skip
 
 
@@ -49,6 +50,8 @@ def test_type_checkers_see_every_public_name() -> None:
 
 def test_submodules_do_not_hide_functions() -> None:
     code = "import memoro.engine.composition, memoro; assert callable(memoro.compose), memoro.compose"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "from memoro.teach.session import teach; import memoro; assert memoro.teach is teach, memoro.teach"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -94,6 +97,7 @@ LEVELS = [
     {"evaluation"},
     {"training"},
     {"serve"},
+    {"teach"},
     {"demo"},
     {"cli"},
     {"lab"},  # the product never imports it; the command line loads it by name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 # A public name is listed twice: here for type checkers and editors, which take `as` for a re-export …
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from memoro.errors import ServeError as ServeError
     from memoro.errors import TaskError as TaskError
     from memoro.errors import TaskFileError as TaskFileError
+    from memoro.errors import TeachError as TeachError
     from memoro.errors import TrainingError as TrainingError
     from memoro.evaluation.evaluate import evaluate as evaluate
     from memoro.images import Preprocessing as Preprocessing
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from memoro.tasks.taskfile import load_tasks as load_tasks
     from memoro.tasks.taskfile import save_task as save_task
     from memoro.tasks.taskfile import save_tasks as save_tasks
+    from memoro.teach.session import teach as teach
+    from memoro.teach.suspects import suspects as suspects
     from memoro.training import Cache as Cache
     from memoro.training import Recipe as Recipe
     from memoro.training import TrainOptions as TrainOptions
@@ -57,6 +62,7 @@ _PUBLIC = {
         "ServeError",
         "TaskError",
         "TaskFileError",
+        "TeachError",
         "TrainingError",
     ],
     "evaluation.evaluate": ["evaluate"],
@@ -65,6 +71,8 @@ _PUBLIC = {
     "tasks.reproduction": ["import_tasks"],
     "tasks.task": ["Task", "new_task"],
     "tasks.taskfile": ["load_task", "load_tasks", "save_task", "save_tasks"],
+    "teach.session": ["teach"],
+    "teach.suspects": ["suspects"],
     "training": ["Cache", "Recipe", "TrainOptions", "fit", "fit_tasks", "train"],
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
@@ -78,6 +86,17 @@ if not TYPE_CHECKING:  # type checkers are to report a name that is not there
             raise AttributeError(f"module 'memoro' has no attribute {name!r}")
         globals()[name] = value = getattr(import_module(f"memoro.{_HOME[name]}"), name)
         return value
+
+
+class _Package(ModuleType):
+    """The package, whose function `teach` is not hidden by the submodule that it comes from."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _HOME or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

@@ -38,6 +38,10 @@ class TrainingError(MemoroError):
     """Training cannot start or cannot continue."""
 
 
+class TeachError(MemoroError):
+    """The labels of a session cannot be kept, or images cannot be learned from."""
+
+
 class ServeError(MemoroError):
     """The server cannot start, cannot be reached, or refuses a request: `status` is then its HTTP status."""
 

@@ -36,6 +36,8 @@ VERBS = {
     ),
     "explain": Verb("memoro.cli.explain", "memoro explain 1.jpg -t pets.safetensors", "where the task looked"),
     "serve": Verb("memoro.cli.serve", "memoro serve -t tasks/", "answer over HTTP; with a page"),
+    "teach": Verb("memoro.cli.teach", "memoro teach photos/ --task pets", "label on a page that learns"),
+    "suspects": Verb("memoro.cli.teach", "memoro suspects photos/", "labels that may be wrong"),
     "inspect": Verb("memoro.cli.tasks", "memoro inspect pets.safetensors", "what a task file contains"),
     "compose": Verb("memoro.cli.tasks", "memoro compose A B -o both.safetensors", "several tasks in one file"),
     "verify": Verb("memoro.cli.tasks", "memoro verify -t both.safetensors 1.jpg", "is the backbone unchanged?"),

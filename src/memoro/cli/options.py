@@ -49,6 +49,7 @@ TaskFiles = Annotated[
         help="Task file, bundle, folder of them or hub id (owner/name@revision); NAME=FILE renames; repeat for more.",
     ),
 ]  # fmt: skip
+LabelColumn = Annotated[str | None, typer.Option(help="Column of a table with the labels.")]
 
 
 def share_cores() -> None:

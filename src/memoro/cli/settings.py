@@ -76,6 +76,8 @@ FIELDS: Mapping[str, Fields] = {
     "predict": Fields(
         _predict, (), ("image_column", "allow_absolute", *_READ[3:], "ray", "ray_address", "ray_workers")
     ),
+    "teach": Fields(_data, (), _READ[:2]),
+    "suspects": Fields(_data, (), _READ[:2]),
     "serve": Fields(_serve, ("host", "port", "token", "read_token", "allow_host", "max_batch", "max_delay_ms")),
 }
 """By verb."""

@@ -45,8 +45,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def create_app(store: TaskStore, options: ServeOptions) -> ASGIApp:
-    """The server as an ASGI app."""
+def create_app(store: TaskStore, options: ServeOptions, extend: Callable[[FastAPI], None] | None = None) -> ASGIApp:
+    """The server as an ASGI app; `extend` adds the routes of `memoro teach`."""
     metrics = Metrics()
 
     @asynccontextmanager
@@ -70,6 +70,9 @@ def create_app(store: TaskStore, options: ServeOptions) -> ASGIApp:
     _add_tasks(app)
     add_open_inference(app)
     add_page(app)
+    app.state.teaching = extend is not None
+    if extend is not None:
+        extend(app)
 
     @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", response_model=schemas.Health, summary="Whether the server runs")
@@ -145,6 +148,7 @@ def _add_tasks(app: FastAPI) -> None:
                     "fingerprint": backbone.fingerprint.digest,
                     "preprocessing": backbone.preprocessing.to_json(),
                 },
+                "teaching": app.state.teaching,
                 "writable": reason is None,
                 "reason": reason,
                 "token_needed": reason is None and options.write_token is not None,

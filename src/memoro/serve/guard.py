@@ -188,7 +188,8 @@ class Guard:
             raise ServeError("the address is too long.", 414)
         if options.loopback:
             self._check_site(headers)
-        writing = scope["path"].startswith("/v1/tasks") and scope["method"] not in {"GET", "HEAD", "OPTIONS"}
+        changing = scope["path"].startswith("/v1/tasks") and scope["method"] not in {"GET", "HEAD", "OPTIONS"}
+        writing = changing or scope["path"].startswith("/v1/teach")  # those images are private, too
         if writing and not options.may_write:
             raise ServeError(NO_TOKEN, 403)
         if writing and options.write_token is None and any(name.startswith(PROXY_HEADERS) for name in headers):

@@ -122,6 +122,8 @@ class Skipped(BaseModel):
 
 class TaskList(BaseModel):
     backbone: dict[str, Any]
+    teaching: bool
+    """Whether this is `memoro teach`, whose page labels images."""
     writable: bool
     reason: str | None
     """Why attaching is off."""

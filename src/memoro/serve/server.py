@@ -19,6 +19,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from memoro.backbones import Backbone, BackboneRecord
@@ -199,9 +200,14 @@ def open_store(places: Sequence[str | Path], load: Callable[[BackboneRecord | No
     return TaskStore(load(given.backbone), given)
 
 
-def run_server(store: TaskStore, options: ServeOptions, started: Callable[[str], None] = lambda url: None) -> None:
+def run_server(
+    store: TaskStore,
+    options: ServeOptions,
+    started: Callable[[str], None] = lambda url: None,
+    extend: Callable[[FastAPI], None] | None = None,
+) -> None:
     """Serves until SIGINT or SIGTERM, then finishes what it took in. `started` receives the address."""
-    server = make_server(store, options)
+    server = make_server(store, options, extend)
     listening = listen(options)
     started(address_of(listening))
     # uvicorn raises the signal that stopped it again once all is done: it has served its purpose then.
@@ -213,12 +219,14 @@ def run_server(store: TaskStore, options: ServeOptions, started: Callable[[str],
         listening.close()
 
 
-def make_server(store: TaskStore, options: ServeOptions) -> uvicorn.Server:
+def make_server(
+    store: TaskStore, options: ServeOptions, extend: Callable[[FastAPI], None] | None = None
+) -> uvicorn.Server:
     """uvicorn with the app. h11 limits the size of headers, which the faster httptools does not."""
     quiet_logs()
     limits = Limits(options)
     config = uvicorn.Config(
-        create_app(store, replace(options, max_connections=limits.connections)),
+        create_app(store, replace(options, max_connections=limits.connections), extend),
         http=partial(Connection, limits),  # type: ignore[arg-type]  # uvicorn only calls it
         loop="asyncio",
         ws="none",

@@ -43,7 +43,7 @@ function card(name, answer, id, shown) {
     el("h3", { id }, name, answer.unfamiliar ? el("span", { class: "tag" }, "unfamiliar") : null),
     ...content(answer, answer.unfamiliar ? "other" : "bar"),
     familiarity(name, answer),
-    button, look);
+    button, shown.correction(name, shown), look);
   button.addEventListener("click", () => toggle(button, box, look, name, shown));
   return box;
 }

@@ -4,6 +4,11 @@ const ROOT = new URL("../v1/", import.meta.url);
 const RETRIES = 3;
 let token = read();
 
+/** A request to the routes that label. */
+export async function teach(method, path, body, kind = "json") {
+  return (await send(method, `teach${path}`, body))[kind]();
+}
+
 /** An error in words for the user. `gone` is set if the server did not answer at all. */
 export class Problem extends Error {
   constructor(message, status) {
@@ -54,7 +59,7 @@ function query(names) {
 }
 
 async function send(method, path, body, signal) {
-  const headers = body === undefined ? {} : { "content-type": "application/octet-stream" };
+  const headers = body === undefined ? {} : { "content-type": typeof body === "string" ? "application/json" : "application/octet-stream" };
   if (token) headers.authorization = `Bearer ${token}`;
   for (let tries = 1; ; tries++) {
     let response;
@@ -64,7 +69,7 @@ async function send(method, path, body, signal) {
       if (error.name === "AbortError") throw error;
       if (token && !/^[\x21-\x7e]+$/.test(token)) throw new Problem("The token contains characters that are not allowed.", 401);
       if (body instanceof Blob && !(await readable(body))) throw new Problem("The file can no longer be read: choose it again.", 400);
-      throw new Problem("The server does not answer. Is memoro serve still running?", 0);
+      throw new Problem("The server does not answer. Is it still running?", 0);
     }
     if (response.ok) return response;
     if (response.status === 503 && tries <= RETRIES) {

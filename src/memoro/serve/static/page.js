@@ -3,6 +3,7 @@
 import { hasToken, listTasks, predict, useToken } from "./api.js";
 import { answerCards, costPart, summary } from "./answers.js";
 import { attachFiles, showTasks } from "./tasks.js";
+import { correction, startTeaching } from "./teach.js";
 import { byId, count, el, fail, sentence, tell } from "./parts.js";
 
 const state = { list: null, left: new Set(), shown: null, request: null };
@@ -10,7 +11,7 @@ const state = { list: null, left: new Set(), shown: null, request: null };
 /** Asks about a new image, and shows it meanwhile. */
 function take(file) {
   if (state.shown) URL.revokeObjectURL(state.shown.url);
-  const shown = { file, url: URL.createObjectURL(file), size: null, preprocessing };
+  const shown = { file, url: URL.createObjectURL(file), size: null, preprocessing, correction };
   state.shown = shown;
   ask();
   const image = byId("image"), note = byId("image-note");
@@ -163,7 +164,7 @@ for (const button of document.querySelectorAll("[data-sample]")) {
       receive([new File([await response.blob()], name, { type: "image/png" })]);
     } catch {
       clear("");
-      tell(byId("problem"), "The server does not answer. Is memoro serve still running?", () => button.click());
+      tell(byId("problem"), "The server does not answer. Is it still running?", () => button.click());
     }
   });
 }
@@ -194,4 +195,5 @@ byId("access").addEventListener("submit", (event) => {
   changed();
 });
 
-refresh();
+await refresh();
+if (state.list?.teaching) startTeaching(refresh);

@@ -1,0 +1,321 @@
+"""A session: photographs, the decisions about them, and what is learned from these in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from memoro.backbones import Backbone, load_backbone
+from memoro.backbones.load import TINY, own_device
+from memoro.errors import TeachError
+from memoro.heads import HeadKind, find_kind
+from memoro.tasks.spec import check_name
+from memoro.tasks.task import Task
+from memoro.teach.gallery import Gallery
+from memoro.teach.labels import NOTHING, Decision, LabelTable, State, check_label, label_text, read_label
+from memoro.teach.learner import Learner
+from memoro.teach.learning import Lesson
+from memoro.teach.photos import Photos, open_photos
+from memoro.teach.suggestions import Scene, Suggestion, suggest
+from memoro.teach.suspects import Suspect
+from memoro.training import TrainOptions, train
+from memoro.training.warmstart import read_start
+
+SURE = 0.95
+"""Probability from which a guess may be accepted without a closer look."""
+TABLE = "labels.csv"
+IDLE = 0.5
+"""Seconds after which the background looks for work by itself."""
+
+
+class Change(NamedTuple):
+    """A decision to be written: the image, what is decided, and the row that it replaces, if it must be that one."""
+
+    image: int
+    state: State
+    label: Any = None
+    row: int | None = None
+
+
+class Session(AbstractContextManager["Session"]):
+    """What `memoro.teach` returns. Decisions are on disk when a method returns; guesses follow in the background.
+
+    Use it in a `with` statement, or call `close`: until then its table of labels is locked.
+    """
+
+    def __init__(
+        self,
+        photos: Photos,
+        table: LabelTable,
+        backbone: Backbone,
+        name: str,
+        labels: Sequence[str] = (),
+        start: Task | None = None,
+        image_size: int | None = None,
+    ) -> None:
+        self.photos, self.table, self.backbone, self.name = photos, table, backbone, check_name(name)
+        self.start, self.options, self.kind = start, TrainOptions(image_size=image_size), table.kind
+        steps = backbone.preprocessing if image_size is None else backbone.preprocessing.at(image_size)
+        if start is not None:
+            start.spec.check_backbone(backbone)
+            steps = start.spec.preprocessing or steps
+        self.gallery = Gallery(photos, backbone, steps, self.options)
+        self.learner = Learner(self.gallery, self.kind, start)
+        self.decisions: dict[int, Decision] = {}
+        if photos.kind == self.kind:  # in an order that says nothing, so that the curve has all classes early
+            self.decisions = {at: photos.given[at] for at in sorted(photos.given, key=photos.keys.__getitem__)}
+        rows = [(photos.by_path.get(row.path), row) for row in table.rows]
+        self.missing = sum(at is None and row.path != "" for at, row in rows)
+        """Rows of the table whose images are no longer there."""
+        self._classes = dict.fromkeys([*labels, *(start.labels if start is not None else ()), *table.classes])
+        for decision in self.decisions.values():
+            self._know(decision)
+        for at, row in rows:
+            if at is not None:
+                self._apply(at, row.decision)
+        self.version = 0
+        """Grows with every decision."""
+        self.failure: str | None = None
+        """What went wrong in the background, if anything did."""
+        self._lock, self._changed, self._stopped = threading.Lock(), threading.Condition(), False
+        works = (lambda: bool(self.gallery.step()), self._learn) if table.writable else ()
+        self._threads = [threading.Thread(target=self._work, args=(work,), daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the background work and lets others open the table."""
+        self._stopped = True
+        self._notify()
+        for thread in self._threads:
+            thread.join()
+        self.table.close()
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """All classes, in the order in which they became known; for numbers, what they are called."""
+        return ("number",) if self.kind == "regression" else tuple(self._classes)
+
+    def label(self, images: int | str | Iterable[int | str], label: Any) -> None:
+        """Gives one or several images a label: a class, a list of labels, or a number. None: none of the labels.
+
+        Images are their paths as in `photos.paths`, or their positions there.
+        """
+        chosen = [images] if isinstance(images, (int, str)) else list(images)
+        state: State = "none" if label is None else "label"
+        self.decide([Change(self._find(image), state, label) for image in chosen])
+
+    def decide(self, changes: Sequence[Change]) -> list[tuple[int, Decision, Decision]]:
+        """Writes decisions; returns for each image that changed what was decided before, and now.
+
+        An image whose row is not the expected one was changed by someone else meanwhile: it stays as it is.
+        """
+        with self._lock:
+            wanted = [(one.image, self.decisions.get(one.image, NOTHING), one) for one in changes]
+            wanted = [(at, before, one) for at, before, one in wanted if one.row in {None, before.row}]
+            new = [(self.photos.paths[at], self._decision(one)) for at, _, one in wanted]
+            done = self.table.append(new) if new else []
+            for (at, _, _), decision in zip(wanted, done, strict=True):
+                self._apply(at, decision)
+            self.version += 1
+        self.gallery.want(at for at, _, _ in wanted)
+        self._notify()
+        return [(at, before, now) for (at, before, _), now in zip(wanted, done, strict=True)]
+
+    def add_class(self, name: str) -> str:
+        """Adds a class without images, and returns its name as it is kept."""
+        if self.kind == "regression":
+            raise TeachError("images have numbers here: there are no classes.")
+        with self._lock:
+            found = self.table.add_class(name)
+            self._classes.setdefault(found)
+            self.version += 1
+        return found
+
+    def add(self, data: bytes, label: Any) -> int:
+        """Adds an encoded image and its label, as one that was answered wrongly elsewhere; returns its position."""
+        at = self.gallery.add(data)
+        self.decide([Change(at, "label", label)])
+        return at
+
+    def suggest(self, count: int = 20, by: str = "auto") -> list[Suggestion]:
+        """Undecided images to look at next, the most useful one first, and why. `by` is one of `WAYS`."""
+        known, decided = self.learner.now, self.decided()
+        ready = np.flatnonzero(self.gallery.ready)
+        place = np.full(len(self.gallery.ready), -1)
+        place[ready] = np.arange(len(ready))
+        rest = [at for at in ready.tolist() if at not in decided]
+        if known.answers is not None:
+            missing = known.answers[:, 0].isnan().tolist()
+            rest = [at for at in rest if not missing[at]]
+        labelled = [at for at in decided if place[at] >= 0]
+        scene = Scene(
+            self.kind,
+            known.labels or self.classes,
+            self.gallery.token(ready),
+            torch.from_numpy(place[labelled]).long(),
+            torch.from_numpy(place[rest]).long(),
+            None if known.answers is None else known.answers[rest],
+        )
+        return [Suggestion(int(ready[one.image]), one.reason) for one in suggest(scene, count, by)]
+
+    def guesses(self) -> dict[str, dict[str, float]]:
+        """For each image that has statistics, the probabilities of the labels, or the number."""
+        known = self.learner.now
+        rows = {path: known.answered(at) for at, path in enumerate(self.photos.paths)}
+        return {
+            path: dict(zip(known.labels, row.tolist(), strict=True)) for path, row in rows.items() if row is not None
+        }
+
+    def accuracy(self) -> dict[str, float] | None:
+        """How good answers are to labelled images that are left out one by one: the mean and an interval of 95 %."""
+        learned = self.learner.now.learned
+        return None if learned is None else learned.figure()
+
+    def suspects(self) -> list[Suspect]:
+        """Labels that are likely to be wrong, least probable first, without those that were checked."""
+        known, found = self.learner.now, []
+        for doubt in known.doubts if known.learned is not None else ():
+            assert known.learned is not None
+            at = int(known.learned.lesson.index[doubt.at])
+            decision = self.decisions.get(at, NOTHING)
+            if decision.label is not None and decision.state != "keep":
+                found.append(Suspect(self.photos.paths[at], label_text(decision.label), *doubt[1:]))
+        return found
+
+    def sure(self) -> list[int]:
+        """Undecided images whose guess is certain, the most certain first."""
+        answers, decided = self.learner.now.answers, self.decided()
+        if answers is None or self.kind != "softmax":
+            return []
+        best = answers.max(dim=1).values
+        index = (best >= SURE).nonzero().flatten()
+        return [at for at in index[best[index].argsort(descending=True)].tolist() if at not in decided]
+
+    def wait(self, timeout: float | None = None) -> Self:
+        """Returns once all images have statistics, and guesses for the labels so far."""
+
+        def settled() -> bool:
+            now, done = self.learner.now, len(self.photos)
+            return (now.version, now.done, self.gallery.done) == (self.version, done, done)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self.failure is not None or settled(), timeout)
+        self.raise_failure()
+        return self
+
+    def raise_failure(self) -> None:
+        """Raises if something went wrong in the background."""
+        if self.failure is not None:
+            raise TeachError(self.failure)
+
+    def decided(self) -> dict[int, Decision]:
+        """All decisions that were not taken back, in the order in which they were made."""
+        return {at: one for at, one in list(self.decisions.items()) if one.state != "clear"}
+
+    def training(self) -> dict[int, Decision]:
+        """The decisions that make images training images."""
+        return {at: one for at, one in self.decided().items() if one.learned}
+
+    def fit(self, out: str | Path | None = None, **settings: Any) -> Any:
+        """Trains the task on the labels so far: what `memoro.train` returns. `settings` are its arguments."""
+        learned = self.training()
+        lesson = Lesson.of(learned, self.kind, self.classes)
+        if lesson is None:
+            raise TeachError("label images of at least two classes first.")
+        splits = self.photos.labelled_set(learned, self.kind, lesson.labels)
+        given = {"task": self.name, "start_from": self.start, "options": self.options, **settings}
+        return train(splits, backbone=self.backbone, out=out, **given)
+
+    def _apply(self, at: int, decision: Decision) -> None:
+        self._know(decision)
+        self.decisions.pop(at, None)  # the order is that of the last decisions
+        self.decisions[at] = decision
+
+    def _know(self, decision: Decision) -> None:
+        label = decision.label
+        if not isinstance(label, float):
+            self._classes.update(dict.fromkeys([label] if isinstance(label, str) else label or ()))
+
+    def _decision(self, change: Change) -> Decision:
+        if change.state in {"label", "keep", "accept"}:
+            return Decision(change.state, read_label(change.label, self.kind))
+        empty = change.state == "none" and self.kind == "multilabel"  # an image without any of the labels
+        return Decision("label", ()) if empty else Decision(change.state)
+
+    def _find(self, image: int | str) -> int:
+        at = self.photos.by_path.get(image) if isinstance(image, str) else image
+        if at is None or not 0 <= at < len(self.photos):
+            raise TeachError(f"there is no image {image!r} in {self.photos.name}.")
+        return at
+
+    def _learn(self) -> bool:
+        with self._lock:
+            decisions, version = self.training(), self.version
+        return self.learner.step(decisions, self.classes, version)
+
+    def _work(self, work: Callable[[], bool]) -> None:
+        """Calls `work` until the session is closed; waits where there was nothing to do."""
+        while not self._stopped:
+            try:
+                busy = work()
+            except Exception as error:  # the page says so; labels go on
+                self.failure, busy = f"{type(error).__name__}: {error}", False
+            self._notify()
+            with self._changed:
+                if not busy and not self._stopped:
+                    self._changed.wait(IDLE)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def teach(
+    photos: Any,
+    *,
+    task: str | None = None,
+    labels: Sequence[str] = (),
+    kind: str | None = None,
+    backbone: Any = None,
+    device: str | None = None,
+    image_size: int | None = None,
+    labels_file: str | Path | None = None,
+    start_from: Task | str | Path | None = None,
+    read_only: bool = False,
+    **reading: Any,
+) -> Session:
+    """Opens photographs to label them, and learns from every label: `session = memoro.teach("photos/")`.
+
+    `photos` is a folder, a zip or a table, labelled, half labelled or not at all. Decisions are appended to
+    `labels_file`, which is `labels.csv` beside the photographs unless another is given. `kind` says what labels are:
+    `class`, `labels` (several for an image) or `number`. `start_from` is an earlier task, or its file, to go on with.
+    `read_only` reads labels beside a process that writes them. `reading` are options of `load_data`.
+    """
+    start = None if start_from is None else read_start(start_from, task)
+    asked: HeadKind | None = find_kind(kind) if kind is not None else None if start is None else start.kind
+    names = tuple(dict.fromkeys(map(check_label, labels)))
+    found = open_photos(photos, names, asked, **reading)
+    beside = None if found.folder is None else found.folder / TABLE
+    place = beside if labels_file is None else Path(labels_file).expanduser()
+    if place is None:
+        raise TeachError(f"labels cannot be kept beside {photos}: name a file for them with `labels_file`.")
+    table = LabelTable(place.absolute(), asked or (None if place.exists() else found.kind), read_only=read_only)
+    try:
+        source = start.spec.backbone if backbone is None and start is not None else backbone
+        if not isinstance(source, Backbone):
+            source = load_backbone(TINY if source is None else source, device=own_device(device))
+        name = task or (start.name if start is not None else found.name.replace("/", "-").replace("\\", "-"))
+        return Session(found, table, source, name, names, start, image_size)
+    except BaseException:
+        table.close()
+        raise
