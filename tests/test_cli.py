@@ -16,7 +16,6 @@ from test_train_cli import run
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.cli import name_options
 
 
 def start(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -66,17 +65,6 @@ def test_inspect(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None
     assert [one["file"] for one in both] == ["tasks/breeds.safetensors", "tasks/pets.safetensors"]
     said = run(tmp_path, "inspect", "tasks/pets", code=1)
     assert said.stderr == "error: tasks/pets: no such file. Did you mean tasks/pets.safetensors?\n"
-
-
-def test_messages_name_the_options() -> None:
-    assert name_options("name it with label_column.") == "name it with --label-column."
-    assert name_options("from_layer must be 0, not 'from_layer'") == "--from-layer must be 0, not 'from_layer'"
-    for text in (
-        "load_task() and save_pretrained stay",
-        "photos/image_size/1.jpg and image_size/1.jpg: not images",
-        "use --max-unreadable (in Python, max_unreadable).",
-    ):
-        assert name_options(text) == text
 
 
 def test_compose_and_verify(files: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:

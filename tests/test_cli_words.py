@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import typer.main
 from conftest import random_task
 from PIL import Image
 from rich.console import Console
 
 import memoro
+from memoro.answer import Answer
 from memoro.backbones import Backbone
-from memoro.cli import app, main
+from memoro.cli import main
 from memoro.console import bar, format_bytes, plain_console, quiet_libraries
 from memoro.data import Augment, load_data
 from memoro.engine import verify
@@ -28,7 +28,6 @@ from memoro.errors import BackboneError, DataError
 from memoro.evaluation.inspect import inspect_tables, inspect_tasks
 from memoro.evaluation.metrics import metrics_tables
 from memoro.evaluation.predictions import predictions_table
-from memoro.regimes import REGIMES
 from memoro.training.checkpoint import compare_identities
 from memoro.training.recipe import Recipe
 from memoro.training.result import TrainResult, fit_table
@@ -98,7 +97,7 @@ def test_strange_names_are_shown_as_they_are(shell: Shell, backbone: Backbone, t
     said = shell("predict", images / STRANGE, "-b", "vit", "-t", "t[i]:ox:.safetensors")
     assert f"{STRANGE}/1.png" in said.out
     assert name in said.out
-    measured = shell("eval", images, "-b", "vit", "-t", "t[i]:ox:.safetensors", "--workers", 0)
+    measured = shell("eval", images, "-b", "vit", "-t", "t[i]:ox:.safetensors", "--set", "workers=0")
     assert name in measured.out
     assert f"train:train: one pass over 3 images for {name}" in measured.err
     shown = shell("inspect", "t[i]:ox:.safetensors").out
@@ -111,7 +110,7 @@ def test_strange_names_are_shown_as_they_are(shell: Shell, backbone: Backbone, t
 def test_tables_and_bars_escape_for_every_console(
     backbone: Backbone, pets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = {"label": STRANGE, "probability": 0.5, "probabilities": {STRANGE: 0.5}}
+    answer = Answer(label=STRANGE, probability=0.5, probabilities={STRANGE: 0.5})
     assert rendered(predictions_table([Prediction(f"{STRANGE}.jpg", {STRANGE: answer})], 1)).count(STRANGE) == 3
     figures = {"split": "test", "images": 3, "accuracy": 0.5, "worst_classes": {STRANGE: 0.5}}
     assert rendered(*metrics_tables({STRANGE: figures})).count(STRANGE) == 3
@@ -134,7 +133,7 @@ def test_tables_and_bars_escape_for_every_console(
 
 
 def test_eval_warns_of_data_without_a_test_split(shell: Shell, pets: Path, tmp_path: Path) -> None:
-    common = ("-b", "vit", "-t", pets, "--workers", 0)
+    common = ("-b", "vit", "-t", pets, "--set", "workers=0")
     save_images(tmp_path / "all", "cat/1.png", "dog/1.png", "dog/2.png")
     notes = [line for line in shell("eval", "all", *common).err.splitlines() if line.startswith("note")]
     assert notes[0] == (
@@ -242,54 +241,6 @@ def test_the_bar_ends_on_the_last_validation_and_says_whose() -> None:
         assert job.fields["figures"] == "validation accuracy 0.750, validation R² 0.100"
 
 
-# --------------------------------------------------------------------------------------------------------------- help
-
-
-def commands() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
-        if command.hidden:  # a verb that moved
-            continue
-        found |= {f"{name} {inner}": one for inner, one in getattr(command, "commands", {"": command}).items()}
-    return {name.strip(): command for name, command in found.items()}
-
-
-def test_the_first_page_lists_every_command(shell: Shell) -> None:
-    page = shell().out
-    assert len(commands()) >= 11
-    for name in commands():
-        assert f"memoro {name} " in page
-
-
-@pytest.mark.parametrize("name", commands())
-def test_help_has_whole_phrases_and_an_end(name: str, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert "…" not in shell(*name.split(), "--help").out
-    for parameter in commands()[name].params:
-        assert parameter.name == "help" or len((parameter.help or "").split()) >= 2, parameter.name
-        assert not str(parameter.help).startswith(("Of ", "For --", "That ")), parameter.name
-
-
-def test_help_is_as_wide_as_the_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    for width in (72, 400):
-        monkeypatch.setenv("COLUMNS", str(width))
-        lines = [line.strip() for line in shell("lab", "reproduce", "--help").out.splitlines()]
-        [start] = [at for at, line in enumerate(lines) if line.startswith("Prints a time estimate first.")]
-        paragraph = lines[start : lines.index("", start)]
-        assert " ".join(paragraph).endswith("the test split is used once.")
-        assert all(len(line) > width - 20 for line in paragraph[:-1])
-        assert (len(paragraph) == 1) == (width == 400)
-
-
-def test_help_shows_groups_and_examples(shell: Shell) -> None:
-    text = shell("train", "--help").out
-    for panel in ("Data", "Task", "Recipe", "Augmentation", "Model selection", "Cache", "Output"):
-        assert f"─ {panel} ─" in text
-    assert all(name in text for name in REGIMES)
-    for name in ("train", "sweep", "eval", "predict", "inspect", "compose", "verify", "import"):
-        assert f"memoro {name} " in shell(name, "--help").out.split("Usage", 1)[1].split("\n", 2)[2]
-
-
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -324,18 +275,14 @@ def test_tasks_that_do_not_go_together_are_told_for_the_shell(
         assert f"which was not given. {advice}, or the path" in shell(*command, code=1).err
 
 
-def test_verbs_that_moved_to_the_laboratory_say_where(shell: Shell) -> None:
-    for name in ("bench", "reproduce"):
-        assert f"memoro {name} is now memoro lab {name}" in shell(name, "--anything", code=1).err
-        assert f"\n  {name} " not in shell("--help").out
-
-
 def test_bad_options_are_refused_before_anything_is_read(shell: Shell, tmp_path: Path) -> None:
     for folds in ("1", "-2"):
-        assert "choose 2 or more, or 0" in shell("train", "nothing", "-b", "none", "--folds", folds, code=2).err
+        assert (
+            "choose 2 or more, or 0" in shell("train", "nothing", "-b", "none", "--set", f"folds={folds}", code=1).err
+        )
     save_images(tmp_path / "set", "a/1.png", "b/1.png")
     assert (
-        shell("train", "set", "-b", "none", "--flip", 3, code=1).err
+        shell("train", "set", "-b", "none", "--set", "flip=3", code=1).err
         == "error: flip 3.0: choose a probability from 0 to 1.\n"
     )
     with pytest.raises(DataError, match="padding 2: choose a fraction"):
@@ -381,7 +328,7 @@ def test_offline_the_hub_is_quiet_and_the_way_out_is_named(monkeypatch: pytest.M
         raise OSError("no network.")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)
-    way_out = r"\(no network\)\..*`hf download owner/name --local-dir FOLDER`, then -b FOLDER\.$"
+    way_out = r"\(no network\)\..*`hf download owner/name --local-dir FOLDER`, then give FOLDER as `backbone`\.$"
     with pytest.raises(BackboneError, match=way_out):
         memoro.load_backbone("owner/name")
     with pytest.raises(BackboneError, match=r"pass the folder\.$"):

@@ -73,7 +73,7 @@ def test_columns_with_one_1_in_each_row_are_classes(tmp_path: Path) -> None:
     assert (splits.kind, splits.labels) == ("softmax", ("cat", "dog"))
     assert splits.train is not None
     assert splits.train.targets.tolist() == [0, 1, 1]
-    assert "use --kind labels" in splits.notes[0]
+    assert "use `kind='labels'`" in splits.notes[0]
     several = load_data(path, val_fraction=0, kind="multilabel")
     assert several.train is not None
     assert several.train.targets.tolist() == [[1, 0], [0, 1], [0, 1]]

@@ -109,5 +109,5 @@ def test_kind_asked_against_the_column() -> None:
     assert splits.train is not None
     assert splits.train.targets[1].tolist() == [0, 1, 0]
     several = datasets.Dataset.from_dict({"image": [to_bytes(picture(0))], "label": [["a", "b"]]})
-    with pytest.raises(DataError, match="--kind labels"):
+    with pytest.raises(DataError, match="kind='labels'"):
         load_data(several, kind="softmax")

@@ -75,8 +75,8 @@ def test_a_folder_is_found_by_its_fingerprint(
     assert "is not a folder" in shell("predict", photo, "-t", file, code=1).err
     (tmp_path / "mess").mkdir()
     monkeypatch.setenv(FOLDERS, f"{tmp_path / 'mess'}:{models}")
-    answer = json.loads(shell("predict", photo, "-t", file, "--json").out)
-    explicit = json.loads(shell("predict", photo, "-t", file, "-b", models / "other", "--json").out)
+    answer = json.loads(shell("predict", photo, "-t", file, "--format", "json").out)
+    explicit = json.loads(shell("predict", photo, "-t", file, "-b", models / "other", "--format", "json").out)
     assert answer == explicit
     assert "pets" in shell("verify", "-t", file).out
     assert memoro.load_backbone(memoro.load_task(file).spec.backbone).name == "other"

@@ -134,7 +134,7 @@ def test_commands_take_hub_ids(pets: Task, backbone: Backbone, publish: Publish,
     vit.save_pretrained("vit")
     Image.new("RGB", (30, 30), "red").save("red.png")
     assert run(tmp_path, "inspect", "me/pets", "--json").json["file"] == "me/pets"
-    found = run(tmp_path, "predict", "red.png", "-b", "vit", "-t", "me/pets", "--json").json
+    found = run(tmp_path, "predict", "red.png", "-b", "vit", "-t", "me/pets", "--format", "json").json
     assert found["red.png"]["pets"]["label"] in pets.labels
     run(tmp_path, "compose", f"me/pets@{COMMIT}", "-o", "bundle.safetensors")
     assert [task.name for task in memoro.load_tasks("bundle.safetensors")] == ["pets"]
@@ -146,7 +146,7 @@ def test_commands_take_hub_ids(pets: Task, backbone: Backbone, publish: Publish,
         for at in range(4):
             Image.new("RGB", (20 + at, 20), colour).save(f"set/{colour}/{at}.png")
     run(tmp_path, "train", "set", "-b", "vit", "--extends", "me/pets", "--task", "colours", "--lr", 0.1, "--epochs", 1,
-        "--image-size", 20, "--workers", 0, "--no-cache")  # fmt: skip
+        "--image-size", 20, "--set", "workers=0", "--set", "cache=false")  # fmt: skip
     trained = memoro.load_task("colours.safetensors")
     assert trained.parents[0].content == pets.content_hash()
     assert sum(map(sum, trained.spec.metrics["confusion"])) == trained.spec.metrics["images"]

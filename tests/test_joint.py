@@ -227,7 +227,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
 
 def test_the_default_from_drawn_images_to_a_file(shell: Callable[..., Any], tmp_path: Path) -> None:
     table = draw_letters(tmp_path / "letters", 60, seed=1)
-    common = ("-b", "vit", "--image-size", 20, "--workers", 0, "--json")
+    common = ("-b", "vit", "--image-size", 20, "--set", "workers=0", "--json")
     record = shell("train", table, "--label-column", "case", "--task", "case", *common, "--epochs", 2)
     assert (record["training"]["regime"], record["metrics"]["split"]) == ("joint", "test")
     task = memoro.load_task(record["file"])
@@ -237,31 +237,31 @@ def test_the_default_from_drawn_images_to_a_file(shell: Callable[..., Any], tmp_
     assert task.spec.calibration is not None
     assert task.spec.familiarity is not None
     assert Path(record["folder"], "report.html").is_file()
-    said = shell("predict", tmp_path / "letters" / "0000.png", "-b", "vit", "-t", record["file"], "--json")
+    said = shell("predict", tmp_path / "letters" / "0000.png", "-b", "vit", "-t", record["file"], "--format", "json")
     assert next(iter(said.values()))["case"]["label"] in task.labels
     figures = shell(
-        "eval", table, "--label-column", "case", "-b", "vit", "-t", record["file"], "--workers", 0, "--json"
+        "eval", table, "--label-column", "case", "-b", "vit", "-t", record["file"], "--set", "workers=0", "--json"
     )
     assert figures["case"]["accuracy"] == record["metrics"]["accuracy"]
 
 
 def test_a_read_out_from_the_shell(shell: Callable[..., Any], tmp_path: Path, own_cache: Path) -> None:
     save_squares(tmp_path / "set", {"blue": 9, "green": 6, "red": 9})
-    solved = ("train", "set", "--regime", "readout", "-b", "vit", "--image-size", 20, "--workers", 0, "--json")
-    record = shell(*solved, "--no-cache")
+    solved = ("train", "set", "--regime", "readout", "-b", "vit", "--image-size", 20, "--set", "workers=0", "--json")
+    record = shell(*solved, "--set", "cache=false")
     assert not own_cache.exists()
     assert (record["metrics"]["split"], record["metrics"]["accuracy"]) == ("leave-one-out", 1.0)
     assert memoro.load_task(record["file"]).spec.readout is not None
     assert "penalty" in record["training"]
     for options, named in (
         (("--lr", 0.1, "--epochs", 3), "--lr, --epochs"),
-        (("--rank", 4, "--from-layer", 2, "--views", 4), "--rank, --from-layer, --views"),
-        (("--flip", 0.5, "--crop-scale", 0.5), "--flip, --crop-scale"),
+        (("--rank", 4, "--from-layer", 2, "--set", "views=4"), "--rank, --from-layer, --set views"),
+        (("--set", "flip=0.5", "--set", "crop_scale=0.5,1"), "--set flip, --set crop_scale"),
     ):
         said = str(shell(*solved, *options, code=1).exception)
         assert "is solved in closed form" in said
         assert sorted(said.partition("leave out ")[2].rstrip(".").split(", ")) == sorted(named.split(", "))
-    kept = shell(*solved, "--balance", "--cache")
+    kept = shell(*solved, "--set", "balance=true", "--set", "cache=true")
     assert list(own_cache.glob("*/*.features"))
     assert kept["training"]["balance"] is True
     assert kept["previous"] == "set.safetensors.1"

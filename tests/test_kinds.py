@@ -35,7 +35,20 @@ def save_table(folder: Path, **columns: Sequence[object]) -> Path:
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     CASES[0].model().save_pretrained(tmp_path / "vit")
     monkeypatch.chdir(tmp_path)
-    common = ["-b", "vit", "--image-size", 20, "--batch-size", 8, "--workers", 0, "--epochs", 1, "--lr", 0.05]
+    common = [
+        "-b",
+        "vit",
+        "--image-size",
+        20,
+        "--set",
+        "batch_size=8",
+        "--set",
+        "workers=0",
+        "--epochs",
+        1,
+        "--lr",
+        0.05,
+    ]
 
     def run(*arguments: object, code: int = 0) -> Any:
         done = CliRunner().invoke(app, [str(one) for one in ("train", *arguments, *common)])
@@ -56,7 +69,7 @@ def test_a_column_of_prices_becomes_a_regression(train: Callable[..., Any], tmp_
     assert "R²" in done.stdout
     assert "accuracy" not in done.stdout
 
-    own = ["-b", "vit", "-t", "my houses.safetensors", "--label-column", "price", "--workers", "0", "--json"]
+    own = ["-b", "vit", "-t", "my houses.safetensors", "--label-column", "price", "--set", "workers=0", "--json"]
     measured = json.loads(CliRunner().invoke(app, ["eval", str(table), *own]).stdout)["my houses"]
     assert measured["mean_absolute_error"] > 0
 

@@ -74,7 +74,20 @@ def test_the_core_needs_neither_torchvision_nor_training() -> None:
 
 # A package imports its own level and those before it, never a later one.
 LEVELS = [
-    {"answer", "arguments", "clock", "errors", "extras", "files", "heads", "plots", "pages", "phases", "console"},
+    {
+        "answer",
+        "arguments",
+        "clock",
+        "errors",
+        "extras",
+        "files",
+        "heads",
+        "plots",
+        "pages",
+        "phases",
+        "console",
+        "options",
+    },
     {"images"},
     {"backbones"},
     {"tasks"},

@@ -256,29 +256,30 @@ def test_kept_statistics_are_read_without_a_pass(
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 MEANINGLESS: list[tuple[dict[str, Any], str]] = [
-    ({"lr": 0.01}, "--lr"),
-    ({"cells": 2}, "--cells"),
-    ({"rank": 4}, "--rank"),
-    ({"from_layer": 2}, "--from-layer"),
-    ({"folds": 3}, "--folds"),
-    ({"ensemble": 2}, "--ensemble"),
-    ({"seeds": 2}, "--seeds"),
-    ({"seed": 1}, "--seed"),
-    ({"epochs": 3}, "--epochs"),
-    ({"steps": 3}, "--steps"),
-    ({"views": 4}, "--views"),
-    ({"batch_size": 8}, "--batch-size"),
-    ({"optimizer": "sgd"}, "--optimizer"),
-    ({"patience": 2}, "--patience"),
-    ({"warmup": 0}, "--warmup"),
-    ({"lr": 0.01, "epochs": 3, "rank": 2}, "--lr, --rank, --epochs"),
-    ({"augment": memoro.data.Augment(crop="pad", flip=0.0)}, "--crop, --flip"),
+    ({"lr": 0.01}, "lr"),
+    ({"cells": 2}, "cells"),
+    ({"rank": 4}, "rank"),
+    ({"from_layer": 2}, "from_layer"),
+    ({"folds": 3}, "folds"),
+    ({"ensemble": 2}, "ensemble"),
+    ({"seeds": 2}, "seeds"),
+    ({"seed": 1}, "seed"),
+    ({"epochs": 3}, "epochs"),
+    ({"steps": 3}, "steps"),
+    ({"views": 4}, "views"),
+    ({"batch_size": 8}, "batch_size"),
+    ({"optimizer": "sgd"}, "optimizer"),
+    ({"patience": 2}, "patience"),
+    ({"warmup": 0}, "warmup"),
+    ({"lr": 0.01, "epochs": 3, "rank": 2}, "lr, rank, epochs"),
+    ({"augment": memoro.data.Augment(crop="pad", flip=0.0)}, "crop, flip"),
 ]
 
 
 @pytest.mark.parametrize(("given", "names"), MEANINGLESS, ids=[names for _, names in MEANINGLESS])
 def test_options_without_meaning_are_refused_before_anything_is_read(given: dict[str, Any], names: str) -> None:
-    with pytest.raises(TrainingError, match=f"solved in closed form, .* leave out {names}[.]$"):
+    quoted = ", ".join(f"`{name}`" for name in names.split(", "))
+    with pytest.raises(TrainingError, match=f"solved in closed form, .* leave out {quoted}[.]$"):
         memoro.train("/nowhere", backbone="/nowhere", **{"regime": "readout", **given})
 
 

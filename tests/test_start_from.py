@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import memoro
 from memoro.cli import app
 
-TRAIN = ("--image-size", 20, "--batch-size", 8, "--lr", 0.05, "--workers", 0)
+TRAIN = ("--image-size", 20, "--set", "batch_size=8", "--lr", 0.05, "--set", "workers=0")
 
 
 @pytest.fixture
@@ -100,11 +100,13 @@ def test_what_cannot_be_started_from(shell: Callable[..., Any], tmp_path: Path) 
 
 def test_eval_measures_known_classes_and_lists_the_rest(shell: Callable[..., Any], tmp_path: Path) -> None:
     shell("train", "two", *TRAIN, "--task", "colours", "--epochs", 2)
-    done = shell("eval", "three", "-t", "colours.safetensors", "--workers", 0, "--json")
+    done = shell("eval", "three", "-t", "colours.safetensors", "--set", "workers=0", "--json")
     found = json.loads(done.stdout)["colours"]
     assert (found["images"], found["unknown_classes"]) == (16, {"blue": 8})
     assert "1 class that colours cannot predict: blue (8)" in done.stderr
-    known = json.loads(shell("eval", "two", "-t", "colours.safetensors", "--workers", 0, "--json").stdout)["colours"]
+    known = json.loads(shell("eval", "two", "-t", "colours.safetensors", "--set", "workers=0", "--json").stdout)[
+        "colours"
+    ]
     assert "unknown_classes" not in known
     save_squares(tmp_path / "none", {"blue": 4, "grey": 4})
     assert "labels that the task does not have" in str(
@@ -178,7 +180,7 @@ def test_the_start_decides_recipe_and_rates(shell: Callable[..., Any]) -> None:
 def test_a_sweep_may_start_from_a_task(shell: Callable[..., Any]) -> None:
     shell("train", "two", *TRAIN, "--task", "colours", "--epochs", 1, "--rank", 2)
     words = ("--start-from", "colours.safetensors", "--lr", "0.001,0.01", "--epochs", 1, "--json")
-    record = json.loads(shell("sweep", "two", *TRAIN, *words).stdout)
+    record = json.loads(shell("train", "two", *TRAIN, *words).stdout)
     assert [(row["rank"], row["lr"]) for row in record["runs"]] == [(2, 0.001), (2, 0.01)]
 
 
@@ -209,8 +211,8 @@ def test_an_ensemble_that_is_continued_is_not_calibrated_on_images_it_may_have_s
 
 def test_a_single_run_stays_one(shell: Callable[..., Any]) -> None:
     rates = [one for one in TRAIN if one not in {"--lr", 0.05}]
-    shell("train", "two", *rates, "--ensemble", 1, "--epochs", 1)
+    shell("train", "two", *rates, "--set", "ensemble=1", "--epochs", 1)
     shell("train", "two", *rates, "--start-from", "two.safetensors", "--epochs", 1)
     assert memoro.load_task("two.safetensors").members == 1
-    shell("train", "two", *rates, "--start-from", "two.safetensors", "--epochs", 1, "--ensemble", 2)
+    shell("train", "two", *rates, "--start-from", "two.safetensors", "--epochs", 1, "--set", "ensemble=2")
     assert memoro.load_task("two.safetensors").members == 2

@@ -59,7 +59,7 @@ def test_numbers_that_float16_cannot_hold(backbone: Backbone, images: ImageSet, 
     with torch.no_grad():
         next(p for name, p in large.named_parameters() if name.endswith(("value.bias", "v_proj.bias")))[0] = value
     net = load_backbone(large)
-    with pytest.raises(CacheError, match=r"do not fit into float16: choose --cache-dtype bfloat16 or float32"):
+    with pytest.raises(CacheError, match=r"do not fit into float16: choose `Cache.dtype` bfloat16 or float32"):
         fill(keeper(net, images, Cache(tmp_path, dtype="float16")))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     if not math.isnan(value):

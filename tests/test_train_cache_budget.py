@@ -33,13 +33,13 @@ def test_what_does_not_fit_names_the_choices(backbone: Backbone, images: ImageSe
     assert fill(loader, budget=gigabytes(size)) == 2 * len(images)
     with pytest.raises(CacheError) as told:
         fill(loader, budget=gigabytes(size - 1))
-    for choice in ("a later fork", "fewer views (--views 1", "more space (--cache-budget)", "--no-cache"):
+    for choice in ("a later fork", "fewer views (`views=1`", "more space (`Cache.budget`)", "`cache=False`"):
         assert choice in str(told.value)
     with pytest.raises(CacheError) as told:
         fill(keeper(backbone, images, cache, first=3), budget=0)
     assert "fewer views" not in str(told.value)
     assert "a later fork" not in str(told.value)
-    assert "--no-cache" in str(told.value)
+    assert "`cache=False`" in str(told.value)
 
 
 def test_a_disk_that_is_nearly_full(
@@ -47,7 +47,7 @@ def test_a_disk_that_is_nearly_full(
 ) -> None:
     usage = shutil.disk_usage(cache.folder.parent)
     monkeypatch.setattr(cached.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(CacheError, match=r"the disk has 1.0 kB left.*--cache-folder"):
+    with pytest.raises(CacheError, match=r"the disk has 1.0 kB left.*`Cache.folder`"):
         fill(keeper(backbone, images, cache))
     assert not files(cache)
 
@@ -190,7 +190,7 @@ def test_a_full_disk(
         else:
             patch.setattr(Path, "open", opened)
         with pytest.raises(
-            CacheError, match=r"No space left on device.*--no-cache. Features cached so far are still valid"
+            CacheError, match=r"No space left on device.*`cache=False`. Features cached so far are still valid"
         ):
             fill(keeper(backbone, images, cache))
         assert files(cache) == before

@@ -66,5 +66,5 @@ def test_a_folder_that_is_only_lent(
         patch.setattr(os, "utime", refuse)
         assert fill(keeper(backbone, images, cache)) == 0
     (cache.folder / "file").write_text("in the way")
-    with pytest.raises(CacheError, match=r"cannot cache features in .*--cache-folder.*--no-cache"):
+    with pytest.raises(CacheError, match=r"cannot cache features in .*`Cache.folder`.*`cache=False`"):
         fill(keeper(backbone, images, Cache(cache.folder / "file" / "below")))

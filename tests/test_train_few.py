@@ -18,7 +18,7 @@ from memoro.backbones import Backbone
 from memoro.cli import app
 
 Shell = Callable[..., Any]
-QUICK = ("-b", "vit", "--image-size", 20, "--batch-size", 8, "--workers", 0, "--epochs", 1)
+QUICK = ("-b", "vit", "--image-size", 20, "--set", "batch_size=8", "--set", "workers=0", "--epochs", 1)
 
 
 @pytest.fixture
@@ -67,12 +67,21 @@ def test_classes_of_two_or_three_images_are_named(shell: Shell) -> None:
 def test_uneven_classes_are_judged_by_balanced_accuracy(shell: Shell) -> None:
     save_squares(Path("set") / "train", {"red": 40, "blue": 2})
     save_squares(Path("set") / "test", {"red": 20, "blue": 2}, first=100)
-    for also, hint in (((), True), (("--balance",), False)):
+    for also, hint in (
+        ((), True),
+        (
+            (
+                "--set",
+                "balance=true",
+            ),
+            False,
+        ),
+    ):
         done = shell("train", "set", *QUICK, "--lr", 0.05, *also)
         assert done.stdout.index("balanced accuracy") < done.stdout.replace("balanced accuracy", "").index("accuracy")
-        assert ("--balance (in Python, balance=True) gives rare classes more weight" in flat(done.stderr)) is hint
+        assert ("--set balance=true gives rare classes more weight" in flat(done.stderr)) is hint
     assert memoro.load_task("set.safetensors").spec.training["balance"] is True
-    done = shell("eval", "set", "-b", "vit", "-t", "set.safetensors", "--workers", 0)
+    done = shell("eval", "set", "-b", "vit", "-t", "set.safetensors", "--set", "workers=0")
     header = next(line for line in done.stdout.splitlines() if "accuracy" in line)
     assert "balanced" in header.partition("accuracy")[0]
 

@@ -405,10 +405,10 @@ def test_saved_loaded_and_composed_it_says_the_same(backbone: Backbone, squares:
         assert one["first"]["probability"] != pytest.approx(many["second"]["probability"], abs=1e-5)
 
 
-def test_tensorboard_events_have_a_folder_for_each_run(backbone: Backbone, squares: Path, tmp_path: Path) -> None:
+def test_metrics_go_to_a_tracker(backbone: Backbone, squares: Path, tmp_path: Path) -> None:
     task = new_task(backbone, "squares", LABELS, cells=0, from_layer=5)
-    fit(backbone, task, squares, epochs=1, lr=0.1, folder=tmp_path, tensorboard=True, **QUICK)
-    assert list((tmp_path / "tensorboard" / "0").glob("events*"))
+    fit(backbone, task, squares, epochs=1, lr=0.1, folder=tmp_path, track="tensorboard", **QUICK)
+    assert list((tmp_path / "tensorboard").glob("events*"))
 
 
 def test_a_missing_extra_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from memoro.training.sweep import SweepRow
 
 __all__ = ["root", "shell"]  # fixtures
 
-QUICK = ("--epochs", 1, "--no-cache")
+QUICK = ("--epochs", 1, "--set", "cache=false")
 
 
 def table(folder: Path, numbers: list[float]) -> Path:
@@ -47,9 +47,11 @@ def test_a_set_too_small_for_folds_or_for_a_choice(shell: Callable[..., Any], tm
     memory = shell("train", small, *QUICK, "--regime", "memory")
     assert "no validation images to choose a learning rate with: using 0.1" in told(memory)
     assert "to choose a learning rate with" not in told(shell("train", small, *QUICK)), "side has a single rate"
-    tried = told(shell("sweep", small, *QUICK, "--seeds", 2, code=1))
+    tried = told(shell("train", small, *QUICK, "--rank", "4,16", "--seeds", 2, code=1))
     assert "every class has a single image: give one --lr, one seed and one of each size, or add images." in tried
-    assert "folds need at least two images of a class" in told(shell("train", small, *QUICK, "--folds", 3, code=1))
+    assert "folds need at least two images of a class" in told(
+        shell("train", small, *QUICK, "--set", "folds=3", code=1)
+    )
 
 
 def test_small_columns_get_folds_like_small_folders(shell: Callable[..., Any], root: Path) -> None:
@@ -60,15 +62,15 @@ def test_small_columns_get_folds_like_small_folders(shell: Callable[..., Any], r
 
 def test_what_does_nothing_is_told(shell: Callable[..., Any], root: Path) -> None:
     many = root / "many"
-    assert "--folds 3 is not used, because there is only one setting" in told(
-        shell("train", many, *QUICK, "--folds", 3, "--regime", "side")
+    assert "--set folds=3 is not used, because there is only one setting" in told(
+        shell("train", many, *QUICK, "--set", "folds=3", "--regime", "side")
     )
-    assert "the task is calibrated by 3-fold cross-validation" in told(shell("train", many, *QUICK, "--folds", 3))
-    assert "--patience is not used" in told(shell("train", many, *QUICK, "--patience", 1))
+    assert "the task is calibrated by 3-fold cross-validation" in told(shell("train", many, *QUICK, "--set", "folds=3"))
+    assert "--set patience is not used" in told(shell("train", many, *QUICK, "--set", "patience=1"))
 
 
 def test_rates_follow_the_optimiser_and_heads_are_tried_once(shell: Callable[..., Any], root: Path) -> None:
-    record = shell("sweep", root / "many", *QUICK, "--optimizer", "adamw", "--regime", "head", "--json")
+    record = shell("train", root / "many", *QUICK, "--set", "optimizer=adamw", "--regime", "head", "--json")
     assert [(run["cells"], run["from_layer"], run["lr"]) for run in record["runs"]] == [
         (0, 5, rate) for rate in (0.003, 0.01, 0.03)
     ]

@@ -33,7 +33,7 @@ from memoro.training.sweep import Grid, SweepSpec, run_sweeps
 
 LABELS = ["blue", "green", "red"]
 RECIPE = Recipe(epochs=3, batch_size=5, lr=0.05, warmup=2)
-COMMAND = ("train", "--image-size", 20, "--workers", 0, "--batch-size", 5, "--epochs", 2, "--json")
+COMMAND = ("train", "--image-size", 20, "--set", "workers=0", "--set", "batch_size=5", "--epochs", 2, "--json")
 FRESH: dict[str, Any] = {"workers": 0, "cache": False, "quiet": True}
 RANK = int(os.environ.get("RANK", 0))
 
@@ -131,7 +131,16 @@ def learn(root: Path, place: Path, ways: list[str]) -> None:
         with pytest.raises(TrainingError, match="process 1 and process 0 have different recipe"):
             fit(backbone, model("head", backbone), splits, lr=0.1 + RANK, workers=0, quiet=True)
     if ways == list(WAYS):
-        options = ["-b", root / "vit", "-o", place / "c", "--folder", place / "c.run", "--cache-folder", place / "kept"]
+        options = [
+            "-b",
+            root / "vit",
+            "-o",
+            place / "c",
+            "--folder",
+            place / "c.run",
+            "--set",
+            f"cache_folder={place / 'kept'}",
+        ]
         said = CliRunner().invoke(app, [str(part) for part in (*COMMAND, *options, root / "set")])
         found |= {"stdout": said.stdout, "stderr": said.stderr}
         assert said.exit_code == 0, said.output

@@ -339,7 +339,7 @@ def test_a_damaged_checkpoint_is_refused(trainer: Trial, tmp_path: Path, data: b
         data = (tmp_path / "calm.safetensors").read_bytes()
     assert isinstance(data, bytes)
     path.write_bytes(data)
-    with pytest.raises(TrainingError, match=r"is damaged, or is not a checkpoint .*: start over without --resume"):
+    with pytest.raises(TrainingError, match=r"is damaged, or is not a checkpoint .*: start over without `resume`"):
         trainer.train("calm", resume=True)
     assert path.read_bytes() == data
 
@@ -360,7 +360,7 @@ def test_a_full_disk_loses_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(home, name, full)
-        with pytest.raises(TrainingError, match=r"No space left on device.* the same command with --resume"):
+        with pytest.raises(TrainingError, match=r"No space left on device.* train again with `resume=True`"):
             trainer.train("full")
     assert 2 < progress_of(tmp_path / "full")["step"] < 10
     assert not list((tmp_path / "full").glob(".*.part"))

@@ -96,7 +96,7 @@ def test_sweep_from_the_shell(vit: Any, photos: Path, tmp_path: Path, monkeypatc
     vit.save_pretrained(tmp_path / "vit")
     monkeypatch.chdir(tmp_path)
     arguments = [
-        "sweep",
+        "train",
         str(photos),
         "-b",
         str(tmp_path / "vit"),
@@ -107,7 +107,9 @@ def test_sweep_from_the_shell(vit: Any, photos: Path, tmp_path: Path, monkeypatc
         "--seeds",
         "2",
     ]
-    done = CliRunner().invoke(app, [*arguments, "--epochs", "2", "--batch-size", "8", "--workers", "0", "--json"])
+    done = CliRunner().invoke(
+        app, [*arguments, "--epochs", "2", "--set", "batch_size=8", "--set", "workers=0", "--json"]
+    )
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
     assert len(record["runs"]) == 4
@@ -127,28 +129,10 @@ def test_a_setting_that_diverged_prints_valid_json(
 
     vit.save_pretrained(tmp_path / "vit")
     monkeypatch.chdir(tmp_path)
-    arguments = ["sweep", str(photos), "-b", str(tmp_path / "vit"), "--cells", "1", "--lr", "0.03,1e38", "--seeds", "1"]
-    done = CliRunner().invoke(app, [*arguments, "--epochs", "2", "--batch-size", "8", "--workers", "0", "--json"])
+    arguments = ["train", str(photos), "-b", str(tmp_path / "vit"), "--cells", "1", "--lr", "0.03,1e38", "--seeds", "1"]
+    done = CliRunner().invoke(
+        app, [*arguments, "--epochs", "2", "--set", "batch_size=8", "--set", "workers=0", "--json"]
+    )
     assert done.exit_code == 0, done.output
     runs = json.loads(done.stdout, parse_constant=pytest.fail)["runs"]
     assert [(run["diverged"], run["val_loss"] is None) for run in runs] == [(0, False), (1, True)]
-
-
-def test_the_command_varies_rank_only_if_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
-
-    from memoro.cli import app
-
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr("memoro.cli.training._train", lambda *arguments: given.append(arguments[-1]))
-
-    def sizes(*words: str) -> tuple[Any, Any]:
-        done = CliRunner().invoke(app, ["sweep", "photos", *words])
-        assert done.exit_code == 0, done.output
-        return given[-1]["rank"], given[-1]["cells"]
-
-    assert sizes() == sizes("--lr", "0.01") == ([4, 16], None)
-    assert sizes("--lr", "0.01,0.1") == sizes("--seeds", "2") == sizes("--from-layer", "4,8") == (None, None)
-    assert sizes("--regime", "memory") == (None, [0, 5])
-    assert sizes("--start-from", "pets.safetensors") == (None, None)
-    assert sizes("--start-from", "pets.safetensors", "--recipe", "paper") == (None, None)

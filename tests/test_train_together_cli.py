@@ -23,7 +23,7 @@ __all__ = ["root"]  # fixtures
 def shell(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     CASES[0].model().save_pretrained(tmp_path / "vit")
     monkeypatch.chdir(tmp_path)
-    common = ["-b", "vit", "--image-size", "20", "--batch-size", "5", "--workers", "0"]
+    common = ["-b", "vit", "--image-size", "20", "--set", "batch_size=5", "--set", "workers=0"]
 
     def run(command: str, *arguments: object, code: int = 0) -> Any:
         done = CliRunner().invoke(app, [command, *map(str, arguments), *common])
@@ -44,7 +44,9 @@ def test_train_several_tasks_from_the_shell(shell: Callable[..., Any], root: Pat
     tasks = [memoro.load_task(Path("tasks") / f"{name}.safetensors") for name in "ab"]
     assert [task.labels for task in tasks] == [["blue", "green", "red"], ["grey", "red"]]
     assert list(own_cache.glob("*/*.features"))
-    alone = shell("train", data[1], "--out", "b.safetensors", "--lr", 0.05, "--epochs", 2, "--json", "--no-cache")
+    alone = shell(
+        "train", data[1], "--out", "b.safetensors", "--lr", 0.05, "--epochs", 2, "--json", "--set", "cache=false"
+    )
     assert alone["task"] == "b"
     assert alone["metrics"]["loss"] == pytest.approx(record["tasks"][1]["metrics"]["loss"], abs=1e-2)
 
@@ -88,5 +90,7 @@ def test_wrong_combinations_from_the_shell(shell: Callable[..., Any], root: Path
     for wrong in ([many, few], [f"a={many}", f"a={few}"], [f"a={many}", few], [f"a={many}", f"b={few}", "-t", "c"]):
         assert "give NAME=DATA for each" in told(shell("train", *wrong, code=1))
     assert "looks like a path" in told(shell("train", f"x/y={many}", f"b={few}", code=1))
-    assert "--views 0" in told(shell("train", many, "--cache", "--views", 0, code=1))
-    assert "the features take" in told(shell("train", many, "--cache", "--cache-budget", 0, "--lr", 0.1, code=1))
+    assert "--set views=none" in told(shell("train", many, "--set", "cache=true", "--set", "views=none", code=1))
+    assert "the features take" in told(
+        shell("train", many, "--set", "cache=true", "--set", "cache_budget=0", "--lr", 0.1, code=1)
+    )

@@ -30,7 +30,7 @@ from memoro.training.cached import GIGABYTE
 from memoro.training.fit import what_is_kept
 from memoro.training.sweep import SweepRow, sweep_table
 
-TRAIN = ("-b", "vit", "--image-size", 20, "--batch-size", 8, "--workers", 0, "--epochs", 2)
+TRAIN = ("-b", "vit", "--image-size", 20, "--set", "batch_size=8", "--set", "workers=0", "--epochs", 2)
 
 
 @pytest.fixture
@@ -71,7 +71,9 @@ def test_progress_is_text_where_there_is_no_terminal_and_time_is_told(
     assert {"base passes", "training"} <= set(facts["phases"])
     assert sum(facts["phases"].values()) == pytest.approx(facts["seconds"], abs=0.5)
     assert memoro.load_task("set.safetensors").spec.training["phases"] == facts["phases"]
-    assert "checking" in shell("eval", "set", "-b", "vit", "-t", "set.safetensors", "--json", "--workers", 0).stderr
+    assert (
+        "checking" in shell("eval", "set", "-b", "vit", "-t", "set.safetensors", "--json", "--set", "workers=0").stderr
+    )
 
 
 def test_the_read_out_is_told_before_the_training(shell: Callable[..., Any]) -> None:
@@ -147,7 +149,7 @@ def test_what_was_left_out_kept_and_replaced_is_told(
 
     for name in ("broken, old.png", "empty.png"):
         (tmp_path / "set" / "train" / "red" / name).unlink()
-    done = shell("train", "set", *TRAIN, "--lr", 0.1, "--no-cache")
+    done = shell("train", "set", *TRAIN, "--lr", 0.1, "--set", "cache=false")
     assert not (tmp_path / "runs" / "set" / "skipped.csv").exists()
     assert "features" not in done.stderr
     assert "set.safetensors was there already: the old file is kept as set.safetensors.1" in done.stderr
@@ -242,7 +244,7 @@ def test_tables_fit_80_columns_without_cutting_words(backbone: Backbone, tmp_pat
 
 def test_suggested_commands_can_be_pasted(backbone: Backbone) -> None:
     other = memoro.load_backbone(CASES[1].model())
-    with pytest.raises(CompositionError, match=r"memoro train DATA --backbone .* --task 'my fruits'$"):
+    with pytest.raises(CompositionError, match=r"'my fruits' was trained for .* train the task again on this one"):
         memoro.compose(other, [random_task(backbone, "my fruits")])
 
 
@@ -255,6 +257,6 @@ def test_parents_are_suggested_in_quotes(shell: Callable[..., Any], backbone: Ba
 
 def test_help_warns_of_flips(shell: Callable[..., Any]) -> None:
     text = " ".join(shell("train", "--help").stdout.replace("│", " ").split())
-    assert "flips hurt: use --flip 0" in text
+    assert "images show text, add --set flip=0" in text
     assert "--kind" in text
     assert "--start-from" in text

@@ -72,7 +72,7 @@ def flip(path: Path, number: int) -> None:
 
 def test_every_flipped_bit_is_noticed(resume: Callable[[Callable[[Path], None]], str]) -> None:
     for number in range(60):
-        with pytest.raises(TrainingError, match=r"checkpoint\.safetensors .*start over without --resume"):
+        with pytest.raises(TrainingError, match=r"checkpoint\.safetensors .*start over without `resume`"):
             resume(lambda path, number=number: flip(path, number))  # type: ignore[misc]
 
 
@@ -85,7 +85,7 @@ def test_cut_and_overwritten_files_are_noticed(resume: Callable[[Callable[[Path]
         path.write_bytes(data)
 
     for number in range(30):
-        with pytest.raises(TrainingError, match="start over without --resume"):
+        with pytest.raises(TrainingError, match="start over without `resume`"):
             resume(lambda path, number=number: overwrite(path, random.Random(number)))  # type: ignore[misc]
 
 
@@ -117,5 +117,5 @@ def rewrite(path: Path, number: int) -> None:
 
 def test_a_changed_or_missing_field_is_noticed(resume: Callable[[Callable[[Path], None]], str]) -> None:
     for number in range(60):
-        with pytest.raises(TrainingError, match="start over without --resume"):
+        with pytest.raises(TrainingError, match="start over without `resume`"):
             resume(lambda path, number=number: rewrite(path, number))  # type: ignore[misc]

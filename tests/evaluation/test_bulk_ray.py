@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from bulk_jobs import COUNT, new_job, photos, predictor
-from test_cli_words import Shell, shell
+from test_cli_words import shell
 from test_predictions import tasks
 
 from memoro.data.tables import Places
@@ -87,10 +87,5 @@ def test_a_ray_worker_out_of_memory_is_replaced(photos: Path, predictor: Predict
 def test_streams_are_refused_with_ray(photos: Path, predictor: Predictor) -> None:
     stream = Stream(None, "image", "owner/name:train", Places("."), COUNT)
     for source in (stream, Chain((open_unlabelled(["photos"]), stream))):
-        with pytest.raises(DataError, match="leave out --ray or --streaming"):
+        with pytest.raises(DataError, match="leave out `ray` or `streaming`"):
             on_ray.check_ray(new_job(source, predictor))
-
-
-def test_an_address_after_ray_is_not_taken_for_an_image(shell: Shell, photos: Path, tasks: list[str]) -> None:
-    common = ("predict", "photos", "-b", "vit", *tasks, "-o", "out/")
-    assert "use --ray-address head:6379" in shell(*common, "--ray", "head:6379", code=2).err

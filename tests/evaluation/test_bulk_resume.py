@@ -144,7 +144,7 @@ def test_resuming_knows_what_could_not_be_read_before(
 def test_another_job_is_refused(photos: Path, predictor: Predictor, backbone: Backbone) -> None:
     job = new_job(photos, predictor)
     answer_here(job, begin(job))
-    with pytest.raises(DataError, match=r"already has 3 shards of answers\. To continue, add --resume"):
+    with pytest.raises(DataError, match=r"already has 3 shards of answers\. To continue, add `resume=True`"):
         begin(job)
     with pytest.raises(DataError, match="photos is not an empty folder"):
         begin(replace(job, folder=photos))
@@ -152,10 +152,10 @@ def test_another_job_is_refused(photos: Path, predictor: Predictor, backbone: Ba
     trained = random_task(backbone, "pets", seed=5, labels=["cat", "dog"])
     others: dict[str, Job] = {
         "the tasks": replace(job, predictor=replace(predictor, models=(trained, age))),
-        "--top": replace(job, predictor=replace(predictor, how=AnswerOptions(4, top=2))),
-        "--shard-size": replace(job, shard_size=4),
-        "--format": replace(job, form="csv"),
-        "--raw-csv": replace(job, raw_csv=True),
+        "`top`": replace(job, predictor=replace(predictor, how=AnswerOptions(4, top=2))),
+        "`shard_size`": replace(job, shard_size=4),
+        "`format`": replace(job, form="csv"),
+        "`raw_csv`": replace(job, raw_csv=True),
     }
     for what, other in others.items():
         with pytest.raises(DataError, match=f"these differ: {what}\\. Repeat"):
@@ -188,12 +188,12 @@ def test_trusting_a_table_is_part_of_the_job(
         )
         answer_here(plain, begin(plain))
         [row] = read_rows(plain.folder)
-        assert "use --allow-absolute" in row["error"]
-        with pytest.raises(DataError, match="these differ: --allow-absolute"):
+        assert "use `allow_absolute=True`" in row["error"]
+        with pytest.raises(DataError, match="these differ: `allow_absolute`"):
             begin(trusting, resume=True)
         plain.path(0).unlink()
         assert answer_here(trusting, begin(trusting, resume=True)).unreadable == 0
-        with pytest.raises(DataError, match="these differ: --allow-absolute"):
+        with pytest.raises(DataError, match="these differ: `allow_absolute`"):
             begin(plain, resume=True)
 
 
@@ -220,7 +220,7 @@ def test_images_that_come_and_go_while_it_runs_change_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr("memoro.engine.answers.open_image", change)
-        said = answers("--workers", 0)
+        said = answers("--set", "workers=0")
     assert "2 of 21 images could not be read, such as photos/05.png" in said.err
     assert images_in("out") == [f"photos/{name}" for name in NAMES]
     said = answers("--resume")
@@ -266,7 +266,7 @@ def test_one_job_owns_a_folder(
             return open_image(source, **options)
 
         monkeypatch.setattr("memoro.engine.answers.open_image", wait)
-        answers("--workers", 1)
+        answers("--set", "workers=1")
 
     other = ("predict", "photos/03.png", "-b", "vit", *tasks, "-o", "out/", "-f", "jsonl")
     for kill in (True, False):
@@ -276,7 +276,7 @@ def test_one_job_owns_a_folder(
             time.sleep(0.01)
         held = {file.name: file.read_bytes() for file in Path("out").iterdir()}
         for said in (answers(code=1), answers("--resume", code=1), shell(*other, code=1)):
-            assert "another job is writing to out: wait for it, or choose another folder with --out" in said.err
+            assert "another job is writing to out: wait for it, or choose another folder" in said.err
         assert {file.name: file.read_bytes() for file in Path("out").iterdir()} == held
         if kill:
             os.kill(first.pid, signal.SIGKILL)

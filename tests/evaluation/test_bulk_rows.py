@@ -30,7 +30,7 @@ __all__ = ["mess", "photos", "predictor", "shell", "tasks"]  # fixtures
 
 
 def test_shards_have_the_rows_of_plain_predict(shell: Shell, mess: Path, tasks: list[str], tmp_path: Path) -> None:
-    common = ("predict", "mess", "-b", "vit", *tasks, "--batch-size", 2)
+    common = ("predict", "mess", "-b", "vit", *tasks, "--set", "batch_size=2")
     shell(*common, "--out", "one.parquet")
     said = shell(*common, "--out", "many/", "--shard-size", 4)
     whole = parquet.read_table(tmp_path / "one.parquet").to_pylist()
@@ -132,8 +132,8 @@ def test_embeddings_are_the_engines_tokens(photos: Path, backbone: Backbone, pre
 
 def test_embeddings_need_parquet(shell: Shell, mess: Path, tasks: list[str], tmp_path: Path) -> None:
     common = ("predict", "mess/c.png", "-b", "vit", *tasks, "--embeddings")
-    assert "use --format parquet" in shell(*common, "--out", "a.csv", code=1).err
-    assert "use --format parquet" in shell(*common, "--out", "a/", "--format", "csv", code=1).err
+    assert "write Parquet" in shell(*common, "--out", "a.csv", code=1).err
+    assert "write Parquet" in shell(*common, "--out", "a/", "--format", "csv", code=1).err
     shell(*common, "--out", "a.parquet")
     table = parquet.read_table(tmp_path / "a.parquet")
     assert table.schema.field("embedding").type == pyarrow.list_(pyarrow.float32())

@@ -152,7 +152,7 @@ def test_a_bad_row_of_a_table_is_a_row_with_an_error(photos: Path, predictor: Pr
     assert [one.error and one.error.split(";")[0] for one in found] == [
         None, "no such file.", "'../secret.png' leaves the table's folder", "no image.",
     ]  # fmt: skip
-    assert "--allow-absolute" in (found[2].error or "")
+    assert "allow_absolute=True" in (found[2].error or "")
     trusted = open_unlabelled(["photos/set.csv"], allow_absolute=True)
     assert [one.error for one in predictor.predict(read_all(trusted, 9))][2] is None
 

@@ -75,7 +75,20 @@ def test_other_formats_keep_the_text(predict: Callable[..., str]) -> None:
 def test_the_list_of_skipped_images_runs_nothing(shell: Shell, tmp_path: Path) -> None:
     save_images(tmp_path / "@set", *(f"{label}/{number}.png" for label in ("a", "b") for number in range(6)))
     (tmp_path / "@set" / "a" / "0.png").write_bytes(b"junk")
-    how = ("--epochs", 1, "--lr", 0.1, "--regime", "head", "--workers", 0, "--max-unreadable", 0.5, "--folder", "run")
+    how = (
+        "--epochs",
+        1,
+        "--lr",
+        0.1,
+        "--regime",
+        "head",
+        "--set",
+        "workers=0",
+        "--set",
+        "max_unreadable=0.5",
+        "--folder",
+        "run",
+    )
     shell("train", "@set", "-b", "vit", *how, "--out", "a.safetensors")
     [row] = read((tmp_path / "run" / "skipped.csv").read_text())
     assert row["image"] == "'@set/a/0.png"

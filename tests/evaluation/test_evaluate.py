@@ -52,9 +52,11 @@ def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbon
         image.save(tmp_path / f"{number}.jpg", quality=95)
     names = [f"{number}.jpg" for number in range(3)]
     files = ("-t", "pets.safetensors", "-t", "wide.safetensors")
-    found = json.loads(shell("predict", *names, "-b", "vit", *files, "--json").out)
+    found = json.loads(shell("predict", *names, "-b", "vit", *files, "--format", "json").out)
     expected = memoro.compose(backbone, [task, other]).predict(names)
-    renamed = json.loads(shell("predict", names[0], "-b", "vit", "-t", "other=wide.safetensors", "--json").out)
+    renamed = json.loads(
+        shell("predict", names[0], "-b", "vit", "-t", "other=wide.safetensors", "--format", "json").out
+    )
     [single] = memoro.compose(backbone, [other]).predict(names[:1])  # another batch size may round differently
     wanted = single["wide"]["probabilities"]
     assert renamed[names[0]]["other"]["probabilities"] == pytest.approx(wanted, abs=1e-5)  # float32
@@ -65,7 +67,7 @@ def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbon
             assert answers[name]["probabilities"] == pytest.approx(wanted[name]["probabilities"], abs=1e-5)  # float32
     assert len({json.dumps(answers) for answers in found.values()}) == 3
     (tmp_path / "bad.jpg").write_bytes(b"junk")
-    said = shell("predict", "bad.jpg", *names, "-b", "vit", *files, "--json")
+    said = shell("predict", "bad.jpg", *names, "-b", "vit", *files, "--format", "json")
     assert "1 of 4 images could not be read, such as bad.jpg: not a readable image" in said.err
     assert json.loads(said.out) == {"bad.jpg": {"error": "not a readable image (no known format)."}, **found}
 

@@ -168,29 +168,41 @@ def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:
         assert (task.spec.calibration.images, task.spec.calibration.source) == (24, "validation")
         assert task.spec.familiarity is not None
         assert (task.spec.familiarity.images, len(task.spec.familiarity.means)) == (40, 2)
-        text = "40 training images, left out in turn, against no photographs (--others gives some)"
+        text = "40 training images, left out in turn, against no photographs (`others` gives some)"
         assert task.spec.training["familiarity"] == text
         assert "calibration_error_before" in task.spec.metrics
     back = ("-b", colours / "vit", "--json")
     found = json.loads(
-        run("eval", colours / "own", "-t", files["own"], "--others", colours / "other", "--workers", 0, *back)
+        run("eval", colours / "own", "-t", files["own"], "--others", colours / "other", "--set", "workers=0", *back)
     )["own"]["trust"]
     assert found["others"]["other"]["familiarity"]["auroc"] > 0.99
     assert found["others"]["other"]["unfamiliar"] == 1.0
     assert {"calibration_error", "calibration_error_before"} <= set(found)
     sets = [f"{name}={colours / name}" for name in files]
     both = [word for name in files for word in ("-t", files[name])]
-    metrics = json.loads(run("eval", *sets, *both, "--together", "--workers", 0, *back))
+    metrics = json.loads(run("eval", *sets, *both, "--together", "--set", "workers=0", *back))
     for name in files:
         accuracy = metrics[name]["together"]
         assert (accuracy["right_task"], metrics[name]["images"]) == (1.0, 20)
         assert accuracy["alone"] == accuracy["composed"] == accuracy["routed"] == metrics[name]["accuracy"]
-    apart = json.loads(run("eval", *sets, *both, "--workers", 0, *back))
+    apart = json.loads(run("eval", *sets, *both, "--set", "workers=0", *back))
     assert "together" not in apart["own"]
     shown = run("inspect", files["own"])
     assert "coarse" in shown
     assert "temperature" in shown
-    answers = json.loads(run("predict", colours / "other" / "test", "-t", files["own"], "--unfamiliar", "drop", *back))
+    answers = json.loads(
+        run(
+            "predict",
+            colours / "other" / "test",
+            "-t",
+            files["own"],
+            "--unfamiliar",
+            "drop",
+            "--format",
+            "json",
+            *back[:2],
+        )
+    )
     assert list(answers.values()) == [{}] * 20
 
 
@@ -214,10 +226,10 @@ def test_every_command_reads_tables_with_other_columns_and_absolute_paths(
     colours: Path, table: Path, tmp_path: Path
 ) -> None:
     backbone = memoro.load_backbone(str(colours / "vit"))
-    extra = ["--image-column", "picture"]
+    extra = ["--set", "image_column=picture"]
     if str(colours) in table.read_text():
-        extra.append("--allow-absolute")
-    how = {"image_column": "picture", "allow_absolute": "--allow-absolute" in extra, "label_column": "tint"}
+        extra += ["--set", "allow_absolute=true"]
+    how = {"image_column": "picture", "allow_absolute": "allow_absolute=true" in extra, "label_column": "tint"}
     quick: dict[str, Any] = {"epochs": 1, "workers": 0, "quiet": True, "lr": 0.1, "image_size": 20}
     assert memoro.train(table, backbone=backbone, val_fraction=0, **how, **quick).task.labels == ["blue", "red"]
     task = random_task(backbone, "own", labels=["blue", "red"])
@@ -226,7 +238,7 @@ def test_every_command_reads_tables_with_other_columns_and_absolute_paths(
     column = ("--label-column", "tint", *extra, "-b", colours / "vit")
     run("calibrate", path, table, *column)
     assert memoro.load_task(path).spec.calibration is not None
-    words = ("eval", table, "-t", path, "--workers", 0, "--json", *column)
+    words = ("eval", table, "-t", path, "--set", "workers=0", "--json", *column)
     assert json.loads(run(*words))["own"]["images"] == 20
     others = [colours / "other", shutil.copytree(colours / "other" / "val", tmp_path / "2025" / "other")]
     others.append(shutil.copytree(colours / "other" / "test", tmp_path / "2025" / "own"))

@@ -91,7 +91,7 @@ def test_every_format_has_a_row_for_every_image(shell: Shell, mess: Path, tasks:
     names = sorted([*READABLE[:3], *UNREADABLE]) + READABLE[3:]
     common = ("mess", "-b", "vit", *tasks)
     shell("predict", *common, "-o", "out.parquet")
-    document = json.loads(shell("predict", *common, "--json").out)
+    document = json.loads(shell("predict", *common, "--format", "json").out)
     lines = [json.loads(line) for line in shell("predict", *common, "-f", "jsonl").out.splitlines()]
     rows = read_csv(shell("predict", *common, "-f", "csv").out)
     table = parquet.read_table(tmp_path / "out.parquet").to_pylist()
@@ -153,7 +153,7 @@ def test_damaged_heic_is_an_image_or_an_image_error() -> None:
 def test_csv_gives_every_label_of_a_multilabel_task(shell: Shell, mess: Path, tasks: list[str]) -> None:  # noqa: F811
     common = ("mess/c.png", "-b", "vit", *tasks)
     rows = read_csv(shell("predict", *common, "-f", "csv").out)
-    found = json.loads(shell("predict", *common, "--json").out)["mess/c.png"]
+    found = json.loads(shell("predict", *common, "--format", "json").out)["mess/c.png"]
     tags = [row for row in rows if row["task"] == "tags"]
     assert {row["label"]: float(row["probability"]) for row in tags} == found["tags"]["probabilities"]
     assert [row["label"] for row in tags if row["predicted"] == "true"] == found["tags"]["labels"]
@@ -203,8 +203,8 @@ def test_a_table_wider_than_the_terminal_has_a_row_for_each_task() -> None:
 
 def test_top_gives_the_best_labels(shell: Shell, mess: Path, tasks: list[str], backbone: Backbone) -> None:  # noqa: F811
     common = ("mess/c.png", "-b", "vit", *tasks)
-    whole = json.loads(shell("predict", *common, "--json").out)["mess/c.png"]
-    short = json.loads(shell("predict", *common, "--json", "--top", 2).out)["mess/c.png"]
+    whole = json.loads(shell("predict", *common, "--format", "json").out)["mess/c.png"]
+    short = json.loads(shell("predict", *common, "--format", "json", "--top", 2).out)["mess/c.png"]
     best = list(whole["pets"]["probabilities"].items())[:2]
     assert list(short["pets"]["probabilities"].items()) == best
     assert short["pets"]["label"] == whole["pets"]["label"]
@@ -319,7 +319,7 @@ def test_interrupted_predictions_keep_what_was_answered(
         return open_image(source, **options)
 
     monkeypatch.setattr("memoro.engine.answers.open_image", stop)
-    said = shell("predict", "mess", "-b", "vit", *tasks, "-o", "out.csv", "--batch-size", 1, code=130)
+    said = shell("predict", "mess", "-b", "vit", *tasks, "-o", "out.csv", "--set", "batch_size=1", code=130)
     assert "stopped after 4 images.\nThe answers so far are in out.csv.part." in said.err
     assert (tmp_path / "out.csv").read_text() == "older answers"
     rows = read_csv((tmp_path / "out.csv.part").read_text())
@@ -353,7 +353,7 @@ def test_two_commands_that_write_one_file_never_mix(
         monkeypatch.setattr("memoro.engine.answers.open_image", wait)
         shell(*command, "--top", 1)
 
-    command = ("predict", "mess", "-b", "vit", *tasks, "-o", "out.csv", "--batch-size", 1)
+    command = ("predict", "mess", "-b", "vit", *tasks, "-o", "out.csv", "--set", "batch_size=1")
     first = in_fork(run)
     while not Path("half").exists():
         assert first.is_alive()
@@ -364,8 +364,8 @@ def test_two_commands_that_write_one_file_never_mix(
     first.join(120)
     assert first.exitcode == 0
     assert [one.name for one in tmp_path.iterdir() if "out.csv" in one.name] == ["out.csv"]
-    shell(*command[:-4], "-o", "right-1.csv", "--batch-size", 1, "--top", 1)
-    shell(*command[:-4], "-o", "right-2.csv", "--batch-size", 1, "--top", 2)
+    shell(*command[:-4], "-o", "right-1.csv", "--set", "batch_size=1", "--top", 1)
+    shell(*command[:-4], "-o", "right-2.csv", "--set", "batch_size=1", "--top", 2)
     assert [Path("out.csv").read_text(), second] == [Path(f"right-{top}.csv").read_text() for top in (1, 2)]
 
 

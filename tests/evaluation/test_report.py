@@ -55,7 +55,7 @@ def test_every_training_has_a_report(shell: Shell, tmp_path: Path) -> None:  # n
     same.resize((40, 40)).save(tmp_path / "set" / "test" / "red" / "larger.png")
     save_square(tmp_path / "set" / "test" / "red" / "odd.png", "green", 503)  # as green/503.png: one answer is wrong
     (tmp_path / "set" / "train" / "red" / "broken<b>.png").write_bytes(b"no image")
-    how = ("--image-size", 20, "--epochs", 2, "--lr", 0.1, "--workers", 0)
+    how = ("--image-size", 20, "--epochs", 2, "--lr", 0.1, "--set", "workers=0")
     said = shell("train", "set", "-b", "vit", "--task", "colour", *how).out
     assert "report: runs/colour/report.html" in said.splitlines()
     text = check_page(tmp_path / "runs" / "colour" / "report.html")
@@ -68,7 +68,7 @@ def test_every_training_has_a_report(shell: Shell, tmp_path: Path) -> None:  # n
         assert part in text, part
     page = (tmp_path / "runs" / "colour" / "report.html").read_text()
     assert page.count("<svg") >= 4, "loss, accuracy, confusion, time"
-    shell("eval", "set", "-b", "vit", "-t", "colour.safetensors", "--report", "--workers", 0)
+    shell("eval", "set", "-b", "vit", "-t", "colour.safetensors", "--report", "--set", "workers=0")
     text = check_page(tmp_path / "report.html")
     assert "Evaluated on set, on the test split of 8 images" in text
     assert "Each class" in text

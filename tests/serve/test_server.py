@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,7 +30,7 @@ def test_single_files_cannot_be_changed(backbone: Backbone, tmp_path: Path) -> N
         data = file_of(tmp_path, random_task(backbone, "new"))
         for method, target in (("PUT", "/v1/tasks/new"), ("PUT", "/v1/tasks"), ("DELETE", "/v1/tasks/tags")):
             status, _, found = server.request(method, target, data)
-            assert (status, "--tasks FOLDER" in found["error"]) == (403, True)
+            assert (status, "tasks=FOLDER" in found["error"]) == (403, True)
         assert server.request("GET", "/v1/tasks")[2]["writable"] is False
 
 
@@ -63,13 +64,16 @@ def test_problems_at_the_start_are_named(backbone: Backbone, tmp_path: Path) -> 
 
 
 def test_a_missing_extra_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
     from memoro import extras
-    from memoro.cli.serving import serve
+    from memoro.cli import app
 
     found: Callable[..., Any] = extras.find_spec
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "fastapi" else found(name))
-    with pytest.raises(memoro.MemoroError, match=r"fastapi is not installed.*pip install 'memoro\[serve\]'"):
-        serve()
+    done = CliRunner().invoke(app, ["serve"])
+    assert isinstance(done.exception, memoro.MemoroError)
+    assert re.match(r"fastapi is not installed.*pip install 'memoro\[serve\]'", str(done.exception))
 
 
 @pytest.mark.parametrize("command", [["serve"], ["lab", "bench", "serve"]])

@@ -106,7 +106,7 @@ def test_another_table_is_not_appended_to(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "t.csv").mkdir()
-    with pytest.raises(TeachError, match="--labels-file"):
+    with pytest.raises(TeachError, match="`labels_file`"):
         LabelTable(tmp_path / "t.csv")
 
 

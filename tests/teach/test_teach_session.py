@@ -140,7 +140,7 @@ def test_a_zip_needs_a_file_for_its_labels(backbone: Backbone, tmp_path: Path) -
     with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
         for path in truth:
             archive.write(tmp_path / "photos" / path, path)
-    with pytest.raises(TeachError, match="--labels-file"):
+    with pytest.raises(TeachError, match="`labels_file`"):
         memoro.teach(tmp_path / "photos.zip", backbone=backbone)
     with memoro.teach(tmp_path / "photos.zip", backbone=backbone, labels_file=tmp_path / "l.csv") as session:
         session.label("00-0.png", "red")

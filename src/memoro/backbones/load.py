@@ -170,7 +170,9 @@ def _from_pretrained(source: str, dtype: torch.dtype | None, options: Mapping[st
     try:
         config = transformers.AutoConfig.from_pretrained(source, **options)
     except Exception as error:
-        how = f": `hf download {source} --local-dir FOLDER`, then -b FOLDER" if is_hub_id(source) else ""
+        how = (
+            f": `hf download {source} --local-dir FOLDER`, then give FOLDER as `backbone`" if is_hub_id(source) else ""
+        )
         raise BackboneError(
             f"cannot load a backbone from {source!r}: it is neither a folder with a readable config.json nor a hub id "
             f"that can be reached ({first_line(error)[:200].rstrip('.')}). If you are offline, download it on another "

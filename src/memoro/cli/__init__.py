@@ -4,96 +4,101 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import sys
 from importlib import import_module
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.text import Text
+from typer.core import TyperGroup
 
-from memoro.cli import explain, predict, serving, tasks, teach, training
+from memoro.cli.removed import refuse_removed
+from memoro.cli.settings import name_options
 from memoro.console import plain_console
 from memoro.errors import MemoroError
+from memoro.phases import Phases
 
-OVERVIEW = """\
-[bold]memoro[/] teaches one frozen Vision Transformer many tasks. A task is a small file; one pass answers them all,
-and the backbone's own output stays bitwise the same.
 
-  memoro demo                                            see it work, without a download
-  memoro train photos/ --task pets                       a folder of class folders becomes pets.safetensors
-  memoro train pets=photos/ rooms=rooms.zip --out tasks/ several tasks in one pass
-  memoro sweep photos/ --rank 4,8,16 --from-layer 4,8    many settings in one pass; the best is kept
-  memoro eval photos/ --tasks pets.safetensors           metrics on the test split
-  memoro predict new/*.jpg --tasks pets.safetensors --tasks flowers.safetensors
-                                                         predict with all tasks in one pass
-  memoro explain photo.jpg -t pets.safetensors           where a task looked, as a picture
-  memoro serve --tasks tasks/                            serve over HTTP; attach and detach tasks without a restart
-  memoro teach photos/ --task pets                       label images on a page that learns meanwhile, then serve it
-  memoro suspects photos/                                labels that are likely to be wrong
-  memoro inspect pets.safetensors                        what a task file contains
-  memoro compose pets.safetensors flowers.safetensors -o both.safetensors
-                                                         put tasks into one file
-  memoro verify --tasks both.safetensors photo.jpg       check that the backbone's output is unchanged
-  memoro calibrate pets.safetensors photos/new           fit probabilities and familiarity on your own images
-  memoro export --tasks both.safetensors -o model.onnx   backbone and tasks as one ONNX file
-  memoro card pets.safetensors                           a folder for the Hugging Face hub, with a model card
-  memoro import model.pt --backbone FOLDER -o tasks.safetensors
-                                                         tasks of the paper's public reproduction
-  memoro cache                                           show the size of the feature cache; --clear empties it
-  memoro lab                                             study the method: baselines, the paper's tables, speed
+class Verb(NamedTuple):
+    """What the first page says about a command, and the module of the command, which is imported when it is used."""
 
-Training takes [bold]--backbone[/], a hub id or a folder; the default is the small one that ships with memoro. A task
-file names its backbone, and a hub id (me/pets) can be given instead of a file. Run [bold]memoro COMMAND --help[/] for
-details; most commands take [bold]--json[/]."""
+    module: str
+    example: str
+    summary: str
+
+
+VERBS = {
+    "demo": Verb("memoro.cli.demo", "memoro demo", "see it work, without a download"),
+    "train": Verb("memoro.cli.train", "memoro train photos/ --task pets", "learn from folders of classes"),
+    "eval": Verb("memoro.cli.evaluate", "memoro eval photos/ -t pets.safetensors", "metrics on the test split"),
+    "predict": Verb(
+        "memoro.cli.predict", "memoro predict new/*.jpg -t pets.safetensors", "all tasks answer in one pass"
+    ),
+    "explain": Verb("memoro.cli.explain", "memoro explain 1.jpg -t pets.safetensors", "where the task looked"),
+    "serve": Verb("memoro.cli.serve", "memoro serve -t tasks/", "answer over HTTP; with a page"),
+    "teach": Verb("memoro.cli.teach", "memoro teach photos/ --task pets", "label on a page that learns"),
+    "suspects": Verb("memoro.cli.teach", "memoro suspects photos/", "labels that may be wrong"),
+    "inspect": Verb("memoro.cli.tasks", "memoro inspect pets.safetensors", "what a task file contains"),
+    "compose": Verb("memoro.cli.tasks", "memoro compose A B -o both.safetensors", "several tasks in one file"),
+    "verify": Verb("memoro.cli.tasks", "memoro verify -t both.safetensors 1.jpg", "is the backbone unchanged?"),
+    "calibrate": Verb("memoro.cli.evaluate", "memoro calibrate pets.safetensors new/", "fit to your own images"),
+    "export": Verb("memoro.cli.tasks", "memoro export -t A -o model.onnx", "backbone and tasks as ONNX"),
+    "card": Verb("memoro.cli.tasks", "memoro card pets.safetensors", "a model card for the hub"),
+    "import": Verb("memoro.cli.tasks", "memoro import model.pt -o tasks.safetensors", "the paper's reproduction"),
+    "cache": Verb("memoro.cli.tasks", "memoro cache --clear", "show or empty the feature cache"),
+    "lab": Verb("memoro.lab.cli", "memoro lab --help", "study the method and its speed"),
+}
+
+
+class Verbs(TyperGroup):
+    """The commands of `VERBS`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands and cmd_name in VERBS:
+            group = typer.main.get_group(import_module(VERBS[cmd_name].module).app)
+            command = group.commands.get(cmd_name, group)  # all of the laboratory is one verb
+            arrange_help(command)
+            self.commands[cmd_name] = command
+        return self.commands.get(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        refuse_removed(args)
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        ctx.obj = Phases()  # before the imports, which are part of the user's wait
+        try:
+            return super().invoke(ctx)
+        except MemoroError as error:
+            if command := self.commands.get(ctx.invoked_subcommand):
+                error.args = (name_options(str(error), ctx.invoked_subcommand, command), *error.args[1:])
+            raise
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        print_overview()
+
 
 app = typer.Typer(
+    cls=Verbs,
     add_completion=False,
     no_args_is_help=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-app.add_typer(training.app)
-app.add_typer(predict.app)
-app.add_typer(explain.app)
-app.add_typer(tasks.app)
-app.add_typer(serving.app)
-app.add_typer(teach.app)
 
 
 def main() -> None:
     """Runs the command line; a MemoroError becomes one line and exit code 1."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "critical")  # no retry messages: memoro's own error says what to do
-    command = typer.main.get_command(app)
-    unwrap_help(command)
     try:
-        command()
+        app()
     except MemoroError as error:
-        plain_console(stderr=True, soft_wrap=True).print(Text("error:", "bold red"), name_options(str(error)))
+        plain_console(stderr=True, soft_wrap=True).print(Text("error:", "bold red"), str(error))
         sys.exit(1)
-
-
-def unwrap_help(command: Any) -> None:
-    """Joins the lines of each paragraph of the help, so that they are as wide as the terminal."""
-    if command.help:
-        paragraphs = inspect.cleandoc(command.help).split("\n\n")
-        command.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
-    for one in getattr(command, "commands", {}).values():
-        unwrap_help(one)
-
-
-def name_options(text: str) -> str:
-    """A message with the options' names in the place of those of arguments: `--label-column` for `label_column`."""
-    commands = typer.main.get_group(app).commands.values()
-    names = {param.name for command in commands for param in command.params if param.name and "_" in param.name}
-
-    def replace(word: re.Match[str]) -> str:
-        return f"--{word[0].replace('_', '-')}" if word[0] in names else word[0]
-
-    # Not in quotes, paths and calls, and not where a message names both.
-    return re.sub(r"(?<![\w'\"/.-])(?<!in Python, )[a-z]+(_[a-z]+)+(?![\w'\"/=(])", replace, text)
 
 
 @app.callback(invoke_without_command=True)
@@ -107,45 +112,32 @@ def root(
 
         typer.echo(__version__)
     elif context.invoked_subcommand is None:
-        plain_console(soft_wrap=True).print(OVERVIEW, markup=True)
+        print_overview()
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
-def lab(context: typer.Context) -> None:
-    """Study the method: train baselines, reproduce the paper's tables, measure speed.
+def print_overview() -> None:
+    """The first page: every command with an example."""
+    width = max(len(verb.example) for verb in VERBS.values())
+    examples = "\n".join(f"  {verb.example:{width}}  {verb.summary}" for verb in VERBS.values())
+    plain_console(soft_wrap=True).print(
+        f"""\
+[bold]memoro[/] teaches one frozen Vision Transformer many tasks. A task is a small file;
+one pass answers them all, and the backbone's own output stays bitwise the same.
 
-    memoro lab --help
-    """
-    import_module("memoro.lab.cli").run(context.args)  # by name: the product does not depend on the laboratory
+{examples}
 
-
-def _removed(name: str) -> None:
-    def command(context: typer.Context) -> None:
-        raise MemoroError(f"memoro {name} is now memoro lab {name}: run the same command with lab before {name}.")
-
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-    app.command(name, hidden=True, context_settings=settings)(command)
-
-
-for _name in ("bench", "reproduce"):
-    _removed(_name)
+The default backbone is the small one that ships with memoro; --backbone takes
+a hub id or a folder. A hub id (me/pets) can be given instead of a task file.
+[bold]memoro COMMAND --help[/] has the details, memoro --version the version.""",
+        markup=True,
+    )
 
 
-@app.command()
-def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for images, task files and the report.")] = Path(
-        "memoro-demo"
-    ),
-) -> None:
-    """Train five tasks on drawn letters and handwritten digits, compose them, and check that the backbone's output is
-    unchanged.
-
-    Takes a few minutes on two cores and downloads nothing. Writes task files and an HTML report.
-    """
-    from memoro.console import quiet_libraries
-    from memoro.demo import run_demo
-
-    quiet_libraries()
-    run_demo(plain_console(markup=True), out)
+def arrange_help(command: Any) -> None:
+    """Joins the lines of each paragraph of the help, so that they are as wide as the terminal; examples stay as they
+    are."""
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    joined = [text if text.startswith("memoro ") else " ".join(text.split("\n")) for text in paragraphs]
+    command.help = "\n\n".join("\b\n" + text if text.startswith("memoro ") else text for text in joined)
+    for inner in getattr(command, "commands", {}).values():
+        arrange_help(inner)

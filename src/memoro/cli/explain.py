@@ -24,15 +24,13 @@ def explain(
     device: DeviceOption = None,
     as_json: Json = False,
 ) -> None:
-    """Show where tasks looked: each image in grey, coloured by attention.
-
-    Yellow is the most attention, dark blue none. Several images or tasks are
-    drawn as a grid: a row for each image, a column for each task. The table
-    shows how much attention went to the image's patches, the task's memory etc.
-
-    memoro explain photo.jpg -t pets.safetensors -o overlay.png
-
+    """memoro explain photo.jpg -t pets.safetensors -o overlay.png
     memoro explain photos/ -t pets.safetensors -t rooms.safetensors -o sheet.png
+
+    Show where tasks looked: each image in grey, coloured by attention.
+
+    Yellow is the most attention, dark blue none. Several images or tasks are drawn as a grid: a row for each image, a
+    column for each task. The table shows how much attention went to the image's patches, the task's memory etc.
     """
     from memoro.console import make_table
     from memoro.engine.composition import compose

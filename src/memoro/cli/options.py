@@ -50,24 +50,6 @@ TaskFiles = Annotated[
     ),
 ]  # fmt: skip
 LabelColumn = Annotated[str | None, typer.Option(help="Column of a table with the labels.")]
-ImageColumn = Annotated[
-    str | None, typer.Option(help="Column of a table with the images.", show_default="path or image")
-]
-AllowAbsolute = Annotated[
-    bool, typer.Option("--allow-absolute", help="Allow a table that you trust to name files outside its folder.")
-]
-MaxUnreadable = Annotated[
-    float,
-    typer.Option(min=0, max=1, help="Maximum fraction of unreadable images, which are skipped."),
-]
-
-
-def reading_options(
-    label_column: str | None, image_column: str | None, allow_absolute: bool, max_unreadable: float
-) -> dict[str, Any]:
-    """How data is read: options of `load_data`."""
-    table = {"label_column": label_column, "image_column": image_column, "allow_absolute": allow_absolute}
-    return {**table, "max_unreadable": max_unreadable}
 
 
 def share_cores() -> None:
@@ -169,3 +151,12 @@ def numbers(text: str, kind: type[Number] = int) -> list[Number]:
 def print_json(value: Any) -> None:
     # Lone surrogates, as in undecodable file names, cannot be printed: they become JSON escapes.
     typer.echo(to_json(value, indent=2).encode(errors="backslashreplace").decode())
+
+
+def keep_old(file: Path) -> None:
+    """Keeps a file that is about to be replaced under another name, and says so."""
+    from memoro.files import keep_copy
+
+    if file.is_file():
+        text = f"{file} was there already: the old file is kept as {keep_copy(file)}."
+        plain_console(stderr=True, soft_wrap=True).print(text)

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from memoro.cli.options import DeviceOption, Json, TaskBackboneOption, TaskFiles, load_models, share_cores
+from memoro.cli.options import DeviceOption, TaskBackboneOption, TaskFiles, load_models, share_cores
+from memoro.cli.settings import Settings, read_settings, shell_log
 from memoro.console import Bar, format_count, format_time, plain_console
 
 if TYPE_CHECKING:
     from memoro.data.unlabelled import Unlabelled
     from memoro.evaluation.bulk import Job
+    from memoro.evaluation.on_ray import RayOptions
     from memoro.evaluation.predictions import Predictor, Tally
 
 app = typer.Typer()
 
-_MANY, _CLUSTER = "Many images", "Many machines"
+_MANY = "Many images"
 
 
 @app.command()
 def predict(
+    context: typer.Context,
     images: Annotated[
         list[str],
         typer.Argument(
@@ -43,7 +45,8 @@ def predict(
         typer.Option(
             "--format",
             "-f",
-            help="Format of the answers; jsonl has a line for each image.",
+            metavar="FORMAT",
+            help="table, json, jsonl (a line for each image), csv or parquet.",
             show_default="by the suffix of --out, else table; parquet for a folder",
         ),
     ] = None,
@@ -81,12 +84,6 @@ def predict(
         typer.Option("--raw-csv", help="Leave text in CSV as it is, even if a spreadsheet would run it as a formula."),
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any image cannot be read.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=0, help="Processes that decode images.", show_default="one per core; none for few images"),
-    ] = None,
-    as_json: Json = False,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue a job: skip the shards that exist.", rich_help_panel=_MANY),
@@ -95,108 +92,69 @@ def predict(
         int | None,
         typer.Option(min=1, help="Images per file in the folder.", show_default="8192", rich_help_panel=_MANY),
     ] = None,
-    image_column: Annotated[
-        str | None,
-        typer.Option(help="Column of a table with the images.", show_default="path or image", rich_help_panel=_MANY),
-    ] = None,
-    allow_absolute: Annotated[
-        bool,
-        typer.Option(
-            "--allow-absolute",
-            help="Allow a table that you trust to name files outside its folder.",
-            rich_help_panel=_MANY,
-        ),
-    ] = False,
     streaming: Annotated[
         bool,
         typer.Option("--streaming", help="Read a hub dataset as a stream, storing nothing.", rich_help_panel=_MANY),
     ] = False,
-    ray: Annotated[
-        bool,
-        typer.Option(
-            "--ray",
-            help="Use the Ray cluster of $RAY_ADDRESS or of this machine, or start one here.",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = False,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(help="Use this Ray cluster, such as head:6379.", show_default=False, rich_help_panel=_CLUSTER),
-    ] = None,
-    ray_workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of workers.",
-            show_default="one per GPU, or per 4 cores",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = None,
+    settings: Settings = None,
 ) -> None:
-    """Predict with all tasks in one pass. Answers are written batch by batch.
-
-    memoro predict new/*.jpg -t pets.safetensors -t rooms.safetensors
-
+    """memoro predict new/*.jpg -t pets.safetensors -t rooms.safetensors
     memoro predict new/ -t pets.safetensors --out answers.csv --top 3
-
     memoro predict photos.parquet -t pets.safetensors --out answers/ --resume
 
-    Folders are searched for images, which are recognised by their suffix or
-    their first bytes. Tables have a column of paths, Parquet also of images.
-    An image that cannot be read gets a row with the error.
-    CSV and Parquet have a row for each image, task and label, and the columns
-    image, task, label, probability, value (of a regression), low and high (of
-    its 90 % interval), predicted, score, familiarity, unfamiliar, error.
+    Predict with all tasks in one pass. Answers are written batch by batch.
 
-    Probabilities are calibrated if the task is. familiarity is the share of
-    the task's own images that look at least as unusual as this one. The image
-    most likely belongs to the task with the highest score, which compares the
-    tasks of one call: it depends on which tasks are attached.
+    Folders are searched for images, which are recognised by their suffix or their first bytes. Tables have a column of
+    paths, Parquet also of images. An image that cannot be read gets a row with the error. CSV and Parquet have a row
+    for each image, task and label, and the columns image, task, label, probability, value (of a regression), low and
+    high (of its 90 % interval), predicted, score, familiarity, unfamiliar, error.
 
-    With a folder as --out, answers are written in files of --shard-size images:
-    stop at any time and continue with --resume. With --ray, the machines of a
-    cluster share the work; they need access to the images and to the folder.
+    Probabilities are calibrated if the task is. familiarity is the share of the task's own images that look at least as
+    unusual as this one. The image most likely belongs to the task with the highest score, which compares the tasks of
+    one call: it depends on which tasks are attached.
+
+    With a folder as --out, answers are written in files of --shard-size images: stop at any time and continue with
+    --resume. With --set ray=true, the machines of a Ray cluster share the work; they need access to the images and to
+    the folder.
     """
     if out is not None:
         share_cores()
+    from memoro.data import DataOptions
     from memoro.data.unlabelled import open_unlabelled
     from memoro.engine.answers import AnswerOptions, Routing
     from memoro.evaluation.bulk import SHARD_SIZE, Job
+    from memoro.evaluation.on_ray import RayOptions
     from memoro.evaluation.predictions import Predictor, check_form
 
     folder = out is not None and (out.endswith(("/", os.sep)) or Path(out).is_dir())
-    cluster = ray or ray_address is not None or ray_workers is not None
-    if as_json and (form not in {None, "json"} or (out is not None and Path(out).suffix not in {"", ".json"})):
-        raise typer.BadParameter("--json is the same as --format json: leave it out for another format")
-    chosen = _choose_form("json" if as_json else form, None if out is None else Path(out), folder)
-    if ray and (address := next((place for place in images if _is_address(place)), None)) is not None:
-        raise typer.BadParameter(f"{address} is not an image; if it is a Ray cluster, use --ray-address {address}")
-    if not folder and (resume or cluster or shard_size is not None):
-        raise typer.BadParameter("--resume, --shard-size and --ray need a folder for the answers: --out answers/")
+    changes = read_settings("predict", settings)
+    cluster = RayOptions(**changes[RayOptions])
+    chosen = _choose_form(form, None if out is None else Path(out), folder)
+    if not folder and (resume or cluster.wanted or shard_size is not None):
+        raise typer.BadParameter("--resume, --shard-size and --set ray need a folder for the answers: --out answers/")
     check_form(chosen, embeddings)
     routing = Routing(unfamiliar, false_alarms)
-    source = open_unlabelled(images, image_column=image_column, allow_absolute=allow_absolute, streaming=streaming)
+    reading = changes[DataOptions]
+    workers = reading.pop("workers", None)
+    source = open_unlabelled(images, streaming=streaming, **reading)
     count = None if folder else _count(source)
-    frozen, models = load_models(tasks, backbone, "cpu" if cluster else device)
-    predictor = Predictor(frozen, tuple(models), AnswerOptions(batch_size, top, routing, embeddings))
+    frozen, models = load_models(tasks, backbone, "cpu" if cluster.wanted else device)
+    predictor = Predictor(
+        frozen, tuple(models), AnswerOptions(**changes[AnswerOptions], top=top, routing=routing, embeddings=embeddings)
+    )
     _explain_passes(predictor)
-    errors = plain_console(stderr=True, soft_wrap=True)
+    tell = shell_log(plain_console(stderr=True, soft_wrap=True), context)
     if folder:
         assert out is not None
         job = Job(source, predictor, Path(out), chosen, shard_size or SHARD_SIZE, raw_csv)
-        how = {"address": ray_address, "workers": ray_workers} if cluster else None
-        tally = _write_shards(job, resume, workers, how)
+        tally = _write_shards(job, resume, workers, cluster if cluster.wanted else None)
     else:
         file = None if out is None else Path(out)
         tally = _write_one(source, predictor, chosen, file, count, workers, raw_csv)
     if tally.first is not None:
         some = f"{tally.unreadable} of {tally.images} images could not be read, such as "
-        errors.print(f"{some if tally.images > 1 else ''}{tally.first.image}: {tally.first.error}")
+        tell(f"{some if tally.images > 1 else ''}{tally.first.image}: {tally.first.error}")
     raise typer.Exit(1 if tally.unreadable and (strict or tally.unreadable == tally.images) else 0)
-
-
-def _is_address(place: str) -> bool:
-    return re.fullmatch(r"(ray://)?[\w.-]+:\d+", place) is not None and not os.path.exists(place)
 
 
 def _count(source: Unlabelled) -> int | None:
@@ -271,7 +229,7 @@ def _write_one(
     return tally
 
 
-def _write_shards(job: Job, resume: bool, workers: int | None, cluster: dict[str, Any] | None) -> Tally:
+def _write_shards(job: Job, resume: bool, workers: int | None, cluster: RayOptions | None) -> Tally:
     """Answers as files of a folder. Returns what all of them hold."""
     from memoro.data.workers import worker_count
     from memoro.evaluation.bulk import answer_here, begin, claim, count_answered
@@ -292,7 +250,8 @@ def _write_shards(job: Job, resume: bool, workers: int | None, cluster: dict[str
         try:
             with _progress(left) as tick:
                 if cluster is not None:
-                    tally = answer_on_ray(job, todo, tick=tick, tell=errors.print, **cluster)
+                    address, count = cluster.address, cluster.workers
+                    tally = answer_on_ray(job, todo, address=address, workers=count, tick=tick, tell=errors.print)
                 else:
                     tally = answer_here(job, todo, workers=worker_count(workers, left), tick=tick)
         except KeyboardInterrupt:

@@ -1,28 +1,23 @@
-"""Commands about task files: inspect, compose, verify, calibrate, export, card, import."""
+"""Commands about task files: inspect, compose, verify, export, card, import, cache."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from memoro.cli.options import (
-    AllowAbsolute,
     BackboneOption,
     DeviceOption,
     Files,
-    ImageColumn,
     Json,
-    LabelColumn,
-    MaxUnreadable,
-    OthersOption,
     TaskBackboneOption,
     TaskFiles,
     gather_tasks,
+    keep_old,
     load,
     print_json,
-    reading_options,
 )
 from memoro.console import plain_console
 
@@ -37,9 +32,9 @@ def inspect(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a task file: labels, memory, parents, backbone, training and metrics.
+    """memoro inspect pets.safetensors
 
-    memoro inspect pets.safetensors
+    Show what is in a task file: labels, memory, parents, backbone, training and metrics.
     """
     from memoro.evaluation.inspect import inspect_file, inspect_tables
     from memoro.tasks.hub import find_task_file, find_task_files
@@ -58,9 +53,9 @@ def compose_files(
     files: Files,
     out: Annotated[Path, typer.Option("--out", "-o", help="The bundle to write.", show_default=False)],
 ) -> None:
-    """Bundle tasks into one file. Every parent of a task must be included.
+    """memoro compose pets.safetensors rooms.safetensors -o both.safetensors
 
-    memoro compose pets.safetensors rooms.safetensors -o both.safetensors
+    Bundle tasks into one file. Every parent of a task must be included.
     """
     from memoro.console import format_bytes
     from memoro.engine.parents import check_together
@@ -68,19 +63,10 @@ def compose_files(
 
     tasks = gather_tasks(files, option="")
     check_together(tasks)
-    _keep(out)
+    keep_old(out)
     save_tasks(tasks, out)
     names = ", ".join(task.name for task in tasks)
     plain_console(soft_wrap=True).print(f"{out}: {names} ({format_bytes(out.stat().st_size)})")
-
-
-def _keep(file: Path) -> None:
-    """Keeps a file that is about to be replaced under another name, and says so."""
-    from memoro.files import keep_copy
-
-    if file.is_file():
-        text = f"{file} was there already: the old file is kept as {keep_copy(file)}."
-        plain_console(stderr=True, soft_wrap=True).print(text)
 
 
 @app.command()
@@ -94,15 +80,15 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the composition with the original model, and each task alone with the same task composed.
+    """memoro verify -t pets.safetensors -t rooms.safetensors photo.jpg
 
-    The backbone's own output must be bitwise equal. A task's logits may differ
-    by rounding, because sums are taken in a different order. The largest
-    difference is shown with its bound.
+    Compare the composition with the original model, and each task alone with the same task composed.
 
-    Exits with 1 if the backbone's output differs, or a task by more than its bound.
+    The backbone's own output must be bitwise equal. A task's logits may differ by rounding, because sums are taken in a
+    different order. The largest difference is shown with its bound.
 
-    memoro verify -t pets.safetensors -t rooms.safetensors photo.jpg
+    Exits with 1 if the backbone's output differs, or a task by more than its bound. To compare accuracy, use
+    memoro eval --together.
     """
     from memoro.engine.composition import compose
     from memoro.engine.verify import sample_pixels
@@ -120,52 +106,6 @@ def verify(
     raise typer.Exit(0 if receipt.base_equal and receipt.tasks_equal else 1)
 
 
-@app.command("calibrate")
-def calibrate_task(
-    file: Annotated[Path, typer.Argument(help="A task file.", show_default=False)],
-    data: Annotated[str, typer.Argument(help="Labelled images that the task was not trained on.", show_default=False)],
-    backbone: TaskBackboneOption = None,
-    device: DeviceOption = None,
-    label_column: LabelColumn = None,
-    image_column: ImageColumn = None,
-    allow_absolute: AllowAbsolute = False,
-    max_unreadable: MaxUnreadable = 0.05,
-    extends: Annotated[
-        list[str] | None,
-        typer.Option("--extends", help="Task file or hub id that it extends; repeat for more.", show_default=False),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File to write.", show_default="the task file itself")
-    ] = None,
-    others: OthersOption = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
-) -> None:
-    """Recalibrate a task's probabilities and familiarity on your own images.
-
-    The weights and the content hash stay the same. Calibration and familiarity
-    are added if the task has none.
-
-    memoro calibrate pets.safetensors photos/new-pets
-    """
-    from memoro.evaluation.calibrate import calibrate
-    from memoro.tasks.hub import find_task_file
-    from memoro.tasks.taskfile import load_task, load_tasks, save_task
-
-    file = find_task_file(file)  # of a folder, the file in it
-    task = load_task(file)
-    parents = [parent for path in extends or [] for parent in load_tasks(path)]
-    console = plain_console(soft_wrap=True)
-    how: dict[str, Any] = {"parents": parents, "others": others, "batch_size": batch_size, "log": console.print}
-    reading = reading_options(label_column, image_column, allow_absolute, max_unreadable)
-    before = task.spec
-    calibrate(load(backbone, device, task.spec.backbone), task, data, **how, **reading)
-    if task.spec is before:
-        raise typer.Exit(1)
-    _keep(out or file)
-    save_task(task, out or file)
-    console.print(f"written to {out or file}")
-
-
 @app.command()
 def export(
     tasks: TaskFiles,
@@ -178,15 +118,15 @@ def export(
         str | None, typer.Option(help="Dtype of the weights, such as float32.", show_default="the checkpoint's")
     ] = None,
 ) -> None:
-    """Write backbone and tasks as one ONNX file, with one input and named outputs for any number of images.
+    """memoro export -t pets.safetensors -t rooms.safetensors -o model.onnx
+
+    Write backbone and tasks as one ONNX file, with one input and named outputs for any number of images.
 
     Outputs: base, and for each task NAME (logits), NAME.probabilities (not for
     regression) and NAME.familiarity (if the task has it).
     Labels with their thresholds, the spread of numbers, preprocessing and
     the backbone's fingerprint are in the file's metadata, as JSON under the
     key memoro.
-
-    memoro export -t pets.safetensors -t rooms.safetensors -o model.onnx
     """
     from memoro.backbones import load_backbone
     from memoro.console import format_bytes, format_count
@@ -217,11 +157,10 @@ def card(
         str | None, typer.Option(help="Hub id of the backbone.", show_default="its name, if that is one")
     ] = None,
 ) -> None:
-    """Write a folder for the hub: the task file, a model card, and a picture of the confusion matrix.
+    """memoro card pets.safetensors --repo me/pets --license apache-2.0
 
-    memoro card pets.safetensors --repo me/pets --license apache-2.0
-
-    hf upload me/pets pets
+    Write a folder for the hub: the task file, a model card, and a picture of the confusion matrix. To upload it: hf
+    upload me/pets pets.
     """
     from memoro.errors import TaskFileError
     from memoro.tasks.hub import FILE
@@ -236,7 +175,7 @@ def card(
     if there.is_file() and {task.content_hash() for task in load_tasks(there)} != {
         task.content_hash() for task in tasks
     }:
-        _keep(there)
+        keep_old(there)
     before, console = set(folder.glob("README.md.*")), plain_console(soft_wrap=True)
     save_pretrained(tasks, folder, repo_id=repo, license=license, base_model=base_model)
     for kept in set(folder.glob("README.md.*")) - before:
@@ -253,15 +192,15 @@ def import_checkpoint(
     backbone: BackboneOption = None,
     names: Annotated[str | None, typer.Option(help="Names for the tasks, separated by commas.")] = None,
 ) -> None:
-    """Import tasks from a checkpoint of the paper's public reproduction.
+    """memoro import model.pt -b FOLDER -o tasks.safetensors --names cifar,places
 
-    memoro import model.pt -b FOLDER -o tasks.safetensors --names cifar,places
+    Import tasks from a checkpoint of the paper's public reproduction.
     """
     from memoro.tasks.reproduction import import_tasks
     from memoro.tasks.taskfile import save_tasks
 
     tasks = import_tasks(load(backbone, "cpu"), checkpoint, names=None if names is None else names.split(","))
-    _keep(out)
+    keep_old(out)
     save_tasks(tasks, out)
     console = plain_console(soft_wrap=True)
     for task in tasks:
@@ -277,7 +216,10 @@ def cache_command(
     ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Remove all features.")] = False,
 ) -> None:
-    """Show the size of the feature cache; --clear empties it."""
+    """memoro cache --clear
+
+    Show the size of the feature cache, or empty it with --clear.
+    """
     from memoro.console import format_bytes
     from memoro.engine.featurestore import clear as clear_all
     from memoro.engine.featurestore import default_folder, total_bytes

@@ -8,15 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from memoro.cli.options import (
-    AllowAbsolute,
-    BackboneOption,
-    DeviceOption,
-    ImageColumn,
-    Json,
-    LabelColumn,
-    share_cores,
-)
+from memoro.cli.options import BackboneOption, DeviceOption, Json, LabelColumn, share_cores
+from memoro.cli.settings import Settings, read_settings
 from memoro.console import format_count, make_table, plain_console, quiet_libraries, to_json
 
 app = typer.Typer()
@@ -45,8 +38,7 @@ def teach(
     image_size: Annotated[int | None, typer.Option(min=16, help="Pixels of an image's edge.")] = None,
     device: DeviceOption = None,
     label_column: LabelColumn = None,
-    image_column: ImageColumn = None,
-    allow_absolute: AllowAbsolute = False,
+    settings: Settings = None,
     finish: Annotated[
         bool, typer.Option("--finish", help="Train the task on the labels so far, without a page.")
     ] = False,
@@ -62,9 +54,9 @@ def teach(
     browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Label photographs on a page that learns from every label.
+    """memoro teach photos/ --task pets --labels cat,dog
 
-    memoro teach photos/ --task pets --labels cat,dog
+    Label photographs on a page that learns from every label.
 
     The page shows what to label next, guesses of all other images, and how
     good these are. Every decision is appended to labels.csv at once. At the
@@ -76,14 +68,11 @@ def teach(
 
     if not finish:
         need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")
+    from memoro.data import DataOptions
     from memoro.teach.session import teach as open_session
 
     names = [name for name in (labels or "").split(",") if name.strip()]
-    reading: dict[str, Any] = {
-        "label_column": label_column,
-        "image_column": image_column,
-        "allow_absolute": allow_absolute,
-    }
+    reading: dict[str, Any] = {"label_column": label_column, **read_settings("teach", settings)[DataOptions]}
     session = open_session(
         photos, task=task, labels=names, kind=kind, backbone=backbone, device=device, image_size=image_size,
         labels_file=labels_file, start_from=start_from, read_only=finish, **reading,
@@ -105,11 +94,11 @@ def teach(
         given = {
             "--task": session.name, "--labels": labels, "--kind": kind, "--backbone": backbone, "--device": device,
             "--labels-file": session.table.path, "--start-from": start_from, "--image-size": image_size,
-            "--label-column": label_column, "--image-column": image_column,
+            "--label-column": label_column,
         }  # fmt: skip
         command = ["teach", session.photos.place, "--finish"]
         command += [word for name, value in given.items() if value is not None for word in (name, str(value))]
-        command += ["--allow-absolute"] if allow_absolute else []
+        command += [word for setting in settings or () for word in ("--set", setting)]
         counted = format_count(len(session.photos), "image")
         console.print(f"{session.name}: {counted}, {len(session.training()):,} labelled; labels: {session.table.path}")
         if session.missing:
@@ -133,14 +122,13 @@ def suspects(
     backbone: BackboneOption = None,
     device: DeviceOption = None,
     label_column: LabelColumn = None,
-    image_column: ImageColumn = None,
-    allow_absolute: AllowAbsolute = False,
+    settings: Settings = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="CSV file to write.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Find labels that are likely to be wrong.
+    """memoro suspects photos/ -t pets.safetensors -o suspects.csv
 
-    memoro suspects photos/ -t pets.safetensors -o suspects.csv
+    Find labels that are likely to be wrong.
 
     Each image is answered by a solution without it and its near-duplicates;
     labels that this answer contradicts are listed, least probable first.
@@ -148,15 +136,12 @@ def suspects(
     share_cores()
     quiet_libraries()
 
+    from memoro.data import DataOptions
     from memoro.files import write_whole
     from memoro.teach.suspects import suspects as find
     from memoro.teach.suspects import suspects_csv
 
-    reading: dict[str, Any] = {
-        "label_column": label_column,
-        "image_column": image_column,
-        "allow_absolute": allow_absolute,
-    }
+    reading: dict[str, Any] = {"label_column": label_column, **read_settings("suspects", settings)[DataOptions]}
     found = find(data, task=task, backbone=backbone, device=device, **reading)
     if out is not None:
         write_whole(out, suspects_csv(found).encode("utf-8", "surrogateescape"))

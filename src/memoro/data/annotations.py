@@ -166,7 +166,7 @@ def _numbers(cell: Any, where: str) -> tuple[float, ...]:
     try:
         numbers = tuple(float(item) for item in items)
     except (TypeError, ValueError):
-        raise DataError(f"{where}: {cell!r} is not a number; --kind number needs one in every row.") from None
+        raise DataError(f"{where}: {cell!r} is not a number; `kind='number'` needs one in every row.") from None
     if not all(abs(number) <= LARGEST_NUMBER for number in numbers):  # false for NaN
         raise DataError(f"{where}: {cell!r} is not a finite number of float32; correct it, or remove the row.")
     return numbers

@@ -14,6 +14,7 @@ from PIL import Image
 from memoro.errors import DataError
 from memoro.heads import HeadKind
 from memoro.images import Preprocessing
+from memoro.options import option
 
 _MASK = (1 << 64) - 1
 
@@ -58,18 +59,25 @@ class Augment:
     Workers, processes and a resumed run all see the same view of a sample.
     """
 
-    crop: Crop | None = None
+    crop: Crop | None = option(
+        None,
+        "Random resized crops (inception), random shifts (pad) or none.",
+        shown="inception in random views; none for numbers",
+    )
     """`inception`: a part of the image, stretched to the input size (the paper's); `pad`: the whole image, shifted
-    (the paper's random crop for CIFAR-100); `none`: as in evaluation. None: `inception` for labels, `none` for numbers,
-    since a crop changes what is measured."""
-    scale: tuple[float, float] = (0.08, 1.0)
-    """Fraction of the image's area that an inception crop takes."""
+    (the paper's random crop for CIFAR-100); `none`: as in evaluation. A crop changes what numbers measure."""
+    scale: tuple[float, float] = option(
+        (0.08, 1.0), "Smallest and largest fraction of the image area in an inception crop.", name="crop_scale"
+    )
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Width to height of an inception crop."""
     padding: float = 1 / 8
     """How far `pad` shifts at most, as a fraction of the input size: 4 of 32 pixels, as usual for CIFAR."""
-    flip: float | None = None
-    """Probability of a mirror image; 0 where left and right or letters matter. None: 0.5 for labels, 0 for numbers."""
+    flip: float | None = option(
+        None,
+        "Probability of a horizontal flip. Use 0 if left and right matter or images show text.",
+        shown="0.5 in random views; 0 for numbers",
+    )
 
     def __post_init__(self) -> None:
         if self.crop is not None and self.crop not in get_args(Crop):

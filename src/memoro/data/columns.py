@@ -35,7 +35,7 @@ class Columns:
         if self.kind == "regression" and any(isinstance(cell, (list, np.ndarray)) and len(cell) != 1 for cell in cells):
             raise DataError(
                 f"column {self.values[0]!r} has lists of numbers: make a column of each number, and name them all with "
-                "label_column."
+                "`label_column`."
             )
         if names is None or self.kind == "regression":
             return list(cells)
@@ -64,7 +64,7 @@ def choose_columns(
     present = [column for column in features if column != image]
     if asked is not None and not isinstance(asked, str):
         if kind not in {None, "regression"}:
-            raise DataError(f"{name}: several label columns need --kind number: they are numbers to predict.")
+            raise DataError(f"{name}: several label columns need `kind='number'`: they are numbers to predict.")
         values = tuple(_find_column(present, column, (), "label_column", name) for column in asked)
         if options.labels is not None and len(values) > 1:
             if sorted(options.labels) != sorted(values):
@@ -79,7 +79,7 @@ def choose_columns(
     value = _find_column(present, asked, usual, "label_column", name)
     by_type, names = _kind_of_feature(features[value])
     if by_type == "multilabel" and kind == "softmax":
-        raise DataError(f"{name}: the column {value!r} has several labels per image: use --kind labels.")
+        raise DataError(f"{name}: the column {value!r} has several labels per image: use `kind='labels'`.")
     kind = kind or by_type or KIND_OF_COLUMN.get(value.lower(), "softmax")
     return Columns(image, (value,), kind, (value,) if kind == "regression" else names)
 
@@ -120,7 +120,7 @@ def join_indicators(
         return {**kept, "labels": rows}, [f"{what}: used as the labels of a multi-label task."]
     if not one_each:
         return table, []
-    more = "" if options.kind else "; if an image may have several of them, use --kind labels"
+    more = "" if options.kind else "; if an image may have several of them, use `kind='labels'`"
     return {**kept, "label": [label for [label] in rows]}, [f"{what}, one 1 per row: used as classes{more}."]
 
 
@@ -130,7 +130,7 @@ def note_column(columns: Columns, features: Iterable[str], options: DataOptions)
     others = [name for name in features if name not in used and name.lower() not in {"split", "id", ""}]
     if options.label_column is not None or options.labels is not None or not others:
         return []
-    return [f"the labels are those of column {columns.values[0]!r}; for another one, use --label-column."]
+    return [f"the labels are those of column {columns.values[0]!r}; for another one, use `label_column`."]
 
 
 def recognise_numbers(columns: Columns, cells: Sequence[Any], options: DataOptions) -> tuple[Columns, list[str]]:
@@ -154,12 +154,12 @@ def recognise_numbers(columns: Columns, cells: Sequence[Any], options: DataOptio
         elif rows < 2 * distinct:
             why = f"it has {distinct} different values in {rows} rows"
         else:
-            how = "for numbers to be predicted, use --kind number"
+            how = "for numbers to be predicted, use `kind='number'`"
             return columns, [f"column {column!r} has whole numbers: treated as {distinct} classes; {how}."]
         columns = replace(columns, kind="regression", labels=(column,))
     if KIND_OF_COLUMN.get(column.lower()) == "regression":
         return columns, []
-    return columns, [f"column {column!r} is treated as numbers, because {why}; for classes, use --kind class."]
+    return columns, [f"column {column!r} is treated as numbers, because {why}; for classes, use `kind='class'`."]
 
 
 def _refuse_mixture(column: str, cells: Sequence[Any]) -> None:
@@ -169,7 +169,7 @@ def _refuse_mixture(column: str, cells: Sequence[Any]) -> None:
     if others and len(numbers) >= 9 * len(others) and not all(number.is_integer() for number in numbers):
         raise DataError(
             f"column {column!r} mixes numbers and text ({others[0]!r}, {len(others)} of {len(cells)} rows). Empty "
-            "these cells to skip their rows, or use --kind class if the values are classes."
+            "these cells to skip their rows, or use `kind='class'` if the values are classes."
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from memoro.errors import DataError
 from memoro.heads import HeadKind, find_kind
 from memoro.images import Draft, Levels, open_image
+from memoro.options import option
 from memoro.phases import Phases
 
 SplitName = Literal["train", "val", "test"]
@@ -36,11 +37,16 @@ class DataOptions:
 
     split: str | None = None
     """The one split to use."""
-    kind: HeadKind | None = None
-    """What a label is: `class` (softmax), `labels` (multilabel) or `number` (regression). By default, the name or type
-    of the label column and its values decide."""
-    image_column: str | None = None
-    label_column: str | Sequence[str] | None = None
+    kind: HeadKind | None = option(
+        None,
+        "What a label is: class, labels (several: a|b) or number.",
+        shown="inferred from the data",
+        typed=Literal["class", "labels", "number"] | None,
+    )
+    """`class` is softmax, `labels` multilabel, `number` regression. By default, the name or type of the label column
+    and its values decide."""
+    image_column: str | None = option(None, "Column of a table with the images.", shown="path or image")
+    label_column: str | Sequence[str] | None = option(None, "Column of a table with the labels.", typed=str | None)
     """Several columns are the numbers of a regression."""
     task: str | None = None
     """The task that the labels are for: a column of this name is used unless another one is asked for."""
@@ -54,16 +60,14 @@ class DataOptions:
     seed: int = 0
     config: str | None = None
     """The configuration of a dataset of the hub."""
-    allow_absolute: bool = False
-    """Whether a table may name image files outside its folder."""
+    allow_absolute: bool = option(False, "Allow a table that you trust to name files outside its folder.")
     measured_only: bool = False
     """Whether only the split that an evaluation measures is kept: test, else val, else train."""
     screen: bool = True
     """Whether every image is decoded once: unreadable ones are left out and listed, and duplicates are found."""
-    max_unreadable: float = MAX_UNREADABLE
-    """The fraction of images that may be unreadable; more of them is an error, but one always may, unless this is 0."""
-    workers: int | None = None
-    """Worker processes for that; by default one per core, and none for a small dataset."""
+    max_unreadable: float = option(MAX_UNREADABLE, "Maximum fraction of unreadable images, which are skipped.")
+    """One image always may be unreadable, unless this is 0."""
+    workers: int | None = option(None, "Processes that decode images.", shown="one per core; none for few images")
     quiet: bool = False
     phases: Phases = field(default_factory=Phases)
     """Measures how long the images are checked."""
@@ -71,6 +75,8 @@ class DataOptions:
     def __post_init__(self) -> None:
         if self.kind is not None:
             object.__setattr__(self, "kind", find_kind(self.kind))
+        if not 0 <= self.max_unreadable <= 1:
+            raise DataError(f"max_unreadable {self.max_unreadable}: choose a fraction from 0 to 1.")
 
 
 class Skipped(NamedTuple):
@@ -198,11 +204,11 @@ def refuse_many(skipped: Sequence[Skipped], total: int, name: str, most: float =
     if len(skipped) == total and all(reason == NO_FILE for _, reason in skipped):
         raise DataError(
             f"{name}: none of the {total} images was found, for example {skipped[0].where}. Paths are relative to the "
-            "table's folder. Correct them, or name the column of the paths with image_column."
+            "table's folder. Correct them, or name the column of the paths with `image_column`."
         )
     first = "; ".join(f"{where}: {reason}" for where, reason in skipped[:5])
     more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
     raise DataError(
         f"{name}: {len(skipped)} of {total} images cannot be read, more than {most:.0%}: {first}{more}. Repair or "
-        "remove them, or allow more with --max-unreadable (in Python, max_unreadable)."
+        "remove them, or allow more with `max_unreadable`."
     )

@@ -45,7 +45,7 @@ class Places:
         if not inside and not self.anywhere:
             raise DataError(
                 f"{where}: {text!r} leaves the table's folder; move the table above its images or, if you trust it, "
-                "use --allow-absolute (in Python, allow_absolute=True)."
+                "use `allow_absolute=True`."
             )
         return path
 
@@ -121,7 +121,7 @@ def undecoded(table: Any, image: str, *others: str) -> Any:
     if getattr(feature, "dtype", None) not in {"binary", "large_binary", "string", "large_string"}:
         raise DataError(
             f"column {image!r} holds {feature}, not images: cast it with dataset.cast_column({image!r}, "
-            "datasets.Image()), or name another with image_column."
+            "datasets.Image()), or name another with `image_column`."
         )
     return table
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from memoro.answer import Answer
 from memoro.errors import CompositionError, ImageError
 from memoro.images import MAX_PIXELS, PICTURE_TYPES, Picture, Preprocessing, open_image, read_file, walk_images
+from memoro.options import option
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.spec import TaskModule
 
@@ -128,7 +129,7 @@ class Routing:
 class AnswerOptions:
     """How images are answered."""
 
-    batch_size: int = 32
+    batch_size: int = option(32, "Images per batch.")
     top: int | None = None
     """The number of labels whose probabilities are given; None: all."""
     routing: Routing = Routing()

@@ -102,8 +102,8 @@ class RecordFormat:
         packed = tokens.to("cpu", token_dtype), pooled.to("cpu", pooled_dtype), both.to("cpu", pair_dtype)
         if not all(bool(torch.isfinite(part).all()) for part in packed):
             raise CacheError(
-                f"the backbone's features do not fit into {self.dtype}: choose --cache-dtype bfloat16 or float32, or "
-                "train with --no-cache."
+                f"the backbone's features do not fit into {self.dtype}: choose `Cache.dtype` bfloat16 or float32, "
+                "or train with `cache=False`."
             )
         return packed
 
@@ -310,8 +310,8 @@ class Writer:
 def cannot_keep(folder: Path, error: OSError | RuntimeError) -> CacheError:
     reason = error.strerror if isinstance(error, OSError) else error
     return CacheError(
-        f"cannot cache features in {folder} ({reason}): free some space, choose another --cache-folder, or train with "
-        "--no-cache. Features cached so far are still valid."
+        f"cannot cache features in {folder} ({reason}): free some space, choose another `Cache.folder`, or train with "
+        "`cache=False`. Features cached so far are still valid."
     )
 
 

@@ -114,10 +114,10 @@ def claim(job: Job) -> Iterator[None]:
         try:
             held.enter_context(hold_folder(job.folder))
         except Timeout:
-            text = f"another job is writing to {job.folder}: wait for it, or choose another folder with --out."
+            text = f"another job is writing to {job.folder}: wait for it, or choose another folder."
             raise DataError(text) from None
         except OSError as error:
-            text = f"cannot write to {job.folder} ({error.strerror}): choose another folder with --out."
+            text = f"cannot write to {job.folder} ({error.strerror}): choose another folder."
             raise DataError(text) from None
         yield
 
@@ -144,8 +144,8 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
     if done:
         if not resume:
             raise DataError(
-                f"{folder} already has {format_count(len(done), 'shard')} of answers. To continue, add --resume; "
-                "to start anew, choose another folder with --out."
+                f"{folder} already has {format_count(len(done), 'shard')} of answers. To continue, add `resume=True`; "
+                "to start anew, choose another folder."
             )
         _compare(folder, _read_manifest(folder / MANIFEST), manifest)
         if not endless:
@@ -154,7 +154,7 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
         there = folder.iterdir() if folder.is_dir() else ()
         ours = (MANIFEST, IMAGES, LOCK, *_PARTS)
         if folder.is_file() or any(not any(map(file.match, ours)) for file in there):
-            raise DataError(f"{folder} is not an empty folder: choose another one with --out.")
+            raise DataError(f"{folder} is not an empty folder: choose another one.")
         if not endless:
             write_list(folder / IMAGES, cut_shards(job.source.keys(), job.shard_size))
         write_whole(folder / MANIFEST, json.dumps(manifest, ensure_ascii=True, indent=1).encode())
@@ -208,7 +208,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             return record
     except (OSError, ValueError):
         pass
-    raise DataError(f"{path} is missing or damaged: choose another folder with --out.")
+    raise DataError(f"{path} is missing or damaged: choose another folder.")
 
 
 _NAMES = {
@@ -223,10 +223,10 @@ _NAMES = {
 def _compare(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     keys = [key for key in new if old.get(key) != new[key]]
     if keys:
-        different = [_NAMES.get(key, f"--{key.replace('_', '-')}") for key in keys]
+        different = [_NAMES.get(key, f"`{key}`") for key in keys]
         raise DataError(
             f"{folder} has answers of another job, and these differ: {', '.join(different)}. Repeat the command as it "
-            "was, or choose another folder with --out."
+            "was, or choose another folder."
         )
 
 
@@ -294,7 +294,7 @@ def read_list(path: Path) -> Iterator[Shard]:
                 keys = [tuple(key) if isinstance(key, list) else key for key in json.loads(line)]
                 yield Shard(number, keys)
     except (OSError, ValueError, TypeError):
-        raise DataError(f"{path} is missing or damaged: choose another folder with --out.") from None
+        raise DataError(f"{path} is missing or damaged: choose another folder.") from None
 
 
 def update_list(path: Path, source: Unlabelled, size: int, done: Collection[int]) -> list[str]:

@@ -118,9 +118,9 @@ def warn_of(metrics: dict[str, Any], *, balanced: bool = False) -> str | None:
     if split == "train":
         return (
             f"all {format_count(metrics['images'], 'image')} were learned from, so nothing tells how good it is: add "
-            "test images, or more images of each class, so that some can be held out (--val-fraction above 0)."
+            "test images, or more images of each class, so that some can be held out (`val_fraction` above 0)."
         )
-    advice = "" if balanced else " --balance (in Python, balance=True) gives rare classes more weight."
+    advice = "" if balanced else " `balance=True` gives rare classes more weight."
     if most is not None and metrics["accuracy"] <= most < 1:  # 1: all images are of one class
         right = metrics["accuracy"]
         text = f"accuracy is {right:.3f} ({split}): no better than always predicting the most frequent class."

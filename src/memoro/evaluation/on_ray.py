@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from memoro.errors import DataError, MemoroError, first_line
 from memoro.evaluation.bulk import MANIFEST, Job, Shard, Todo, finish
 from memoro.evaluation.predictions import Tally
 from memoro.extras import need
+from memoro.options import option
 
 CPUS = 4
 """Of a worker, where there are no GPUs."""
@@ -27,6 +28,25 @@ PATIENCE = 60.0
 """Seconds without a worker that is ready, after which the user is told."""
 MAX_DEATHS = 3
 """Workers that may die over the same shard, or before they are ready."""
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """The cluster to answer on. Any of these options asks for one."""
+
+    ray: bool = option(False, "Use the Ray cluster of $RAY_ADDRESS or of this machine, or start one here.")
+    address: str | None = option(None, "Use this Ray cluster, such as head:6379.", name="ray_address")
+    workers: int | None = option(
+        None, "Number of Ray workers.", name="ray_workers", shown="one per GPU, or per 4 cores"
+    )
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise DataError(f"`ray_workers` {self.workers}: choose 1 or more.")
+
+    @property
+    def wanted(self) -> bool:
+        return self != RayOptions()
 
 
 class Worker:
@@ -61,7 +81,7 @@ def check_ray(job: Job) -> None:
     """Raises if Ray is not installed, or the job is not for several processes."""
     sources = job.source.sources if isinstance(job.source, Chain) else (job.source,)
     if any(isinstance(source, Stream) for source in sources):
-        raise DataError("a stream is read from front to back, by one process: leave out --ray or --streaming.")
+        raise DataError("a stream is read from front to back, by one process: leave out `ray` or `streaming`.")
     need("ray", extra="ray")
 
 

@@ -167,9 +167,9 @@ def write_predictions(
 def check_form(form: str, embeddings: bool = False) -> None:
     """Raises if predictions cannot be written like that: before the work is done."""
     if form == "parquet" and find_spec("pyarrow") is None:
-        raise DataError("writing parquet needs pyarrow: pip install 'memoro[train]', or use --format csv.")
+        raise DataError("writing parquet needs pyarrow: pip install 'memoro[train]', or write CSV.")
     if embeddings and form != "parquet":
-        raise DataError(f"embeddings are lists of numbers, which {form} has no column for: use --format parquet.")
+        raise DataError(f"embeddings are lists of numbers, which {form} has no column for: write Parquet.")
 
 
 _FORMULA = re.compile(r"(?![+-]?[0-9]+(\.[0-9]+)?\Z)[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
@@ -270,7 +270,7 @@ def predictions_table(predictions: Sequence[Prediction], total: int, top: int | 
     names = list(dict.fromkeys(name for one in predictions for name in one.answers))
     title = format_count(total, "image")
     if total > len(predictions):
-        title += f", the first {len(predictions)}; for all, use --out predictions.csv"
+        title += f", the first {len(predictions)}; a file has all"
     errors = ["error"] if any(one.error is not None for one in predictions) else []
     rows: list[list[Cell]] = []
     for one in predictions:

@@ -248,7 +248,7 @@ def listen(options: ServeOptions) -> socket.socket:
         family, *_, place = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         found = socket.create_server(place[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        raise ServeError(f"cannot listen on {options.host}:{options.port} ({error.strerror}); try --port 0.") from None
+        raise ServeError(f"cannot listen on {options.host}:{options.port} ({error.strerror}); try `port=0`.") from None
     found.set_inheritable(True)
     return found
 

@@ -127,7 +127,7 @@ def _advise_folder(places: Sequence[str | Path]) -> str:
 
 ALL = "all"
 """The model of the Open Inference Protocol that stands for all tasks."""
-OFF = "attaching is off: start the server with --tasks FOLDER, which keeps what is attached."
+OFF = "attaching is off: start the server with `tasks=FOLDER`, which keeps what is attached."
 
 
 @dataclass(frozen=True)
@@ -331,13 +331,13 @@ def _attach(model: Composition, info: Mapping[str, dict[str, Any]], changed: Seq
 def _check(model: Composition, names: Sequence[str]) -> None:
     """Raises if the name, the input size or the answer to a plain image of a task would be a problem later."""
     if ALL in names:
-        raise ServeError(f"the name {ALL!r} stands for all tasks here: train the task again with --task OTHER.", 422)
+        raise ServeError(f"the name {ALL!r} stands for all tasks here: train the task again with another name.", 422)
     for steps, members in model.passes(names).items():
         resize = steps.resize if isinstance(steps.resize, tuple) else (steps.resize or 0,)
         if max((*resize, *(steps.crop or ()))) > MAX_INPUT_SIDE:
             raise ServeError(
                 f"{_listed(members)}: the server takes inputs of at most {MAX_INPUT_SIDE} pixels a side. Train with a "
-                "smaller --image-size.",
+                "smaller `image_size`.",
                 422,
             )
         pixels = steps.to_tensor(Image.new("RGB", (64, 64), (128, 96, 64)))

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Backbone, BackboneRecord
-from memoro.backbones.load import address_of
-from memoro.console import quoted
 from memoro.errors import CompositionError, TaskError
 from memoro.heads import HEADS, Head, HeadKind
 from memoro.images import Preprocessing
@@ -72,10 +70,9 @@ class ModelSpec:
             why = f"fingerprint {made.fingerprint.short}; this one has other weights, {here.short}"
         else:
             return
-        again = quoted("memoro", "train", "DATA", "--backbone", address_of(backbone.name), "--task", self.name)
         raise CompositionError(
             f"{self.name!r} was trained for {made.name} ({made.family}, {why}). Load that backbone, or train the task "
-            f"again on this one: {again}"
+            "again on this one."
         )
 
 

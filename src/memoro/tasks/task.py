@@ -312,7 +312,7 @@ def new_task(
         ("rank", rank, min(MAX_RANK, dim)),
     ):
         if not isinstance(number, int) or not 0 <= number <= high:
-            raise TaskError(f"{name!r}: {option} must be between 0 and {high}, not {number!r}.")
+            raise TaskError(f"{name!r}: `{option}` must be between 0 and {high}, not {number!r}.")
     if rank and from_layer == depth:
         raise TaskError(
             f"{name!r}: from_layer={depth} is a linear head on the backbone's last token: no layer is left that rank "

@@ -124,7 +124,7 @@ class LabelTable:
         except NotImplementedError:
             raise TeachError(
                 f"{self.path.parent} is on a file system without locks, so two programs could overwrite each other's "
-                "labels: keep them elsewhere with --labels-file."
+                "labels: keep them elsewhere with `labels_file`."
             ) from None
         except OSError as error:
             raise _cannot_write(self.path, error) from None
@@ -152,7 +152,7 @@ class LabelTable:
         if len(header) != 3 or header[::2] != ["path", "decision"] or header[1] not in kinds:
             raise TeachError(
                 f"{self.path} is no table of memoro teach (columns: {', '.join(map(repr, header)) or 'none'}):"
-                " rename it, or keep the labels elsewhere with --labels-file."
+                " rename it, or keep the labels elsewhere with `labels_file`."
             )
         self.kind = kinds[header[1]]
         if asked not in {None, self.kind}:
@@ -249,4 +249,4 @@ def _unescape(cell: str) -> str:
 
 
 def _cannot_write(path: Path, error: OSError) -> TeachError:
-    return TeachError(f"cannot write {path} ({error.strerror or error}): keep the labels elsewhere with --labels-file.")
+    return TeachError(f"cannot write {path} ({error.strerror or error}): keep the labels elsewhere with `labels_file`.")

@@ -308,7 +308,7 @@ def teach(
     beside = None if found.folder is None else found.folder / TABLE
     place = beside if labels_file is None else Path(labels_file).expanduser()
     if place is None:
-        raise TeachError(f"labels cannot be kept beside {photos}: name a file for them with --labels-file.")
+        raise TeachError(f"labels cannot be kept beside {photos}: name a file for them with `labels_file`.")
     table = LabelTable(place.absolute(), asked or (None if place.exists() else found.kind), read_only=read_only)
     try:
         source = start.spec.backbone if backbone is None and start is not None else backbone

@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -24,6 +24,7 @@ from memoro.engine.featurestore import FeatureStore, RecordFormat, StoreDtype, d
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
+from memoro.options import option
 from memoro.tasks.taskspec import ReadOut
 
 GIGABYTE = 10**9
@@ -38,11 +39,17 @@ Buffers = dict[tuple[RecordFormat, int], tuple[Tensor, Tensor]]
 class Cache:
     """Where features are kept, how much space they may take, and in which precision."""
 
-    folder: Path = field(default_factory=default_folder)
-    budget: float | None = None
-    """Gigabytes, over all backbones and sets; what was used longest ago is evicted first. None: a tenth of the disk's
-    free space (kept features count as free), at most 20 GB."""
-    dtype: StoreDtype = "float16"
+    folder: Path = option(
+        factory=default_folder, help="Folder of the cache.", name="cache_folder", shown="~/.cache/memoro/features"
+    )
+    budget: float | None = option(
+        None,
+        "Maximum size of the cache in GB.",
+        name="cache_budget",
+        shown="a tenth of the free disk, 20 at most",
+    )
+    """Over all backbones and sets; what was used longest ago is evicted first. Kept features count as free space."""
+    dtype: StoreDtype = option("float16", "Data type of cached features.", name="cache_dtype")
     required: bool = True
     """Whether features that do not fit are an error; else they are computed again in every epoch."""
 
@@ -187,7 +194,7 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
     records = {(loader.store.folder, key): loader for loader in loaders for keys in loader.keys for key in keys}
     whole = sum(loader.store.format.size for loader in records.values())
     if whole > budget:
-        raise CacheError(_too_big(loaders, whole, f"the budget is {format_bytes(budget)}", "--cache-budget"))
+        raise CacheError(_too_big(loaders, whole, f"the budget is {format_bytes(budget)}", "`Cache.budget`"))
     _, needed = estimate(loaders)
     used = {file for loader in loaders for keys in loader.keys for file in loader.store.files_of(keys)}
     featurestore.mark_used(used)
@@ -204,7 +211,7 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
     except OSError as error:
         raise featurestore.cannot_keep(cache.folder, error) from None
     if needed > 0.95 * free:
-        raise CacheError(_too_big(loaders, needed, f"the disk has {format_bytes(free)} left", "--cache-folder"))
+        raise CacheError(_too_big(loaders, needed, f"the disk has {format_bytes(free)} left", "`Cache.folder`"))
     for loader in loaders:
         loader.store.refresh()  # loaders may share records
         loader.fill(tick)
@@ -218,9 +225,9 @@ def estimate(loaders: Sequence[CachedLoader]) -> tuple[int, int]:
 
 def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str) -> str:
     views, layers = max(len(loader.views) for loader in loaders), loaders[0].store.format.layers
-    choices = [f"more space ({option})", "--no-cache, which computes every pass again"]
+    choices = [f"more space ({option})", "`cache=False`, which computes every pass again"]
     if views > 1:
-        choices.insert(0, f"fewer views (--views 1: {format_bytes(size / views)})")
+        choices.insert(0, f"fewer views (`views=1`: {format_bytes(size / views)})")
     if layers > 4:
         choices.insert(0, f"a later fork (4 layers: {format_bytes(size * 4 / layers)})")
     return f"the features take {format_bytes(size)}, and {limit}. Choose {', '.join(choices[:-1])} or {choices[-1]}."

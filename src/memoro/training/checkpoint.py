@@ -97,7 +97,7 @@ def _damage(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise TrainingError(
-            f"{path} is damaged, or is not a checkpoint ({error}): start over without --resume."
+            f"{path} is damaged, or is not a checkpoint ({error}): start over without `resume`."
         ) from None
 
 
@@ -122,7 +122,7 @@ def _check_identity(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> 
     if changed:
         raise TrainingError(
             f"cannot resume: {', '.join(changed)} differ from those of the checkpoint in {path.parent}"
-            f"{f' ({details})' if details else ''}. Use the same settings and data, or start over without --resume."
+            f"{f' ({details})' if details else ''}. Use the same settings and data, or start over without `resume`."
         )
 
 

@@ -230,7 +230,7 @@ def _run(trainer: Trainer, options: TrainOptions, processes: Processes) -> None:
     from memoro.training.runfolder import ProgressBar, RunFolder
 
     if options.folder is not None and processes.main:
-        trainer.callbacks.append(RunFolder(options.folder, trainer, tensorboard=options.tensorboard))
+        trainer.callbacks.append(RunFolder(options.folder, trainer, track=options.track))
     if not trainer.runs:
         for callback in trainer.callbacks:
             callback.on_train_begin([])
@@ -255,8 +255,8 @@ def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
             raise TrainingError(f"{task.name!r} is an ensemble: continue its members with train(…, start_from=task).")
     if backbone.dtype == torch.float16:
         raise TrainingError(
-            f"{backbone.name} is in float16, in which gradients underflow: load it with dtype='float32' (--dtype "
-            "float32) or 'bfloat16'."
+            f"{backbone.name} is in float16, in which gradients underflow: load it with "
+            "`dtype='float32'` or 'bfloat16'."
         )
     backbone.check_unchanged(read_weights=True)
     older = ancestors(tasks)
@@ -294,7 +294,7 @@ def _choose_cache(options: TrainOptions, backbone: Backbone, specs: Sequence[Run
             if not spec.regime.composes:
                 raise TrainingError(
                     f"regime {spec.regime.name!r} has a pass of its own, so its features cannot be cached: "
-                    "leave out --cache (in Python, cache)."
+                    "leave out `cache`."
                 )
         return cache
     kept = [spec for spec in specs if spec.regime.composes]

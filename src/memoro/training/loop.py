@@ -167,7 +167,7 @@ class Trainer:
         try:
             save_checkpoint(self.checkpoint, self.groups, self.identity, started - self._started)
         except TaskFileError as error:
-            raise TrainingError(f"{error} Fix the problem, then run the same command with --resume.") from None
+            raise TrainingError(f"{error} Fix the problem, then train again with `resume=True`.") from None
         self._saved = time.monotonic()
         self._writing = self._saved - started
 
@@ -189,7 +189,8 @@ class Trainer:
             if kept:
                 self.options.note(
                     f"{self.checkpoint.parent} holds an interrupted training. Its files were renamed to "
-                    f"{' and '.join(file.name for file in kept)}: to continue it, rename them back and use --resume."
+                    f"{' and '.join(file.name for file in kept)}: to continue it, rename them back and use "
+                    "`resume=True`."
                 )
         self.save()
 

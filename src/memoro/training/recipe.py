@@ -15,6 +15,7 @@ from memoro.arguments import plain_int
 from memoro.console import plain_console
 from memoro.data import Augment
 from memoro.errors import TrainingError
+from memoro.options import option
 from memoro.phases import Phases
 from memoro.regimes import Regime, find_regime
 from memoro.training.cached import Cache
@@ -47,38 +48,38 @@ class Recipe:
     long as a small set needs. `memoro.train` has a recipe of its own: see `RECIPES`.
     """
 
-    lr: float = 0.1
-    epochs: int = 15
-    steps: int | None = None
-    """Optimiser steps instead of epochs."""
-    batch_size: int = 32
-    optimizer: OptimizerName = "sgd"
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    """Largest norm of each tensor's gradient; 0 for no limit. Memory starts small and feeds a LayerNorm, so its
-    gradient is many times that of the head: a norm over all tensors would be the memory's and slow the head down."""
-    memory_rate: float | None = None
-    """The memory's learning rate as a fraction of `lr`; None: 0.03 with sgd, 1 with adamw, whose steps do not grow
-    with the gradient. At the head's own rate, memory can attract all attention within a few steps."""
-    warmup: int = 5
-    label_smoothing: float = 0.0
-    balance: bool = False
-    """Weights classes by the inverse of how often they occur."""
+    lr: float = option(0.1, "Peak learning rate.")
+    epochs: int = option(15, "Passes over the training images.")
+    steps: int | None = option(None, "Optimiser steps, instead of epochs.")
+    batch_size: int = option(32, "Images per batch.")
+    optimizer: OptimizerName = option("sgd", "Optimiser to train with.", shown="adamw; sgd with recipe paper")
+    momentum: float = option(0.9, "Momentum of sgd.")
+    weight_decay: float = option(0.0, "Weight decay.", shown="0.01; 0 with recipe paper")
+    clip: float = option(1.0, "Maximum gradient norm of each tensor; 0: no clipping.")
+    """Memory starts small and feeds a LayerNorm, so its gradient is many times that of the head: a norm over all
+    tensors would be the memory's and slow the head down."""
+    memory_rate: float | None = option(
+        None, "Learning rate of memory cells, as a fraction of lr.", shown="0.03 with sgd, 1 with adamw"
+    )
+    """The steps of adamw do not grow with the gradient. At the head's own rate, memory can attract all attention within
+    a few steps."""
+    warmup: int = option(5, "Steps of linear warm-up before the cosine schedule.")
+    label_smoothing: float = option(0.0, "Probability spread evenly over all classes.")
+    balance: bool = option(False, "Weight classes inversely to their frequency.")
     augment: Augment = field(default_factory=Augment)
-    views: int | None = 4
-    """Views of each image, used in turn: the one of evaluation, then random ones. None: a new random view in every
-    epoch, as in the paper, which leaves nothing for a cache to keep."""
-    patience: int = 0
-    """Epochs without a better validation score after which a run stops; 0 for never."""
-    accumulate: int = 1
-    """Batches per optimiser step: less memory for the same result."""
-    precision: Precision = "no"
-    seed: int = 0
-    """Seed of the initial weights of tasks that `train` and sweeps make; a task given to `fit` has its own."""
-    data_seed: int = 0
-    """Seed of the order of the images, their augmentation and the validation split."""
-    val_fraction: float = 0.15
+    views: int | None = option(
+        4,
+        "Views of each image, used in turn: the plain one, then random ones. none: a new random view every epoch.",
+        shown="1; 4 with recipe paper",
+    )
+    """New views in every epoch, as in the paper, leave nothing for a cache to keep."""
+    patience: int = option(0, "Stop a run after this many epochs without a better validation score; 0: never.")
+    accumulate: int = option(1, "Batches per optimiser step (gradient accumulation).")
+    precision: Precision = option("no", "Mixed precision: bf16, or no for the backbone's dtype.")
+    seed: int = option(0, "Seed of the initial weights.")
+    """Of tasks that `train` makes; a task given to `fit` has its own."""
+    data_seed: int = option(0, "Seed of image order, augmentation and validation split.")
+    val_fraction: float = option(0.15, "Fraction of train to hold out if there is no validation split.")
 
     def __post_init__(self) -> None:
         if self.optimizer not in get_args(OptimizerName):
@@ -161,20 +162,41 @@ def find_recipe(recipe: Recipe | str | None, regime: str | Regime | None) -> tup
 class TrainOptions:
     """How a training runs, whatever it trains: image size, kept features, run folder, processes, output."""
 
-    image_size: int | None = None
-    """Pixels of an image's edge; resize and crop scale alike. None: the backbone's own preprocessing."""
-    cache: Cache | bool | None = None
-    """Whether base passes are kept on disk and read back, and where. None: on a CPU, where they fit."""
-    others: Any = None
-    """Photographs, at least 50, of anything but what the tasks are about: what is unfamiliar is learned from them, and
-    remembered for the backbone. None: those known already, if any."""
-    folder: Path | None = None
-    """Run folder for metrics, settings, the report and a checkpoint; None: nothing is written."""
-    resume: bool = False
-    """Continue from the run folder's checkpoint."""
-    workers: int | None = None
-    """Processes that decode images; None: one per core."""
-    tensorboard: bool = False
+    image_size: int | None = option(
+        None, "Input size in pixels; resize and crop are scaled together.", shown="the backbone's"
+    )
+    cache: Cache | bool | None = option(
+        None,
+        "Cache the backbone's features and statistics of the images on disk.",
+        shown="statistics always, features on a CPU if they fit",
+        typed=bool | None,
+    )
+    others: Any = option(
+        None,
+        "50 or more photographs of anything else, to learn what is unfamiliar from: folder or .zip.",
+        shown="those known for the backbone",
+        typed=str | None,
+    )
+    """They are remembered for the backbone."""
+    ensemble: int | None = option(
+        None,
+        "Average this many runs of the best setting, from different seeds; 1: keep the best run only.",
+        shown="1; with start_from, as many as the task has",
+    )
+    folds: int | None = option(
+        None,
+        "Cross-validation folds, to compare runs and to calibrate; 0: a validation split.",
+        shown="4 for small datasets",
+    )
+    dtype: str | None = option(None, "Dtype of the backbone, such as float32.", shown="the checkpoint's")
+    folder: Path | None = option(
+        None, "Run folder for metrics, settings, checkpoint and report.", shown="runs/TASK", typed=str | None
+    )
+    """None: nothing is written."""
+    resume: bool = option(False, "Continue from the checkpoint in the run folder.")
+    workers: int | None = option(None, "Processes that decode images.", shown="one per core")
+    track: str | None = option(None, "Also log to tensorboard, wandb, mlflow or another of Accelerate's trackers.")
+    """It needs a run folder."""
     quiet: bool = False
     """Show no progress bars, and print no notes."""
     log: Callable[[str], None] | None = None
@@ -185,6 +207,8 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.folder is not None:
             object.__setattr__(self, "folder", Path(self.folder))  # a string is accepted
+        if self.folds is not None and (self.folds < 0 or self.folds == 1):
+            raise TrainingError(f"{self.folds} folds: choose 2 or more, or 0 for a validation split.")
 
     @property
     def checkpoint(self) -> Path | None:
@@ -232,5 +256,5 @@ def check_views(recipe: Recipe, cache: Cache | None) -> None:
     """Raises where features are to be kept but no view occurs twice."""
     if recipe.views is None and cache is not None and cache.required:
         raise TrainingError(
-            "a cache needs a fixed number of views, such as 4: with views=None (--views 0) every epoch draws new ones."
+            "a cache needs a fixed number of views, such as `views=4`: with `views=None`, every epoch draws new ones."
         )

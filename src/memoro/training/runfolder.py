@@ -77,21 +77,15 @@ FILES = (METRICS, SKIPPED, REPORT)
 
 
 class RunFolder:
-    """Writes `metrics.jsonl`, `config.json` and `skipped.csv` (images left out); TensorBoard events on request."""
+    """Writes `metrics.jsonl`, `config.json` and `skipped.csv` (images left out), and logs to a tracker."""
 
-    def __init__(self, path: Path, trainer: Trainer, *, tensorboard: bool = False) -> None:
+    def __init__(self, path: Path, trainer: Trainer, *, track: str | None = None) -> None:
         self.path, self.metrics = path, path / METRICS
         names = list(dict.fromkeys(spec.splits.name for spec in trainer.specs))
         facts = {"backbone": trainer.backbone.name, "fingerprint": trainer.backbone.fingerprint.digest}
         self._config = {**trainer.identity, **facts, "set": names[0] if len(names) == 1 else names}
         self._skipped = list(dict.fromkeys(one for spec in trainer.specs for one in spec.splits.skipped))
-        self._boards: dict[str, Any] | None = None
-        if tensorboard:
-            try:
-                import torch.utils.tensorboard  # noqa: F401
-            except ImportError:
-                raise TrainingError("TensorBoard is not installed: pip install 'memoro[tensorboard]'.") from None
-            self._boards = {}
+        self._tracker = None if track is None else start_tracker(track, path)
 
     def on_train_begin(self, groups: Sequence[RunGroup]) -> None:
         """Drops lines from after the checkpoint: a killed run wrote them, and they are computed again."""
@@ -130,18 +124,24 @@ class RunFolder:
         """Appends a line."""
         with _disk_errors(self.path), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-        if self._boards is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # A folder for each run: TensorBoard draws those as curves of one plot.
+        if self._tracker is not None:
             run = "-".join(str(entry[key]) for key in ("group", "run") if key in entry)
-            board = self._boards.get(run)
-            if board is None:
-                board = self._boards[run] = SummaryWriter(str(self.path / "tensorboard" / run))
-            for name, value in entry.items():
-                if isinstance(value, float):
-                    board.add_scalar(name, value, entry["step"])
-            board.flush()
+            values = {name: value for name, value in entry.items() if isinstance(value, float)}
+            self._tracker.log({f"{name}/{run}" if run else name: values[name] for name in values}, step=entry["step"])
+
+
+def start_tracker(name: str, folder: Path) -> Any:
+    """One of Accelerate's trackers, which shows the curves of all runs of a training."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    if name not in LOGGER_TYPE_TO_CLASS:
+        raise TrainingError(f"unknown tracker {name!r}: choose one of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}.")
+    if name not in map(str, get_available_trackers()):
+        raise TrainingError(f"{name} is not installed: pip install {name}.")
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    tracker = kind(name, folder) if kind.requires_logging_directory else kind(folder.name)
+    tracker.start()
+    return tracker
 
 
 def _check_own(path: Path) -> None:
@@ -153,7 +153,7 @@ def _check_own(path: Path) -> None:
         pass
     there = next((path / name for name in (CONFIG, *FILES) if (path / name).exists()), None)
     if there is not None and not (path / CHECKPOINT).is_file():
-        raise TrainingError(f"{path} has a {there.name} that is not from a training: choose another --folder.")
+        raise TrainingError(f"{path} has a {there.name} that is not from a training: choose another `folder`.")
 
 
 class InUseError(TrainingError):
@@ -181,6 +181,6 @@ def _disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TrainingError(
-            f"cannot write to {path} ({error.strerror}). The last checkpoint is untouched: fix the problem, then run "
-            "the same command with --resume."
+            f"cannot write to {path} ({error.strerror}). The last checkpoint is untouched: fix the problem, then train "
+            "again with `resume=True`."
         ) from None

@@ -28,10 +28,10 @@ def name_sources(data: Any, task: str | None, columns: list[str] | None) -> dict
     """The data of each task by its name; None where the data will name it."""
     if columns and (type(data) is dict or (task is not None and len(columns) > 1)):
         raise TrainingError(
-            "--label-column trains a task per column of one table: give one DATA, and --task only for a single column."
+            "`label_column` trains a task per column of one table: give one table, and `task` only for a single column."
         )
     if type(data) is dict and task is not None:
-        raise TrainingError("to train several tasks, give NAME=DATA for each, and no --task.")
+        raise TrainingError("to train several tasks, give NAME=DATA for each, and no `task`.")
     names = (task,) if task is not None or not columns else columns
     sources: dict[str | None, Any] = data if type(data) is dict else dict.fromkeys(names, data)
     for name in sources:
@@ -39,8 +39,8 @@ def name_sources(data: Any, task: str | None, columns: list[str] | None) -> dict
             check_name(name)
             if name.endswith(".safetensors"):
                 raise TrainingError(
-                    f"--task {name}: a task's name is not a file. To start from that task, use --start-from {name}; to "
-                    f"build on it, --extends {name}; to write to that file, --out {name}."
+                    f"`task={name}`: a task's name is not a file. To start from that task, use "
+                    f"`start_from={name}`; to build on it, `extends={name}`; to write to that file, `out={name}`."
                 )
     return sources
 

@@ -126,9 +126,9 @@ class SweepSpec:
                 raise TrainingError(f"{self.splits.name}: folds need at least two images of a class: set folds to 0.")
             parts = [*held_out, None]
         elif self.splits.val is None and self.grid.choices > 1:
-            why = "set val_fraction above 0"
+            why = "set `val_fraction` above 0"
             if SINGLE_IMAGES in self.splits.notes:
-                why = "every class has a single image: give one --lr, one seed and one of each size, or add images"
+                why = "every class has a single image: give one `lr`, one seed and one of each size, or add images"
             raise TrainingError(f"{self.splits.name} has no validation images to choose by: {why}.")
         found: list[tuple[Setting, RunSpec]] = []
         start = None if self.start is None else self.start.content_hash()
@@ -192,13 +192,13 @@ def check_ensemble(count: int, seeds: int, regime: Regime) -> None:
     if count == 1:
         return
     if not regime.composes:
-        raise TrainingError(f"regime {regime.name!r} trains no tasks, so it has no ensembles: leave out --ensemble.")
+        raise TrainingError(f"regime {regime.name!r} trains no tasks, so it has no ensembles: leave out `ensemble`.")
     if regime.name == "head":
         raise TrainingError(
-            "the mean of linear heads is a linear head: leave out --ensemble, or choose another regime."
+            "the mean of linear heads is a linear head: leave out `ensemble`, or choose another regime."
         )
     if seeds > 1:
-        raise TrainingError("--ensemble and --seeds cannot be combined: leave out one of them.")
+        raise TrainingError("`ensemble` and `seeds` cannot be combined: leave out one of them.")
 
 
 def run_sweeps(

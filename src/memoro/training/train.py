@@ -12,7 +12,6 @@ from typing import Any, overload
 from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
-from memoro.console import quoted
 from memoro.data import Augment
 from memoro.data.dataset import MAX_UNREADABLE
 from memoro.engine.parents import check_together
@@ -46,7 +45,6 @@ def train(
     *,
     backbone: Any = TINY,
     device: str | None = None,
-    dtype: str | None = None,
     task: str | None = None,
     kind: str | None = None,
     regime: str | Regime | None = None,
@@ -55,8 +53,6 @@ def train(
     from_layer: int | Iterable[int] | None = None,
     lr: float | Iterable[float] | None = None,
     seeds: int = 1,
-    ensemble: int | None = None,
-    folds: int | None = None,
     extends: Task | str | Path | Iterable[Task | str | Path] = (),
     start_from: Task | str | Path | None = None,
     label_column: str | Sequence[str] | None = None,
@@ -74,7 +70,7 @@ def train(
     dict of results is returned. A list of label columns does the same for the columns of one table. `kind` says what
     the labels are: `class`, `labels` (several for an image) or `number`; by default the data decides. `image_column`,
     `allow_absolute` and `max_unreadable` are as in `load_data`. `backbone` is a Backbone, or anything that
-    load_backbone takes; then `device` (None: a GPU if there is one) and `dtype` are used.
+    load_backbone takes; then `device` (None: a GPU if there is one) and the option `dtype` are used.
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
 
@@ -100,6 +96,7 @@ def train(
         lr = recipe.lr
     chosen, recipe = find_recipe(recipe, regime)
     recipe, options = merge_options(recipe, options, changes)
+    ensemble, folds = options.ensemble, options.folds
     target = None if out is None else read_target(out)
     if chosen.readout == 1:
         _check_solved(
@@ -136,26 +133,26 @@ def train(
         task, kind = task or start.name, kind or start.kind
     sources = name_sources(data, task, columns)
     if start is not None and len(sources) > 1:
-        raise TrainingError("--start-from continues one task: give one DATA, and one --label-column at most.")
+        raise TrainingError("`start_from` continues one task: give one set of images, and one `label_column` at most.")
     if target is not None:
         check_target(target, several=len(sources) > 1)
     stays = isinstance(backbone, Backbone) and device is None
-    backbone = load_backbone(backbone, device=None if stays else own_device(device), dtype=dtype)
+    backbone = load_backbone(backbone, device=None if stays else own_device(device), dtype=options.dtype)
     main = find_processes(backbone.device).main
     if not main:
         options = replace(options, quiet=True, log=None)
 
     if not own_recipe and recipe.views == 1 and "views" not in changes and _asks_for_views(recipe.augment):
         recipe = replace(recipe, views=RECIPES["paper"][1].views)
-        options.note(f"random crops and flips need several views of an image: using {recipe.views} (--views).")
+        options.note(f"random crops and flips need several views of an image: using {recipe.views} (`views`).")
     grid = _with_sizes(grid, chosen, start, backbone)
     if not chosen.composes:  # each run has its own passes: no folds unless asked for
         folds = folds or 0
     plan = TaskPlan("", (), extends=_link_parents(several(extends)))
     missing = {parent.name for parent in start.extends} - {parent.name for parent in plan.extends} if start else ()
     if missing:
-        words = [word for name in sorted(missing) for word in ("--extends", name + SUFFIX)]
-        raise TrainingError(f"the task to start from extends {', '.join(sorted(missing))}: add {quoted(*words)}.")
+        parents = ", ".join(f"`extends={name}{SUFFIX}`" for name in sorted(missing))
+        raise TrainingError(f"the task to start from extends {', '.join(sorted(missing))}: add {parents}.")
     options.phases.switch("reading")
     reading = {
         "kind": kind,
@@ -186,7 +183,7 @@ def train(
         sweeps = [_with_known_rate(sweep, options) for sweep in sweeps]
     if start is not None and grid.seeds < start.members:
         options.note(
-            f"only {grid.seeds} of the {start.members} members of {start.name!r} are trained further (--ensemble)."
+            f"only {grid.seeds} of the {start.members} members of {start.name!r} are trained further (`ensemble`)."
         )
     if options.folder is not None:
         options = replace(options, folder=Path(str(options.folder).replace("{task}", _name_folder(list(sets)))))
@@ -230,7 +227,7 @@ def _check_solved(sizes: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         given += [option for name, option in options.items() if getattr(own, name) != getattr(plain, name)]
         given.remove("augment")
     if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in dict.fromkeys(given))
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(given))
         raise TrainingError(f"regime 'readout' is solved in closed form, without training runs: leave out {names}.")
 
 
@@ -244,17 +241,17 @@ def _with_sizes(grid: Grid, regime: Regime, start: Task | None, backbone: Backbo
         for name in ("cells", "from_layers", "ranks"):
             if getattr(grid, name) not in {free, getattr(own, name)}:
                 raise TrainingError(
-                    f"{start.name!r} keeps its cells, rank and layers: leave out --cells, --rank and --from-layer."
+                    f"{start.name!r} keeps its cells, rank and layers: leave out `cells`, `rank` and `from_layer`."
                 )
         return own
     if regime.name in {"head", "readout"}:
         if any(grid.cells) or grid.from_layers not in {free, (backbone.depth,)}:
-            raise TrainingError(f"regime {regime.name!r} has no layers of its own: leave out --cells and --from-layer.")
+            raise TrainingError(f"regime {regime.name!r} has no layers of its own: leave out `cells` and `from_layer`.")
         return replace(grid, cells=free, from_layers=free)
     if not regime.composes:
         for name, asked in (("cells", grid.cells), ("rank", grid.ranks)):
             if asked != free and name not in regime.sizes(backbone.depth):
-                raise TrainingError(f"regime {regime.name!r} has no {name}: leave out --{name}.")
+                raise TrainingError(f"regime {regime.name!r} has no {name}: leave out `{name}`.")
     return grid
 
 
@@ -297,9 +294,9 @@ def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions
     notes, settings, regime = [], len(sweeps[0].grid.settings()), sweeps[0].regime
     if folds and not any(sweep.folds for sweep in sweeps):
         why = "there is only one setting" if sweeps[0].grid.choices == 1 else "there is a validation split"
-        notes.append(f"--folds {folds} is not used, because {why}.")
+        notes.append(f"`folds={folds}` is not used, because {why}.")
     if sweeps[0].recipe.patience and any(sweep.folds for sweep in sweeps):
-        notes.append("--patience is not used: the runs of a cross-validation are compared at the end.")
+        notes.append("`patience` is not used: the runs of a cross-validation are compared at the end.")
     notes += dict.fromkeys(text for sweep in sweeps for text in sweep.splits.notes)
     if options.folder is not None and any(sweep.splits.skipped for sweep in sweeps):
         notes.append(f"all images that were left out are listed in {options.folder / SKIPPED}.")
@@ -321,7 +318,7 @@ def _save(result: TrainResult, file: Path, regime: Regime, options: TrainOptions
             options.note(f"{file} was there already: the old file is kept as {previous}.")
         regime.save(task, file)
     except TaskFileError as error:
-        again = "Fix the problem, then run the same command with --resume to write the file."
+        again = "Fix the problem, then train again with `resume=True` to write the file."
         rest = "" if result.folder is None else f" The weights are saved in {result.folder}. {again}"
         raise TaskFileError(f"{error}{rest}") from None
     return replace(result, file=file, previous=previous)

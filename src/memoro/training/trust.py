@@ -66,7 +66,7 @@ class Describer:
             self._done[key] = fit_familiarity(statistics, classes, self._photographs(spec.preprocessing))
         found, text = self._done[key], "none: too few images, or tokens out of range"
         if found is not None:
-            against = "ordinary photographs" if len(found.reader) else "no photographs (--others gives some)"
+            against = "ordinary photographs" if len(found.reader) else "no photographs (`others` gives some)"
             text = f"{found.images} training images, left out in turn, against {against}"
         spec.task.update_spec(familiarity=found, training={**spec.task.spec.training, "familiarity": text})
 

@@ -34,7 +34,7 @@ def read_start(source: Task | str | Path, name: str | None) -> Task:
     chosen = [task for task in tasks if len(tasks) == 1 or task.name == name]
     if not chosen:
         names = ", ".join(task.name for task in tasks)
-        raise TrainingError(f"{source} contains {len(tasks)} tasks: choose one of {names} with --task.")
+        raise TrainingError(f"{source} contains {len(tasks)} tasks: choose one of {names} with `task`.")
     return chosen[0]
 
 
@@ -47,7 +47,7 @@ def compare_labels(old: Task, splits: Splits) -> str:
     if len(new) == len(splits.labels) or (splits.kind == "regression" and (new or dropped)):
         raise TrainingError(
             f"{splits.name} has other labels ({first_few(splits.labels)}) than {old.name!r} ({first_few(old.labels)}): "
-            "leave out --start-from."
+            "leave out `start_from`."
         )
     parts = [f"{format_count(len(splits.labels) - len(new), 'label')} kept"]
     parts += [

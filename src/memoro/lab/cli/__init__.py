@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import typer
 
-from memoro.cli import unwrap_help
 from memoro.lab.cli.baselines import baselines
 from memoro.lab.cli.bench import bench
 from memoro.lab.cli.reproduce import reproduce
@@ -22,10 +19,3 @@ app = typer.Typer(
 app.command()(reproduce)
 app.add_typer(bench, name="bench")
 app.add_typer(baselines)
-
-
-def run(arguments: Sequence[str]) -> None:
-    """Runs a command, and exits with its code."""
-    command = typer.main.get_command(app)
-    unwrap_help(command)
-    command(list(arguments), prog_name="memoro lab")
