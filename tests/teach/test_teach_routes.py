@@ -146,7 +146,7 @@ def test_other_sites_other_hosts_and_strangers(backbone: Backbone, tmp_path: Pat
             assert server.request("GET", ROOT)[0] == 401
             assert server.request("GET", f"{ROOT}/images/{session.photos.keys[0]}")[0] == 401
             assert server.request("GET", ROOT, authorization="Bearer secret-token")[0] == 200
-        with pytest.raises(ServeError, match="--token"):
+        with pytest.raises(ServeError, match="`token`"):
             run_teaching(session, tmp_path / "tasks", [], ServeOptions(host="0.0.0.0", port=0))
 
 
@@ -163,8 +163,9 @@ def test_training_attaches_the_task_while_labelling_goes_on(tmp_path: Path) -> N
         while (found := get(server)["training"])["state"] == "training":
             assert time.monotonic() < end
             time.sleep(0.2)
-        assert (found["state"], found["labels"], found["message"]) == ("done", 15, "")
-        assert found["metrics"]["accuracy"] > 0.6
+        assert (found["state"], found["labels"], found["split"]) == ("done", 15, "4 folds")
+        assert found["score"] > 0.6
+        assert found["before"]["images"] <= 15
         assert server.store.current.model.names == ["colours"]
         draw("red", 123).save(tmp_path / "new.png")
         data = (tmp_path / "new.png").read_bytes()
@@ -182,4 +183,4 @@ def test_a_training_that_fails_says_why(backbone: Backbone, tmp_path: Path) -> N
         assert time.monotonic() < end
         time.sleep(0.1)
     assert failing.state == "failed"
-    assert "nothing" in failing.message
+    assert "nothing" in failing.to_json()["message"]

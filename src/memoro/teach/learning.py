@@ -129,7 +129,7 @@ class Learned:
         return {"images": len(scores), "value": mean, "low": low, "high": high}
 
     def by_class(self) -> list[dict[str, Any]]:
-        """For each class its images, how many of them are answered rightly, and with what others are confused."""
+        """For each class its images, how many of them are answered rightly, and what others are taken for."""
         if self.lesson.kind == "regression":
             return []
         answers, targets, labels = self.left_out, self.lesson.targets, self.lesson.labels
@@ -137,7 +137,7 @@ class Learned:
         for at, label in enumerate(labels):
             mine = targets == at if self.lesson.kind == "softmax" else targets[:, at] > 0.5
             guesses = answers[mine]
-            row: dict[str, Any] = {"label": label, "images": int(mine.sum()), "confused": None}
+            row: dict[str, Any] = {"label": label, "judged": int(mine.sum()), "confused": None}
             if self.lesson.kind == "softmax":
                 chosen = guesses.argmax(dim=1)
                 row["right"] = int((chosen == at).sum())
@@ -185,21 +185,20 @@ def find_groups(images: ImageSet) -> Tensor:
         return torch.arange(len(images), device="cpu")
 
 
-def advise(rows: Sequence[Mapping[str, Any]], classes: Sequence[str]) -> dict[str, Any] | None:
-    """The class of which further labels would help most, how many, and why; None where it makes no difference."""
-    known = {row["label"]: row for row in rows}
-    counts = [(known[name]["images"] if name in known else 0, name) for name in classes]
-    if not counts:
+def advise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The class of which further labels would help most, how many, and why; None where it makes no difference. A row
+    of a class has its label, its labelled `images`, and how many of those that are `judged` are answered rightly."""
+    if not rows:
         return None
-    fewest, name = min(counts)
-    if fewest < FEW:
-        return {"label": name, "more": FEW - fewest, "why": f"it has {fewest} so far"}
-    wrong = {row["label"]: row["images"] - row["right"] for row in rows}
-    if not any(wrong.values()):
+    few = min(rows, key=lambda row: (row["images"], row["label"]))
+    if few["images"] < FEW:
+        return {"label": few["label"], "more": FEW - few["images"], "why": f"it has {few['images']} so far"}
+    wrong = {row["label"]: (row["judged"] - row["right"], row["judged"]) for row in rows if row["judged"] > row["right"]}
+    if not wrong:
         return None
-    name = max(wrong, key=lambda one: (wrong[one] / known[one]["images"] * math.sqrt(wrong[one]), one))
-    more = min(HELPFUL, max(FEW, math.ceil(float(np.median([count for count, _ in counts])) / 2)))
-    return {"label": name, "more": more, "why": f"{wrong[name]} of its {known[name]['images']} are answered wrongly"}
+    name = max(wrong, key=lambda one: (wrong[one][0] ** 1.5 / wrong[one][1], one))
+    more = min(HELPFUL, max(FEW, math.ceil(float(np.median([row["images"] for row in rows])) / 2)))
+    return {"label": name, "more": more, "why": f"{wrong[name][0]} of its {wrong[name][1]} are answered wrongly"}
 
 
 def _wilson(share: float, count: int) -> tuple[float, float]:

@@ -30,8 +30,6 @@ from memoro.training.warmstart import read_start
 SURE = 0.95
 """Probability from which a guess may be accepted without a closer look."""
 TABLE = "labels.csv"
-IDLE = 0.5
-"""Seconds after which the background looks for work by itself."""
 
 
 class Change(NamedTuple):
@@ -83,7 +81,7 @@ class Session(AbstractContextManager["Session"]):
         """Grows with every decision."""
         self.failure: str | None = None
         """What went wrong in the background, if anything did."""
-        self._lock, self._changed, self._stopped = threading.Lock(), threading.Condition(), False
+        self._lock, self._changed, self._stopped, self._events = threading.Lock(), threading.Condition(), False, 0
         works = (lambda: bool(self.gallery.step()), self._learn) if table.writable else ()
         self._threads = [threading.Thread(target=self._work, args=(work,), daemon=True) for work in works]
         for thread in self._threads:
@@ -167,6 +165,11 @@ class Session(AbstractContextManager["Session"]):
             None if known.answers is None else known.answers[rest],
         )
         return [Suggestion(int(ready[one.image]), one.reason) for one in suggest(scene, count, by)]
+
+    def unread(self, count: int) -> list[int]:
+        """Undecided images without statistics yet."""
+        decided = self.decided()
+        return [at for at in self.gallery.waiting() if at not in decided][:count]
 
     def guesses(self) -> dict[str, dict[str, float]]:
         """For each image that has statistics, the probabilities of the labels, or the number."""
@@ -266,18 +269,23 @@ class Session(AbstractContextManager["Session"]):
     def _work(self, work: Callable[[], bool]) -> None:
         """Calls `work` until the session is closed; waits where there was nothing to do."""
         while not self._stopped:
+            seen = self._events
             try:
                 busy = work()
             except Exception as error:  # the page says so; labels go on
                 self.failure, busy = f"{type(error).__name__}: {error}", False
-            self._notify()
-            with self._changed:
-                if not busy and not self._stopped:
-                    self._changed.wait(IDLE)
+                seen = self._notify()
+            if busy:
+                self._notify()
+            else:
+                with self._changed:
+                    self._changed.wait_for(lambda seen=seen: self._stopped or self._events != seen)
 
-    def _notify(self) -> None:
+    def _notify(self) -> int:
         with self._changed:
+            self._events += 1
             self._changed.notify_all()
+            return self._events
 
 
 def teach(

@@ -12,7 +12,7 @@ from memoro.errors import TeachError
 from memoro.heads import HeadKind
 
 WAYS = {
-    "auto": "what helps most: one of each group first, then unsure ones that differ from each other",
+    "auto": "what helps most",
     "uncertainty": "the guess is unsure",
     "unlike": "unlike anything labelled",
     "groups": "one of each group of images that look alike",
