@@ -267,25 +267,25 @@ class Session(AbstractContextManager["Session"]):
         return self.learner.step(decisions, self.classes, version)
 
     def _work(self, work: Callable[[], bool]) -> None:
-        """Calls `work` until the session is closed; waits where there was nothing to do."""
+        """Calls `work` until the session is closed or it fails; waits where there was nothing to do."""
         while not self._stopped:
             seen = self._events
             try:
                 busy = work()
             except Exception as error:  # the page says so; labels go on
-                self.failure, busy = f"{type(error).__name__}: {error}", False
-                seen = self._notify()
+                self.failure = f"{type(error).__name__}: {error}"
+                self._notify()
+                return
             if busy:
                 self._notify()
-            else:
-                with self._changed:
-                    self._changed.wait_for(lambda seen=seen: self._stopped or self._events != seen)
+                continue
+            with self._changed:
+                self._changed.wait_for(lambda seen=seen: self._stopped or self._events != seen)
 
-    def _notify(self) -> int:
+    def _notify(self) -> None:
         with self._changed:
             self._events += 1
             self._changed.notify_all()
-            return self._events
 
 
 def teach(
