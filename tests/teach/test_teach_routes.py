@@ -156,6 +156,7 @@ def test_training_attaches_the_task_while_labelling_goes_on(tmp_path: Path) -> N
         assert post(server, "/train", {})[0] == 422
         for path, colour in list(truth.items())[:15]:
             session.label(path, colour)
+        session.wait()
         assert post(server, "/train", {})[1]["state"] == "training"
         assert post(server, "/train", {})[0] == 422  # one at a time
         session.label("05-2.png", "blue")
@@ -165,7 +166,11 @@ def test_training_attaches_the_task_while_labelling_goes_on(tmp_path: Path) -> N
             time.sleep(0.2)
         assert (found["state"], found["labels"], found["split"]) == ("done", 15, "4 folds")
         assert found["score"] > 0.6
-        assert found["before"]["images"] <= 15
+        assert found["before"]["images"] == 15
+        assert (found["file"], found["report"]) == (str(tmp_path / "tasks" / "x.safetensors"), True)
+        status, headers, report = server.request("GET", f"{ROOT}/report")
+        assert (status, headers["content-disposition"]) == (200, "attachment")
+        assert b"colours" in report
         assert server.store.current.model.names == ["colours"]
         draw("red", 123).save(tmp_path / "new.png")
         data = (tmp_path / "new.png").read_bytes()

@@ -280,7 +280,8 @@ class Session(AbstractContextManager["Session"]):
                 self._notify()
                 continue
             with self._changed:
-                self._changed.wait_for(lambda seen=seen: self._stopped or self._events != seen)
+                while self._events == seen and not self._stopped:
+                    self._changed.wait()
 
     def _notify(self) -> None:
         with self._changed:
