@@ -139,9 +139,12 @@ def test_other_sites_other_hosts_and_strangers(backbone: Backbone, tmp_path: Pat
         with teaching(session, tmp_path / "tasks") as server:
             assert server.request("GET", ROOT, origin="http://evil.example")[0] == 403
             assert server.request("GET", ROOT, host="evil.example")[0] == 403
-            assert post(server, "/classes", {"label": "x"}, x_forwarded_for="1.2.3.4")[0] == 403
-            assert post(server, "/classes", {"label": "x"}, origin="null")[0] == 403
-            assert post(server, "/classes", {"label": "x"})[0] == 200
+            one = {"entries": [{"key": session.photos.keys[0], "state": "label", "label": "x"}]}
+            assert post(server, "/labels", one, x_forwarded_for="1.2.3.4")[0] == 403
+            assert post(server, "/labels", one, origin="null")[0] == 403
+            assert get(server)["classes"] == []
+            assert post(server, "/labels", one)[0] == 200
+            assert [row["label"] for row in get(server)["classes"]] == ["x"]
         with teaching(session, tmp_path / "tasks", token="secret-token") as server:
             assert server.request("GET", ROOT)[0] == 401
             assert server.request("GET", f"{ROOT}/images/{session.photos.keys[0]}")[0] == 401

@@ -53,16 +53,16 @@ class Finishing:
         with self._lock:
             if self.state == "training":
                 raise TeachError("the task is being trained already: wait for it, or stop it first.")
-            output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+            files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  # closed by the thread that waits
             arguments = [*self.command, "--out", str(self.file), "--folder", str(self.folder), "--json"]
             for old in (self._progress_file, self.report):
                 with suppress(OSError):
                     old.unlink(missing_ok=True)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "memoro", *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+                [sys.executable, "-m", "memoro", *arguments], stdin=subprocess.DEVNULL, stdout=files[0], stderr=files[1]
             )
             self.state, self.known = "training", {"labels": labels, "before": before}
-            threading.Thread(target=self._wait, args=(self._process, output, errors), daemon=True).start()
+            threading.Thread(target=self._wait, args=(self._process, *files), daemon=True).start()
 
     def stop(self) -> None:
         """Stops a training; what was written before stays."""
@@ -82,8 +82,8 @@ class Finishing:
 
     def to_json(self) -> dict[str, Any]:
         """What the page shows."""
-        known = {"state": self.state, **self.known, "report": self.state == "done" and self.report.is_file()}
-        return {**known, "epochs": self._epochs()} if self.state == "training" else known
+        own = {"report": self.state == "done" and self.report.is_file(), "epochs": self._epochs()}
+        return {"state": self.state, "labels": 0, **self.known, **own}
 
     @property
     def _progress_file(self) -> Path:
@@ -101,9 +101,9 @@ class Finishing:
         code = process.wait()
         with output, errors:
             texts = []
-            for file in (output, errors):
-                file.seek(0)
-                texts.append(file.read().decode(errors="replace"))
+            for one in (output, errors):
+                one.seek(0)
+                texts.append(one.read().decode(errors="replace"))
         with self._lock:
             if self.state != "training":
                 return
@@ -114,7 +114,8 @@ class Finishing:
                 self.attach(self.file.read_bytes())
                 score = next((metrics[name] for name in SCORES if name in metrics), None)
                 split = name_split(metrics["split"]) if metrics else None
-                self.known |= {"score": score, "split": split, "file": str(self.kept or self.file), "ended": time.time()}
+                file = str(self.kept or self.file)
+                self.known |= {"score": score, "split": split, "file": file, "ended": time.time()}
                 self.state = "done"
             except Exception as error:  # whatever it is, the page says it
                 self.state, self.known = "failed", {**self.known, "message": str(error)}

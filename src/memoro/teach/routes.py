@@ -51,10 +51,6 @@ class Entries(_Strict):
     entries: list[Entry] = Field(min_length=1, max_length=MOST_CHANGES)
 
 
-class NewClass(_Strict):
-    label: str
-
-
 def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands: Sequence[str]) -> None:
     """Adds the routes. Those that wait for the disk or compute run in threads."""
     router = APIRouter(prefix="/v1/teach", include_in_schema=False)
@@ -101,10 +97,6 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
             {"key": session.photos.keys[at], "before": _decided(old), "now": _decided(new)} for at, old, new in done
         ]
         return _json({"changed": rows, "refused": len(wanted) - len(done), "version": session.version})
-
-    @router.post("/classes")
-    def add_class(new: NewClass) -> Response:
-        return _json({"label": session.add_class(new.label), "classes": session.classes})
 
     @router.post("/images")
     async def add_image(request: Request, label: str) -> Response:

@@ -71,7 +71,8 @@ class Session(AbstractContextManager["Session"]):
         rows = [(photos.by_path.get(row.path), row) for row in table.rows]
         self.missing = sum(at is None and row.path != "" for at, row in rows)
         """Rows of the table whose images are no longer there."""
-        self._classes = dict.fromkeys([*labels, *(start.labels if start is not None else ()), *table.classes])
+        self._named = (*labels, *(start.labels if start is not None else ()))
+        self._classes = dict.fromkeys(self._named)
         for decision in self.decisions.values():
             self._know(decision)
         for at, row in rows:
@@ -100,8 +101,14 @@ class Session(AbstractContextManager["Session"]):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """All classes, in the order in which they became known; for numbers, what they are called."""
-        return ("number",) if self.kind == "regression" else tuple(self._classes)
+        """The classes that were named or that images have, in the order in which they became known; for numbers, what
+        they are called."""
+        if self.kind == "regression":
+            return ("number",)
+        used = {*self._named}
+        for one in self.training().values():
+            used.update(one.label if isinstance(one.label, tuple) else [str(one.label)])
+        return tuple(name for name in self._classes if name in used)
 
     def label(self, images: int | str | Iterable[int | str], label: Any) -> None:
         """Gives one or several images a label: a class, a list of labels, or a number. None: none of the labels.
@@ -128,16 +135,6 @@ class Session(AbstractContextManager["Session"]):
         self.gallery.want(at for at, _, _ in wanted)
         self._notify()
         return [(at, before, now) for (at, before, _), now in zip(wanted, done, strict=True)]
-
-    def add_class(self, name: str) -> str:
-        """Adds a class without images, and returns its name as it is kept."""
-        if self.kind == "regression":
-            raise TeachError("images have numbers here: there are no classes.")
-        with self._lock:
-            found = self.table.add_class(name)
-            self._classes.setdefault(found)
-            self.version += 1
-        return found
 
     def add(self, data: bytes, label: Any) -> int:
         """Adds an encoded image and its label, as one that was answered wrongly elsewhere; returns its position."""

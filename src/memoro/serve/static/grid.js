@@ -13,7 +13,10 @@ export class Grid {
     place.addEventListener("dblclick", (event) => this.enlarge(event.target.closest("[data-key]")?.dataset.key));
     place.addEventListener("focusin", (event) => this.reach(event.target.closest("[data-key]")?.dataset.key));
     place.addEventListener("pointerdown", (event) => this.drag(event));
-    byId("teach-large").addEventListener("close", () => this.focus());
+    byId("teach-large").addEventListener("close", ({ target }) => { // the browser has gone back to the first image
+      this.reach(target.dataset.shown);
+      this.focus();
+    });
   }
 
   get keys() {
@@ -47,7 +50,7 @@ export class Grid {
   update(images) {
     for (const image of images) {
       const card = this.cards.get(image.key);
-      if (!card) continue;
+      if (!card || image.row < card.image.row) continue; // an answer that a later decision has overtaken
       const reason = image.reason || card.image.reason;
       card.image = { ...card.image, ...image, reason };
       this.write(card);
@@ -221,13 +224,13 @@ export class Grid {
     const card = this.cards.get(key), dialog = byId("teach-large");
     if (!card || card.image.error) return;
     this.choose(() => false);
-    this.at = key;
+    this.at = dialog.dataset.shown = key;
+    const image = el("img", { src: card.url ?? "", alt: card.image.path }), button = el("button", { type: "button", click: () => dialog.close() }, "Close");
+    dialog.replaceChildren(image, el("p", { role: "status" }, card.node.getAttribute("aria-label")), button);
     if (!dialog.open) dialog.showModal();
-    const url = await this.actions.picture(key, true).catch(() => card.url);
-    if (this.at !== key) return;
-    const button = el("button", { type: "button", click: () => dialog.close() }, "Close");
-    dialog.replaceChildren(el("img", { src: url, alt: card.image.path }), el("p", { role: "status" }, card.node.getAttribute("aria-label")), button);
     button.focus();
+    const url = await this.actions.picture(key, true).catch(() => null);
+    if (url) [image.src, image.onload] = [url, () => URL.revokeObjectURL(url)];
   }
 
   /** A rectangle over the grid chooses what it touches. */

@@ -9,7 +9,7 @@ const POLL = 700;
 const VIEWS = { next: "What to look at next", sure: "Certain guesses", suspects: "Look again", labelled: "Labelled", unlabelled: "Unlabelled", all: "All", unreadable: "Unreadable" };
 const KEPT = 500; // decisions that can be undone
 
-const state = { now: null, view: "next", by: "auto", offset: 0, total: 0, undo: [], failed: [], queue: Promise.resolve(), gone: false, solved: null, trained: null, heard: null, changed: () => {} };
+const state = { now: null, view: "next", by: "auto", offset: 0, undo: [], failed: [], queue: Promise.resolve(), gone: false, asked: 0, loading: false, solved: null, trained: null, heard: null, changed: () => {} };
 let grid = null;
 
 /** Shows the part of the page that labels; `changed` is called after a task was attached. */
@@ -61,7 +61,7 @@ async function poll() {
     if (seen !== state.solved) {
       state.solved = seen;
       if (grid.keys.length) grid.update((await teach("GET", `/images?${new URLSearchParams(grid.keys.map((key) => ["keys", key]))}`)).images);
-      else if (state.view === "next") await load();
+      else if (state.view === "next" && !state.loading) await load();
     }
   } catch (problem) {
     if (!state.gone) fail(byId("teach-gone"), problem, null);
@@ -80,10 +80,12 @@ async function show(view) {
 }
 
 async function load() {
+  const mine = ++state.asked; // later questions overtake earlier ones
+  state.loading = true;
   try {
     const asked = new URLSearchParams({ view: state.view, by: state.by, offset: String(state.offset), limit: state.view === "next" ? "24" : "60" });
     const found = await teach("GET", `/images?${asked}`);
-    state.total = found.total;
+    if (mine !== state.asked) return;
     grid.show(found.images);
     const end = found.offset + found.images.length;
     const where = state.view === "next" ? `${count(found.images.length, "image")} to look at.` : `${found.images.length ? `${found.offset + 1} to ${end} of ` : ""}${count(found.total, "image")}.`;
@@ -96,6 +98,8 @@ async function load() {
     byId("teach-keep").hidden = state.view !== "suspects";
   } catch (problem) {
     fail(byId("teach-problem"), problem, load);
+  } finally {
+    if (mine === state.asked) state.loading = false;
   }
 }
 
@@ -131,8 +135,9 @@ async function write(images, choose) {
     if (found.refused) state.solved = null; // what the other window has decided is shown soon
     if (state.view === "next" && state.now.kind !== "multilabel" && grid.finished()) await next();
   } catch (problem) {
-    if (problem.gone) state.failed.push([images, choose]);
-    fail(byId("teach-problem"), problem, again, "This was not kept: ");
+    if (!problem.gone) return fail(byId("teach-problem"), problem, null, "This was not kept: ");
+    state.failed.push([images, choose]);
+    tell(byId("teach-problem"), `The server does not answer: ${count(state.failed.length, "decision")} not kept yet.`, again);
   }
 }
 
@@ -171,22 +176,12 @@ function choose(label) {
   };
 }
 
-async function nameLabel() {
+function nameLabel() {
   const input = byId("teach-label"), text = input.value.trim();
-  if (!text) return;
   input.value = "";
-  if (state.now.kind !== "regression" && !state.now.classes.some((one) => one.label === text)) {
-    try {
-      await teach("POST", "/classes", JSON.stringify({ label: text }));
-      await poll();
-    } catch (problem) {
-      return fail(byId("teach-problem"), problem, null);
-    }
-  }
-  if (grid.chosen().length) {
-    grid.focus();
-    await grid.apply("label", choose(state.now.kind === "regression" ? Number(text.replace(",", ".")) : text));
-  }
+  if (!text) return;
+  grid.focus();
+  grid.apply("label", choose(state.now.kind === "regression" ? Number(text.replace(",", ".")) : text)).then(poll); // a new class has a key
 }
 
 /** What a key means in the grid; null where it means nothing. */
