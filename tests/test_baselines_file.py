@@ -103,7 +103,7 @@ def test_telling_files_apart(saved: Path, backbone: Backbone, tmp_path: Path) ->
 
 def test_another_backbone_is_refused(saved: Path) -> None:
     for other in (FAMILIES[0].model(seed=8), FAMILIES[1].model()):
-        with pytest.raises(TaskFileError, match=r"'pets' was trained for ViTForImageClass.*memoro train DATA"):
+        with pytest.raises(TaskFileError, match=r"'pets' was trained for ViTForImageClass.*train the task again"):
             load_baseline(saved, memoro.load_backbone(other))
 
 

@@ -170,7 +170,7 @@ def test_training_joins_the_seeds_of_the_best_setting(backbone: Backbone, tmp_pa
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"seeds": 2}, "--ensemble and --seeds"),
+        ({"seeds": 2}, "`ensemble` and `seeds`"),
         ({"regime": BASELINES["full"].regime}, "no ensembles"),
         ({"regime": "head"}, "mean of linear heads"),
         ({"ensemble": 0}, "1 to 64 members"),

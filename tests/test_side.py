@@ -60,7 +60,11 @@ def test_rank_zero_is_a_task_as_before(backbone: Backbone) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"rank": 2, "from_layer": 5}, "linear head"), ({"rank": -1}, "rank must be"), ({"rank": 2000}, "rank must be")],
+    [
+        ({"rank": 2, "from_layer": 5}, "linear head"),
+        ({"rank": -1}, "`rank` must be"),
+        ({"rank": 2000}, "`rank` must be"),
+    ],
 )
 def test_impossible_ranks(backbone: Backbone, options: dict[str, int], words: str) -> None:
     with pytest.raises(TaskError, match=words):

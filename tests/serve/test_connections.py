@@ -292,9 +292,9 @@ def test_a_server_with_few_descriptors(tmp_path: Path) -> None:
 
 def test_options() -> None:
     for options, message in (
-        ({"max_connections": 0}, "max-connections must be at least 1"),
-        ({"header_timeout": 0}, "header-timeout must be at least"),
-        ({"idle_timeout": -1}, "idle-timeout must be at least"),
+        ({"max_connections": 0}, "`max_connections` must be at least 1"),
+        ({"header_timeout": 0}, "`header_timeout` must be at least"),
+        ({"idle_timeout": -1}, "`idle_timeout` must be at least"),
     ):
         with pytest.raises(ServeError, match=message):
             ServeOptions(**options)  # type: ignore[arg-type]
