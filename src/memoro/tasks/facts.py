@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_TEXT = 200
+SKETCH = "image_sketch"
+"""The fact by which the images that a task learned from are recognised; it is not for people."""
 
 
 def describe_fact(value: object, most: int = MAX_TEXT) -> str:
