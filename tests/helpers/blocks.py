@@ -7,6 +7,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 import tomllib
 import urllib.request
@@ -22,7 +23,9 @@ import memoro
 ROOT = Path(__file__).parents[2]
 NOT_RUN = "Not run by the tests: "
 """A block with such a title is not run. The page shows the title, which goes on with the reason."""
-FENCE = re.compile(r'^```(?P<language>[\w+]+)(?: title="(?P<title>[^"]*)")?\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
+FENCE = re.compile(
+    r'^(?P<indent> *)```(?P<language>[\w+]+)(?: title="(?P<title>[^"]*)")?\n(?P<code>.*?)^ *```$', re.DOTALL | re.MULTILINE
+)
 HIDDEN = re.compile(r"^<!-- before\n(?P<code>.*?)^-->$", re.DOTALL | re.MULTILINE)
 """Python that makes what the next block takes as given; the page does not show it."""
 RUN = ("sh", "python")
@@ -44,16 +47,17 @@ def blocks_of(text: str, page: str) -> list[Block]:
     found: list[tuple[int, int, Block]] = []
     for match in sorted([*FENCE.finditer(text), *HIDDEN.finditer(text)], key=lambda one: one.start()):
         fields = match.groupdict()
+        code = textwrap.dedent(fields["code"])
         language = fields.get("language", "python")
         where = f"{page}:{text.count(chr(10), 0, match.start()) + 1}"
         if language == "text" and found and not text[found[-1][1] : match.start()].strip():
             start, _, block = found[-1]
             if block.output is None and block.language in RUN:
-                found[-1] = (start, match.end(), block._replace(output=fields["code"]))
+                found[-1] = (start, match.end(), block._replace(output=code))
                 continue
         title = fields.get("title") or ""
         reason = title.removeprefix(NOT_RUN) if title.startswith(NOT_RUN) else None
-        found.append((match.start(), match.end(), Block(where, language, fields["code"], None, reason)))
+        found.append((match.start(), match.end(), Block(where, language, code, None, reason)))
     return [block for *_, block in found]
 
 

@@ -50,7 +50,7 @@ def make_world(root: Path) -> None:
         for index in range(number):
             label = ("cat", "dog")[index % 2] if folder == "new" else ("kitchen", "bedroom")[index % 2]
             draw(label, generator).save(root / folder / f"{index}.jpg")
-    draw("cat", generator).save(root / "photo.jpg")
+    draw("cat", generator, 17).save(root / "photo.jpg")
     (root / "table").mkdir()
     rows = []
     for index in range(48):
