@@ -45,7 +45,9 @@ def kind_of(kind: Any) -> str:
 def usage(words: str, command: Any) -> str:
     own = [one for one in command.params if one.param_type_name == "argument"]
     names = [f"{one.name.upper()}{'...' if one.nargs == -1 else ''}" for one in own]
-    return " ".join([words, *(name if one.required else f"[{name}]" for name, one in zip(names, own, strict=True)), "[OPTIONS]"])
+    return " ".join(
+        [words, *(name if one.required else f"[{name}]" for name, one in zip(names, own, strict=True)), "[OPTIONS]"]
+    )
 
 
 def default_of(parameter: Any) -> str:

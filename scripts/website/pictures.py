@@ -34,7 +34,9 @@ class Drawing:
             f'style="fill:{fill};stroke:var(--{color});stroke-width:1.5{opacity}"/>'
         )
 
-    def line(self, x: float, y: float, to_x: float, to_y: float, color: str, *, arrow: bool = True, thin: bool = False) -> None:
+    def line(
+        self, x: float, y: float, to_x: float, to_y: float, color: str, *, arrow: bool = True, thin: bool = False
+    ) -> None:
         dash = ";stroke-dasharray:4 3" if thin else ""
         self.parts.append(
             f'<path d="M{x:g} {y:g}L{to_x:g} {to_y:g}" style="fill:none;stroke:var(--{color});stroke-width:1.5{dash}"/>'
@@ -49,7 +51,17 @@ class Drawing:
                 f'style="fill:var(--{color})"/>'
             )
 
-    def text(self, x: float, y: float, words: str, *, anchor: str = "start", size: int = 13, bold: bool = False, color: str = "ink") -> None:
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        anchor: str = "start",
+        size: int = 13,
+        bold: bool = False,
+        color: str = "ink",
+    ) -> None:
         weight = ";font-weight:600" if bold else ""
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" style="font-size:{size}px;fill:var(--{color}){weight}">'
@@ -110,8 +122,20 @@ def mask() -> Drawing:
         "Who attends to whom. Patches and the backbone's class token attend to each other only. The token of pets also "
         "attends to itself and its memory; that of breeds, which extends pets, to those of pets as well.",
     )  # fmt: skip
-    columns = (("patches", "base"), ("class", "base"), ("pets", "task"), ("breeds", "other"), ("pets", "task"), ("breeds", "other"))
-    rows = (("patches", "base", "110000"), ("class", "base", "110000"), ("pets", "task", "111010"), ("breeds", "other", "111111"))
+    columns = (
+        ("patches", "base"),
+        ("class", "base"),
+        ("pets", "task"),
+        ("breeds", "other"),
+        ("pets", "task"),
+        ("breeds", "other"),
+    )
+    rows = (
+        ("patches", "base", "110000"),
+        ("class", "base", "110000"),
+        ("pets", "task", "111010"),
+        ("breeds", "other", "111111"),
+    )
     left, step = 84, 51
     drawing.text(left + step, 14, "backbone", anchor="middle", bold=True, size=12, color="base")
     drawing.text(left + 3 * step, 14, "tokens", anchor="middle", bold=True, size=12)
@@ -139,7 +163,11 @@ def fork() -> Drawing:
     for layer in range(12):
         drawing.box(left + layer * step, 28, step - 6, 26, "base")
         drawing.text(left + layer * step + (step - 6) / 2, 46, str(layer), anchor="middle", size=12)
-    rows = ((0, "from_layer=0: the paper", "task"), (8, "from_layer=8: a third of the cost", "task"), (12, "from_layer=12: a linear head", "task"))
+    rows = (
+        (0, "from_layer=0: the paper", "task"),
+        (8, "from_layer=8: a third of the cost", "task"),
+        (12, "from_layer=12: a linear head", "task"),
+    )
     for number, (start, name, color) in enumerate(rows):
         y = 92 + number * 56
         x, end = left + start * step, left + 12 * step
@@ -189,7 +217,12 @@ def readout() -> Drawing:
     return drawing
 
 
-PICTURES: dict[str, Callable[[], Drawing]] = {"two-streams": two_streams, "mask": mask, "fork": fork, "read-out": readout}
+PICTURES: dict[str, Callable[[], Drawing]] = {
+    "two-streams": two_streams,
+    "mask": mask,
+    "fork": fork,
+    "read-out": readout,
+}
 
 
 def main() -> None:

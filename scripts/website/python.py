@@ -212,9 +212,7 @@ def link_names(text: str, places: Mapping[str, str]) -> str:
         return f"[`{found[1]}`]({places[name]})" if name in places else found[0]
 
     parts = re.split(r"(?ms)(^```.*?^```$|^#.*?$)", text)
-    return "".join(
-        part if at % 2 else re.sub(r"(?<!\[)`([\w.]+)`(?!\])", link, part) for at, part in enumerate(parts)
-    )
+    return "".join(part if at % 2 else re.sub(r"(?<!\[)`([\w.]+)`(?!\])", link, part) for at, part in enumerate(parts))
 
 
 def python_pages() -> dict[str, str]:

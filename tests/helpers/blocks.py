@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import socket
@@ -24,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 NOT_RUN = "Not run by the tests: "
 """A block with such a title is not run. The page shows the title, which goes on with the reason."""
 FENCE = re.compile(
-    r'^(?P<indent> *)```(?P<language>[\w+]+)(?: title="(?P<title>[^"]*)")?\n(?P<code>.*?)^ *```$', re.DOTALL | re.MULTILINE
+    r'^(?P<indent> *)```(?P<language>[\w+]+)(?: title="(?P<title>[^"]*)")?\n(?P<code>.*?)^ *```$',
+    re.DOTALL | re.MULTILINE,
 )
 HIDDEN = re.compile(r"^<!-- before\n(?P<code>.*?)^-->$", re.DOTALL | re.MULTILINE)
 """Python that makes what the next block takes as given; the page does not show it."""
@@ -77,13 +79,25 @@ def expand(word: str) -> list[str]:
 
 
 def matches(shown: str, real: str) -> bool:
-    """Whether the output is as the page shows it. `…` stands for anything in a line, and alone for any lines."""
-    lines = [line.rstrip() for line in shown.strip("\n").splitlines()]
-    pattern = "\n".join(
-        r"(?:.*\n?)*?" if line.strip() == "…" else ".*?".join(map(re.escape, line.split("…"))) for line in lines
-    ).replace("(?:.*\\n?)*?\n", "(?:.*\\n)*?")
-    text = "\n".join(line.rstrip() for line in real.strip("\n").splitlines())
+    """Whether the output is as the page shows it, but for times and for the width of tables.
+
+    `…` stands for anything in a line, and alone for any lines.
+    """
+    text = "".join(f"{line}\n" for line in narrow(real))
+    pattern = "".join("(?:.*\n)*?" if line.strip() == "…" else _line(line) for line in narrow(shown))
     return re.fullmatch(pattern, text) is not None
+
+
+def narrow(text: str) -> list[str]:
+    """The lines without repeated spaces and rules, and without those that go on with a cell of the line above."""
+    lines = [re.sub(r"([ ─━])\1+", r"\1", line.rstrip()) for line in text.strip("\n").splitlines()]
+    return [line for line in lines if not line.startswith("│ │")]
+
+
+def _line(shown: str) -> str:
+    """The pattern of a line."""
+    parts = re.split(r"…|\d+(?:\.\d+)? s(?:: [^│]*)?(?= │|$)", shown)
+    return ".*?".join(map(re.escape, parts)) + "\n"
 
 
 class Reader:
@@ -119,7 +133,9 @@ class Reader:
         if name == "memoro":
             return self.serve(words) if "serve" in words[:2] or words[1:2] == ["teach"] else self.memoro(words, where)
         if name == "curl":
-            done = subprocess.run([*words, "--silent", "--show-error", "--fail-with-body"], capture_output=True, check=False)
+            done = subprocess.run(
+                [*words, "--silent", "--show-error", "--fail-with-body"], capture_output=True, check=False
+            )
             assert done.returncode == 0, f"{where}: {words}: {done.stdout.decode()} {done.stderr.decode()}"
             return done.stdout.decode()
         checks: dict[str, Callable[[list[str]], None]] = {"pip": check_pip, "make": check_make}
@@ -178,18 +194,20 @@ def check_make(words: list[str]) -> None:
 
 
 def docstring_blocks() -> list[Block]:
-    """The examples in docstrings of the public names and their methods: indented paragraphs."""
+    """The examples in docstrings of the public names and their methods: paragraphs that are indented, and calls of
+    memoro in backticks."""
     found = []
     for name in memoro.__all__:
         owner = getattr(memoro, name)
-        members = {f"{name}.{key}": one for key, one in vars(owner).items()} if isinstance(owner, type) else {}
-        for place, value in {name: owner, **members}.items():
-            text = getattr(value, "__doc__", None) or ""
-            if not getattr(value, "__module__", "memoro").startswith("memoro"):
+        members = vars(owner).items() if isinstance(owner, type) else ()
+        for place, value in [
+            (name, owner),
+            *((f"{name}.{key}", one) for key, one in members if not key.startswith("_")),
+        ]:
+            if not str(getattr(value, "__module__", "memoro")).startswith("memoro"):
                 continue
-            lines = [line for line in text.splitlines()[1:] if line.strip()]
-            base = min((len(line) - len(line.lstrip()) for line in lines), default=0)
-            code = [line[base + 4 :] for line in lines if line.startswith(" " * (base + 4))]
-            if code:
-                found.append(Block(f"memoro.{place}", "python", "\n".join(code) + "\n"))
+            text = inspect.getdoc(value) or ""
+            code = "".join(f"{line[4:]}\n" for line in text.splitlines() if line.startswith("    "))
+            calls = [call for call in re.findall(r"`([^`]*)`", text) if re.match(r"(\w+ = )?memoro\.\w+\(", call)]
+            found += [Block(f"memoro.{place}", "python", part) for part in (code, *calls) if part]
     return found
