@@ -1,1 +1,1 @@
-"""What the documentation has besides the pages in docs/: the reference, the pictures, and the pages of other folders."""
+"""What the site has besides the pages in docs/: the reference, the drawings, and pages of other folders."""

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
-from types import ModuleType
+from itertools import pairwise
 from typing import Any, get_args, get_type_hints
 
 import memoro
@@ -25,10 +25,13 @@ PAGES = {
     "evaluation": "Evaluation",
     "teach": "Labelling",
     "serve": "Server",
+    "sklearn": "scikit-learn",
     "errors": "Errors",
 }
 """Title of the page of each package; other packages have a page under their own name."""
-JOINED = {"images": "backbones"}
+JOINED = {"images": "backbones", "embedding": "evaluation"}
+EXTRA = ("sklearn",)
+"""Public modules that are imported by their own name."""
 WIDTH = 88
 
 
@@ -39,7 +42,14 @@ def home_of(value: Any) -> str:
 
 
 def public() -> dict[str, Any]:
-    return {name: getattr(memoro, name) for name in memoro.__all__ if not isinstance(getattr(memoro, name), ModuleType)}
+    """The public names: those of memoro, and of modules that need an extra."""
+    found = {name: getattr(memoro, name) for name in memoro.__all__}
+    for module in (import_module(f"memoro.{name}") for name in EXTRA):
+        own = {
+            name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+        }
+        found |= {name: value for name, value in own.items() if inspect.isclass(value) and not name.startswith("_")}
+    return found
 
 
 def returned() -> dict[str, type]:
@@ -97,7 +107,7 @@ def field_texts(owner: type) -> dict[str, str]:
         except OSError:  # made at run time
             continue
         statements = getattr(body, "body", [])
-        for field, text in zip(statements, statements[1:], strict=False):
+        for field, text in pairwise(statements):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
                 found[field.target.id] = str(getattr(text.value, "value", ""))
     return found
@@ -105,7 +115,7 @@ def field_texts(owner: type) -> dict[str, str]:
 
 def text_of(value: Any) -> str:
     """A docstring as Markdown, with its examples as Python."""
-    text = inspect.getdoc(value.fget if isinstance(value, property) else value) or ""
+    text = inspect.cleandoc((value.fget if isinstance(value, property) else value).__doc__ or "")
     if inspect.isclass(value) and dataclasses.is_dataclass(value) and text.startswith(f"{value.__name__}("):
         return ""
     return re.sub(r"(?m)(?:^ {4}.*\n?|^\n(?= {4}))+", _fence, text)
@@ -178,7 +188,7 @@ def fields_table(owner: type) -> str:
 
 def entry(name: str, value: Any, level: int = 2) -> str:
     """A class or function with all that users can call on it."""
-    prefix = "" if level > 2 or value.__module__ == "memoro" or name not in memoro.__all__ else "memoro."
+    prefix = "memoro." if name in memoro.__all__ else "memoro.sklearn." if value.__module__ == "memoro.sklearn" else ""
     parts = [f"{'#' * level} {name} {{ #{name} }}", ""]
     plain = inspect.isclass(value) and (issubclass(value, Exception) or not hasattr(value, "__init__"))
     if not plain:
@@ -242,10 +252,14 @@ def python_pages() -> dict[str, str]:
         f"| [`{name}`]({places[name]}) | {cell(text_of(value).split(chr(10) + chr(10))[0].split('. ')[0])} |"
         for name, value in names.items()
     ]
-    index = ["# Python API", "", "All public names, each imported as `memoro.NAME`.", "", "| | |", "|---|---|", *rows]
+    index = [
+        "# Python API",
+        "",
+        "All public names: `memoro.NAME`, and the estimators of `memoro.sklearn`.",
+        "",
+        "| | |",
+        "|---|---|",
+        *rows,
+    ]
     texts["index.md"] = link_names("\n".join(index), places)
     return texts
-
-
-def settings_of(owners: list[str]) -> dict[str, Any]:
-    return {name: read_options(getattr(import_module("memoro"), name)) for name in owners}

@@ -113,7 +113,7 @@ class Reader:
     def close(self) -> None:
         if self.server is not None:
             self.server.terminate()
-            self.server.wait(60)
+            self.server.communicate(timeout=60)
 
     def run(self, block: Block) -> str:
         """Runs a block; returns what it printed to standard output."""
@@ -150,13 +150,14 @@ class Reader:
         arguments, sys.argv = sys.argv, words
         try:
             main()
+            code: Any = 0
         except SystemExit as end:
-            out, err = self.read_output()
-            assert not end.code, f"{where}: {shlex.join(words)}\n{out}{err}"
-            return out
+            code = end.code
         finally:
             sys.argv = arguments
-        return self.read_output()[0]
+        out, err = self.read_output()
+        assert not code, f"{where}: {shlex.join(words)}\n{out}{err}"
+        return out
 
     def serve(self, words: list[str]) -> str:
         """Starts the server in a process of its own; later commands find it under the address that they name."""
@@ -206,7 +207,7 @@ def docstring_blocks() -> list[Block]:
         ]:
             if not str(getattr(value, "__module__", "memoro")).startswith("memoro"):
                 continue
-            text = inspect.getdoc(value) or ""
+            text = inspect.cleandoc(value.__doc__ or "")
             code = "".join(f"{line[4:]}\n" for line in text.splitlines() if line.startswith("    "))
             calls = [call for call in re.findall(r"`([^`]*)`", text) if re.match(r"(\w+ = )?memoro\.\w+\(", call)]
             found += [Block(f"memoro.{place}", "python", part) for part in (code, *calls) if part]
