@@ -12,6 +12,8 @@ import pytest
 from blocks import NOT_RUN, ROOT, RUN, Block, Reader, blocks_of, commands_of, docstring_blocks, matches
 from world import make_world
 
+import memoro
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIRST = [ROOT / "README.md", ROOT / "docs" / "start.md"]
 """What `make test` follows; `make test-slow` follows all."""
@@ -76,7 +78,7 @@ def test_docstrings_can_be_followed(reader: Reader) -> None:
     blocks = docstring_blocks()
     assert blocks
     for block in blocks:
-        reader.names = {"__name__": "__main__"}
+        reader.names = {"__name__": "__main__", "memoro": memoro}
         follow(reader, [block])
 
 
