@@ -273,7 +273,7 @@ def find_images(given: Any) -> Any:
 
 
 def smallest(rows: Rows) -> Rows:
-    """A copy of the rows, in float16 where that changes nothing, as for statistics that were kept on disk."""
+    """A copy of the rows, in float16 if that changes nothing, as for statistics that were kept on disk."""
     with np.errstate(over="ignore"):
         half = rows.astype(np.float16)
     return half if np.array_equal(half, rows) else rows.copy()

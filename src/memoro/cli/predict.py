@@ -158,7 +158,7 @@ def predict(
 
 
 def _count(source: Unlabelled) -> int | None:
-    """Of images, where that is known; an error where there are none."""
+    """The number of images, if it is known; raises if there are none."""
     from memoro.data.unlabelled import is_endless
     from memoro.errors import DataError
 

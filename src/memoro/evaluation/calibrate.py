@@ -99,7 +99,7 @@ def _kept_at(folder: Path, key: str) -> Path:
 
 
 def _read(path: Path, key: str) -> Others | None:
-    """The statistics of a file, None where there is none or it is for another backbone or preprocessing."""
+    """The statistics of a file, None if there is none or it is for another backbone or preprocessing."""
     with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
         if (file.metadata() or {}).get("key") == key:
             return Others(file.get_tensor("mean"), file.get_tensor("directions"))
@@ -120,8 +120,8 @@ def calibrate(
 ) -> None:
     """Gives a task a new calibration and familiarity, from images that look like those it is for.
 
-    The calibration is fitted on the validation split, or on all images of `data` where there is none, never on a test
-    split. Where the task was trained on some of those images, it is left as it is, and so is a familiarity that the
+    The calibration is fitted on the validation split, or on all images of `data` if there is none, never on a test
+    split. If the task was trained on some of those images, it is left as it is, and so is a familiarity that the
     task has. `others` are ordinary photographs, from which it is learned what is unfamiliar (see
     `find_photographs`). `reading` are options of `load_data`.
     """

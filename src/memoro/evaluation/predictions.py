@@ -78,7 +78,7 @@ class Predictor:
 
 
 def _hash(model: Task) -> str:
-    """Of a model's weights and of what is reported besides its logits."""
+    """A hash of the model's weights and of everything that turns its logits into answers."""
     calibration, familiarity = model.spec.calibration, model.spec.familiarity
     record = {
         "content": model.content_hash(),
@@ -265,7 +265,7 @@ UNFAMILIAR = "unfamiliar to all tasks"
 
 
 def predictions_table(predictions: Sequence[Prediction], total: int, top: int | None = None, width: int = 80) -> Table:
-    """A row for each of the first images and a column for each task; where that is wider than the terminal, a row for
+    """A row for each of the first images and a column for each task; if that is wider than the terminal, a row for
     each image and task, with the task that the image most likely belongs to first, if all have a score."""
     names = list(dict.fromkeys(name for one in predictions for name in one.answers))
     title = format_count(total, "image")

@@ -23,7 +23,7 @@ def sketch_images(images: ImageSet, earlier: Mapping[str, Any]) -> dict[str, lis
     """The training fact that tells which images a task learned from: the smallest of their hashes, a few kilobytes.
 
     Any set that shares many images with them contains some of these. `earlier` are the facts of the task's earlier
-    training, if it had one. Empty where the images are not known: those of a training before there was such a fact.
+    training, if it had one. Empty if the images are not known: those of a training before there was such a fact.
     """
     old = earlier.get(SKETCH, [] if not earlier.keys() - {"seed"} else None)
     if images.digests is None or not isinstance(old, list):
@@ -49,9 +49,9 @@ def learned_from(
     *,
     parents_only: bool = False,
 ) -> str | None:
-    """That a task, or one that it extends, learned from some images of a set, or may have; None where none did.
+    """That a task, or one that it extends, learned from some images of a set, or may have; None if none did.
 
-    `others` are tasks among which its ancestors are found where it has mere records of them. With `parents_only`, what
+    `others` are tasks among which its ancestors are found if it has mere records of them. With `parents_only`, what
     the task itself learned from does not count.
     """
     if images is None:
@@ -69,7 +69,7 @@ def on_record(task: Model, others: Iterable[Model] = ()) -> bool:
 
 
 def learned_images(task: Model, images: ImageSet, others: Iterable[Model] = ()) -> npt.NDArray[np.bool_] | None:
-    """(n,) which images a task or its ancestors learned from; None where only some of them are recorded."""
+    """(n,) which images a task or its ancestors learned from; None if only some of them are recorded."""
     sketches = [one.spec.training.get(SKETCH) for one in _lineage(task, others)]
     if not all(isinstance(sketch, list) and len(sketch) < SKETCH_SIZE for sketch in sketches):
         return None

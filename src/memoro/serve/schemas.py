@@ -98,7 +98,7 @@ class Predictions(BaseModel):
     images: list[ImageAnswers]
     tasks: dict[str, Version]
     passes: int
-    """Of the backbone: one for each preprocessing, and more where images do not fit one batch."""
+    """Passes of the backbone: one for each preprocessing, and more if the images do not fit into one batch."""
     seconds: dict[str, float]
 
 

@@ -35,7 +35,7 @@ def write_card(
     A card that was there and differs, which may have been edited, is kept as README.md.1.
 
     `repo_id` is the hub id that the card's example loads (default: the folder's name). `base_model` is the hub id of
-    the backbone, where the tasks record it under another name, such as that of a folder.
+    the backbone, if the tasks record it under another name, such as that of a folder.
     """
     from huggingface_hub import ModelCard
 
@@ -154,7 +154,7 @@ def _figures(task: Task) -> Iterator[tuple[str, float]]:
 
 
 def _read_confusion(task: Task) -> Tensor | None:
-    """The confusion matrix of a record, None where there is none or it does not fit the labels."""
+    """The confusion matrix of a record, None if there is none or it does not fit the labels."""
     matrix, count = task.spec.metrics.get("confusion"), len(task.labels)
     if not isinstance(matrix, list) or len(matrix) != count or count > MAX_CONFUSION:
         return None

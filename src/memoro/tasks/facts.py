@@ -28,7 +28,7 @@ def finite_number(value: object) -> float | None:
 
 
 def short_facts(training: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """Of the facts about a training, those that fit on a line; lists of numbers, and numbers too large, as text."""
+    """The facts about a training that fit on a line; lists of numbers, and numbers that are too large, as text."""
     found: dict[str, str | int | float] = {}
     for name, value in training.items():
         if isinstance(value, (str, bool)) or finite_number(value) is not None:

@@ -196,7 +196,7 @@ def read_tensors(file: Any, name: str, shapes: Mapping[str, Sequence[int]], pref
     tensors: dict[str, Tensor] = {}
     for part, shape in shapes.items():
         key, what = f"{prefix}{part}", f"{name!r}: {part}"
-        stored = file.get_slice(key)  # raises where it is missing, loads nothing yet
+        stored = file.get_slice(key)  # raises if it is missing; loads nothing yet
         if stored.get_shape() != list(shape):
             raise TaskFileError(f"{what} has shape {stored.get_shape()} instead of {list(shape)}.")
         if stored.get_dtype() not in DTYPES:

@@ -51,7 +51,7 @@ def write_sections(spec: TaskSpec, prefix: str) -> tuple[dict[str, Any], dict[st
 
 
 def section_tensors(item: Mapping[str, Any], dim: int, depth: int) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the tensors of a task's familiarity, none where it has none."""
+    """The names and shapes of the tensors of a task's familiarity, none if it has none."""
     if "familiarity" not in item:
         return {}
     section = read_object(item, "familiarity")

@@ -84,7 +84,7 @@ class Task(TaskModule[TaskSpec]):
         return self.parents_among(content_hashes([parent for parent in self.extends if isinstance(parent, Task)]))
 
     def parents_among(self, hashes: Mapping[int, str]) -> tuple[Parent, ...]:
-        """The same, where the hashes of the parents are known (see `content_hashes`)."""
+        """The same, given the hashes of the parents (see `content_hashes`)."""
         return tuple(
             Parent(parent.name, self._trained_with.get(parent.name) or hashes[id(parent)]) for parent in self.extends
         )
@@ -104,7 +104,7 @@ class Task(TaskModule[TaskSpec]):
         }
 
     def stored_tensors(self) -> dict[str, Tensor]:
-        """Its weights as a file holds them: the largest as float16 where that changes no value of float32."""
+        """Its weights as a file holds them: the largest as float16 if that changes no value of float32."""
         found: dict[str, Tensor] = self.state_dict()
         for name, tensor in found.items():
             half = tensor.half() if is_halved(name) and tensor.dtype == torch.float32 else tensor
@@ -159,7 +159,7 @@ class Task(TaskModule[TaskSpec]):
     ) -> Path:
         """Writes a folder as the hub keeps it: the task file, a model card and a picture; returns the folder.
 
-        `repo_id` is the hub id that the card's example loads, `base_model` the backbone's, where the task records it
+        `repo_id` is the hub id that the card's example loads, `base_model` the backbone's, if the task records it
         under another name.
         """
         from memoro.tasks.taskfile import save_pretrained
@@ -213,7 +213,7 @@ def make_linear(weight: Tensor, bias: Tensor) -> nn.Linear:
 
 
 def round_half(weight: Tensor) -> Tensor:
-    """A matrix in float32, rounded to what float16 can hold where that is close: rows may be far from 1."""
+    """A matrix in float32, rounded to what float16 can hold if that is close: rows may be far from 1."""
     rounded = weight.half().float()
     close = (rounded - weight).abs() <= weight.abs().amax(dim=1, keepdim=True) / 1024
     return rounded if bool(close.all()) else weight.float()

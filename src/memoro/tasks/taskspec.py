@@ -11,23 +11,23 @@ from memoro.tasks.spec import ModelSpec
 
 MemoryNorm = Literal["pre", "post"]
 LOW_RANK = "lora."
-"""How the names of low-rank weights begin."""
+"""The prefix of the names of low-rank weights."""
 MAX_STATISTICS = 3
-"""Vectors that are pooled of a layer."""
+"""The most vectors that are pooled from one layer."""
 READ_OUT = "readout."
-"""How the names of a read-out's weights begin."""
+"""The prefix of the names of a read-out's weights."""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """How wide a backbone's layers are inside. All its layers are alike."""
+    """The widths inside a backbone's layers, which are all alike."""
 
     attention: int
-    """Of queries, keys and values each: heads * head width."""
+    """The width of queries, of keys and of values: heads * head width."""
     expanded: int
-    """After the first matrix of the MLP."""
+    """The width after the first matrix of the MLP."""
     hidden: int
-    """Before the last one; a gate makes it narrower than `expanded`."""
+    """The width before its last matrix; a gate makes it narrower than `expanded`."""
 
     @classmethod
     def of(cls, anatomy: Anatomy) -> Widths:
@@ -37,18 +37,18 @@ class Widths:
 
 @dataclass(frozen=True)
 class ReadOut:
-    """What a task's read-out reads of the base: statistics of the tokens after each layer (`Anatomy.pool`)."""
+    """What a task's read-out reads from the base: statistics of the tokens after each layer (`Anatomy.pool`)."""
 
     from_layer: int
     """The first layer, counted from 0; it reads all later ones, too."""
     statistics: int
-    """Vectors of each layer."""
+    """Vectors per layer."""
     share: float = 1.0
-    """Of its logits in those of the task; the head's have the rest. Both are scaled by it already."""
+    """The weight of its logits in the task's logits; the head's have the rest. Both are already scaled by it."""
 
     @classmethod
     def of(cls, anatomy: Anatomy, share: float = 1.0) -> ReadOut:
-        """The upper two thirds of the layers."""
+        """A read-out of the upper two thirds of the layers."""
         return cls(anatomy.depth // 3, anatomy.statistics, share)
 
     def features(self, dim: int, depth: int) -> int:
@@ -63,14 +63,14 @@ class TaskSpec(ModelSpec):
     cells: int
     memory_norm: MemoryNorm
     rank: int = 0
-    """Of the low-rank weights that are added to the matrices of each layer from the fork on, for the task's token
+    """The rank of the weights that are added to the matrices of each layer from the fork on, for the task's token
     alone; 0: it has none."""
     widths: Widths | None = None
-    """None for rank 0, which does not depend on it."""
+    """None for rank 0, which does not depend on them."""
     members: int = 1
-    """Of an ensemble: how many tokens it has, each with its own memory and low-rank weights. The head reads all."""
+    """How many tokens an ensemble has, each with its own memory and low-rank weights. The head reads all of them."""
     readout: ReadOut | None = None
-    """None: the task answers by its token alone."""
+    """None if the task answers with its token alone."""
 
     def check_backbone(self, backbone: Backbone) -> None:
         super().check_backbone(backbone)
