@@ -171,7 +171,7 @@ def _count(source: Unlabelled) -> int | None:
 
 
 def _explain_passes(predictor: Predictor) -> None:
-    """Says what costs more than one pass, and whose images cannot be told from others."""
+    """Says if more than one pass is needed, and which tasks cannot call images unfamiliar."""
     errors = plain_console(stderr=True, soft_wrap=True)
     passes = len(predictor.passes)
     if passes > 1:

@@ -38,7 +38,7 @@ FILE = "photographs.safetensors"
 FOLDER = "photographs"
 """In the folder of cached features."""
 FEWEST = 50
-"""Fewer photographs do not tell what is ordinary."""
+"""The fewest photographs that show what is ordinary."""
 ENOUGH = 2000
 """More than this many change nothing."""
 

@@ -175,7 +175,7 @@ def together_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _check_levels(images: ImageSet, preprocessing: Preprocessing, names: Sequence[str]) -> str | None:
-    """What to know if the tasks of a pass have another scale for pixels of more than 8 bits than these images."""
+    """A note if the tasks of a pass have another scale for pixels of more than 8 bits than these images."""
     levels, white = images.levels, preprocessing.white
     if levels is None or (white is not None and levels.high <= white):
         return None

@@ -117,7 +117,7 @@ def warn_of(metrics: dict[str, Any], *, balanced: bool = False) -> str | None:
     split, most = name_split(metrics.get("split", "")), metrics.get("majority_accuracy")
     if split == "train":
         return (
-            f"all {format_count(metrics['images'], 'image')} were learned from, so nothing tells how good it is: add "
+            f"all {format_count(metrics['images'], 'image')} were trained on, so there is no estimate of its accuracy: add "
             "test images, or more images of each class, so that some can be held out (`val_fraction` above 0)."
         )
     advice = "" if balanced else " `balance=True` gives rare classes more weight."

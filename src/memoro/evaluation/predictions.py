@@ -173,7 +173,7 @@ def check_form(form: str, embeddings: bool = False) -> None:
 
 
 _FORMULA = re.compile(r"(?![+-]?[0-9]+(\.[0-9]+)?\Z)[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
-"""How a cell begins that a spreadsheet may take for a formula. Numbers are none."""
+"""The first characters of cells that a spreadsheet may take for a formula. Numbers are not."""
 
 
 def no_formula(cell: Any) -> Any:
@@ -261,7 +261,7 @@ def read_errors(path: Path, form: str) -> Iterator[tuple[str, str]]:
 
 
 UNFAMILIAR = "unfamiliar to all tasks"
-"""In the place of answers that were all dropped."""
+"""Shown instead of answers that were all dropped."""
 
 
 def predictions_table(predictions: Sequence[Prediction], total: int, top: int | None = None, width: int = 80) -> Table:
