@@ -18,8 +18,8 @@ from memoro.heads import HEADS, HeadKind
 from memoro.images import PICTURE_TYPES
 from memoro.tasks.readout import SolvedReadOut, solve_readout
 from memoro.tasks.ridge import BLOCK, RidgeSystem
+from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task, new_task
-from memoro.tasks.taskspec import ReadOut
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, TransformerMixin

@@ -170,7 +170,7 @@ class Gate:
         def run(anatomy: Any, pixels: Any, *rest: Any, **options: Any) -> Any:
             self.begun.set()
             assert self.opened.wait(60)
-            self.images.append(len(pixels))
+            self.images.append(len(pixels[0]))
             return own(anatomy, pixels, *rest, **options)
 
         monkeypatch.setattr(composition_module, "run_streams", run)

@@ -122,7 +122,7 @@ def test_images_share_passes(server: Running, monkeypatch: pytest.MonkeyPatch) -
     own = composition_module.run_streams
 
     def count(anatomy: Any, pixels: Any, *rest: Any, **options: Any) -> Any:
-        sizes.append(len(pixels))
+        sizes.append(len(pixels[0]))
         return own(anatomy, pixels, *rest, **options)
 
     monkeypatch.setattr(composition_module, "run_streams", count)
@@ -142,7 +142,7 @@ def test_requests_share_passes(server: Running, monkeypatch: pytest.MonkeyPatch)
     own = composition_module.run_streams
 
     def wait(anatomy: Any, pixels: Any, *rest: Any, **options: Any) -> Any:
-        sizes.append(len(pixels))
+        sizes.append(len(pixels[0]))
         begun.set()
         assert go_on.wait(30)
         return own(anatomy, pixels, *rest, **options)

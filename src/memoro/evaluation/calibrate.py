@@ -30,8 +30,8 @@ from memoro.files import write_whole
 from memoro.images import Preprocessing
 from memoro.tasks.calibration import decide_unseen, describe_calibration, fit_calibration
 from memoro.tasks.familiarity import Others, fit_familiarity
+from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
-from memoro.tasks.taskspec import ReadOut
 
 FILE = "photographs.safetensors"
 """Beside the weights of a backbone that ships with memoro."""

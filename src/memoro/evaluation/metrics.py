@@ -16,7 +16,7 @@ from memoro.console import format_count, make_table, printable
 from memoro.heads import HEADS, HeadKind
 from memoro.plots import MAX_CONFUSION
 from memoro.tasks.calibration import Calibration, decide_unseen
-from memoro.tasks.facts import finite_number
+from memoro.tasks.record import finite_number
 from memoro.tasks.spec import TaskModule
 
 COLUMNS = {
@@ -117,8 +117,8 @@ def warn_of(metrics: dict[str, Any], *, balanced: bool = False) -> str | None:
     split, most = name_split(metrics.get("split", "")), metrics.get("majority_accuracy")
     if split == "train":
         return (
-            f"all {format_count(metrics['images'], 'image')} were trained on, so there is no estimate of its accuracy: add "
-            "test images, or more images of each class, so that some can be held out (`val_fraction` above 0)."
+            f"all {format_count(metrics['images'], 'image')} were trained on, so there is no estimate of its accuracy: "
+            "add test images, or more images of each class, so that some can be held out (`val_fraction` above 0)."
         )
     advice = "" if balanced else " `balance=True` gives rare classes more weight."
     if most is not None and metrics["accuracy"] <= most < 1:  # 1: all images are of one class

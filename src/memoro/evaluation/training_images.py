@@ -49,7 +49,7 @@ def learned_from(
     *,
     parents_only: bool = False,
 ) -> str | None:
-    """A clause that says that a task, or one that it extends, learned from some images of a set, or may have; else None.
+    """A clause saying that a task, or one that it extends, learned from some images of a set, or may have; or None.
 
     `others` are tasks among which its ancestors are found if it has mere records of them. With `parents_only`, what
     the task itself learned from does not count.
