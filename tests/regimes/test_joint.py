@@ -26,8 +26,7 @@ from memoro.data import ImageSet, Splits, load_data
 from memoro.demo.drawings import draw_letters
 from memoro.errors import TrainingError
 from memoro.regimes.start import regime_of
-from memoro.tasks.ensemble import join_members
-from memoro.tasks.task import Task, new_task
+from memoro.tasks.task import Task, join_members, new_task
 from memoro.training import fit
 
 __all__ = ["double"]  # a fixture

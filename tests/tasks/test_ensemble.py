@@ -22,9 +22,8 @@ from memoro.errors import CompositionError, TaskError, TaskFileError, TrainingEr
 from memoro.evaluation.inspect import describe_task, inspect_file, inspect_tables
 from memoro.lab.baselines import BASELINES
 from memoro.regimes.start import start_from
-from memoro.tasks.ensemble import join_members, split_members
 from memoro.tasks.mask import trace_lineage
-from memoro.tasks.task import Task
+from memoro.tasks.task import Task, join_members, split_members
 
 
 def as_tasks(members: list[Task]) -> list[Task]:

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from memoro.backbones.load import own_device
+from memoro.backbones.precision import PRECISION_HELP
 from memoro.cli.options import (
     BackboneOption,
     DeviceOption,
     Json,
+    allow_tf32,
     gather_tasks,
     name_backbone,
     numbers,
@@ -49,6 +51,7 @@ TASK, RUNS, OUTPUT = "Data and task", "Training", "Output"
     },
     epochs={"rich_help_panel": RUNS},
     seed={"rich_help_panel": RUNS},
+    precision={"rich_help_panel": RUNS, "metavar": "NAME", "help": PRECISION_HELP},
     folder={"rich_help_panel": OUTPUT},
     resume={"rich_help_panel": OUTPUT},
     track={"rich_help_panel": OUTPUT, "show_default": False},
@@ -159,6 +162,7 @@ def train(
     changes |= {"lr": numbers(flags["lr"], float) if flags["lr"] else None, "folder": flags["folder"] or "runs/{task}"}
     if found[Augment]:
         changes["augment"] = Augment(**found[Augment])
+    allow_tf32(own_device(device), flags["precision"])
     with printing_once(own_device(device)):
         errors = plain_console(stderr=True, soft_wrap=True)
         try:

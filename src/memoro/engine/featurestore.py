@@ -23,6 +23,7 @@ from torch import Tensor
 
 from memoro.engine.streams import BaseLayer, Features
 from memoro.errors import CacheError
+from memoro.files import cache_folder
 
 StoreDtype = Literal["float16", "bfloat16", "float32"]
 
@@ -38,13 +39,12 @@ KEY_BYTES = 32
 LOG = logging.getLogger("memoro")
 TENSORS = ("keys", "checksums", "tokens", "pooled", "pairs")
 INDEX = "index checksum"
-"""Of the first two tensors: they are checked when a file is opened, each record when it is first read."""
+"""The name of the first two tensors' checksum: they are checked when a file is opened, records when they are read."""
 
 
 def default_folder() -> Path:
     """Where features are kept unless the user names another folder."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "memoro" / "features"
+    return cache_folder() / "features"
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path, format: RecordFormat) -> Shard | None:
-        """The records of a file that have this format, from whatever layer on; None where the file is damaged."""
+        """The records of a file that have this format, from whatever layer on; None if the file is damaged."""
         try:
             with safe_open(path, "pt") as file:
                 parts = [file.get_tensor(name) for name in TENSORS]
@@ -300,7 +300,7 @@ class Writer:
                 os.fsync(file.fileno())
             os.replace(part, path)
             self._store.add(path, verified=True)
-        except (OSError, RuntimeError) as error:  # the latter where it cannot be mapped
+        except (OSError, RuntimeError) as error:  # the latter if it cannot be mapped
             raise cannot_keep(folder, error) from None
         finally:
             with suppress(OSError):

@@ -14,11 +14,10 @@ from memoro.data.annotations import first_few
 from memoro.engine.parents import check_together
 from memoro.errors import TrainingError
 from memoro.regimes import Regime, find_regime
-from memoro.tasks.ensemble import split_members
-from memoro.tasks.facts import SKETCH
+from memoro.tasks.record import SKETCH
 from memoro.tasks.spec import Model
-from memoro.tasks.task import Task, content_hashes, link_parents
-from memoro.tasks.taskfile import load_tasks
+from memoro.tasks.task import Task, content_hashes, split_members
+from memoro.tasks.taskfile import link_parents, load_tasks
 
 MAX_HISTORY = 100
 RECORDED = ("data", "images", "regime", "epochs", "lr")

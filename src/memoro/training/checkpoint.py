@@ -213,6 +213,7 @@ def run_identity(backbone: Backbone, runs: Sequence[Run], cache: Cache | None) -
             for run in runs
         ],
         "backbone": backbone.fingerprint.digest,
+        "precision": str(backbone.dtype).removeprefix("torch."),
         "data": [
             {
                 "train": digests[id(run.splits.train)],

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memoro.backbones import Backbone
 from memoro.console import bar
 from memoro.data import ImageSet
 from memoro.errors import TrainingError
@@ -20,9 +21,8 @@ from memoro.evaluation.training_images import learned_from, sketch_images
 from memoro.heads import HEADS
 from memoro.phases import Phases
 from memoro.tasks.calibration import describe_calibration, fit_calibration
-from memoro.tasks.ensemble import join_members
 from memoro.tasks.spec import Model
-from memoro.tasks.task import Task
+from memoro.tasks.task import Task, join_members
 from memoro.training.loop import Trainer
 from memoro.training.plan import Plan, Setting
 from memoro.training.recipe import TrainOptions
@@ -72,8 +72,9 @@ def answer_held_out(trainer: Trainer, readouts: ReadOuts) -> None:
 class Finisher:
     """Makes results of runs that are trained and have answered."""
 
-    def __init__(self, readouts: ReadOuts, describer: Describer, options: TrainOptions) -> None:
-        self._readouts, self._describer, self._options = readouts, describer, options
+    def __init__(self, backbone: Backbone, readouts: ReadOuts, describer: Describer, options: TrainOptions) -> None:
+        self._backbone, self._options = backbone, options
+        self._readouts, self._describer = readouts, describer
 
     def finish(self, *members: Sequence[Run]) -> TrainResult:
         """The result of a run; of a run after those of its folds; or of an ensemble of several such sequences.
@@ -142,6 +143,7 @@ class Finisher:
                 "data": run.splits.name,
                 "images": len(run.train),
                 "regime": run.regime.name,
+                "precision": str(self._backbone.dtype).removeprefix("torch."),
                 **facts,
                 **({"balance": True} if run.recipe.balance else {}),
                 "trained_parameters": trained,

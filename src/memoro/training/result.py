@@ -23,7 +23,7 @@ from memoro.evaluation.metrics import COLUMNS, format_worst, name_split, reporte
 from memoro.evaluation.report import TaskReport, write_report
 from memoro.files import keep_copy
 from memoro.regimes import Regime
-from memoro.tasks.facts import SKETCH
+from memoro.tasks.record import SKETCH
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 from memoro.training.recipe import REPORT, TrainOptions

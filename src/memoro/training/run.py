@@ -33,7 +33,7 @@ from memoro.training.recipe import Recipe, check_views
 
 LEFT_OUT = "leave-one-out"
 """The split of a read-out without any other: each training image is answered by a solution without it."""
-IN_COMMON = ("epochs", "steps", "batch_size", "accumulate", "views", "precision", "data_seed")
+IN_COMMON = ("epochs", "steps", "batch_size", "accumulate", "views", "data_seed")
 """Fields of the recipe that are the same for all runs of a group."""
 
 
@@ -300,9 +300,6 @@ class Loaders:
 
 def start_groups(runs: Sequence[Run], loaders: Loaders) -> list[RunGroup]:
     """The groups that runs form, each of them ready for the first step."""
-    precisions = {run.recipe.precision for run in runs}
-    if len(precisions) > 1:
-        raise TrainingError(f"all runs of a pass need the same precision, not {' and '.join(sorted(precisions))}.")
     together: dict[Any, list[Run]] = {}
     for run in runs:
         together.setdefault(run.group_key, []).append(run)

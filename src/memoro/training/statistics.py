@@ -22,8 +22,8 @@ from memoro.images import Preprocessing
 from memoro.tasks.familiarity import Familiarity, Others, fit_familiarity
 from memoro.tasks.readout import SolvedReadOut, solve_readout
 from memoro.tasks.ridge import Read, RidgeSystem
+from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
-from memoro.tasks.taskspec import ReadOut
 from memoro.training.cached import CachedLoader, compute_missing
 from memoro.training.recipe import TrainOptions
 from memoro.training.run import Run, content_key

@@ -13,6 +13,7 @@ import torch
 from memoro.arguments import several
 from memoro.backbones import Backbone, load_backbone, require_backbone
 from memoro.backbones.load import TINY, own_device
+from memoro.backbones.precision import CHOSEN
 from memoro.data import Splits, load_data
 from memoro.data.augment import output_size
 from memoro.data.dataset import MAX_UNREADABLE, DataOptions
@@ -88,7 +89,7 @@ def train(
     dict of results is returned. A list of label columns does the same for the columns of one table. `kind` says what
     the labels are: `class`, `labels` (several for an image) or `number`; by default the data decides. `image_column`,
     `allow_absolute` and `max_unreadable` are as in `load_data`. `backbone` is a Backbone, or anything that
-    load_backbone takes; then `device` (None: a GPU if there is one) and the option `dtype` are used.
+    load_backbone takes; then `device` (None: a GPU if there is one) is used. `precision` is as there.
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
 
@@ -126,7 +127,9 @@ def train(
         task, kind = task or start.name, kind or start.kind
     sources = name_sources(data, task, columns, start)
     target = None if out is None else choose_target(out, several=len(sources) > 1)
-    backbone = load_backbone(backbone, device=place, dtype=options.dtype)
+    backbone = load_backbone(backbone, device=place, precision=options.precision if chosen.composes else None)
+    if options.precision == "auto" and backbone.checkpoint is not None and backbone.dtype == torch.bfloat16:
+        options.note(CHOSEN)
     wanted = choose_sizes(sizes, chosen, start, backbone)
     settings = combine(rates, **wanted, seeds=range(found.seed, found.seed + max(seeds, members)))
     parents = load_parents(several(extends), start)
@@ -291,6 +294,8 @@ def run_all(backbone: Backbone, runs: Sequence[Run], options: TrainOptions) -> F
     from memoro.training.runfolder import ProgressBar, RunFolder, lock_folder
 
     need("accelerate")
+    if any(run.regime.composes for run in runs):
+        backbone = load_backbone(backbone, precision=options.precision)
     _check_runs(backbone, runs)
     for run in runs:
         run.task.prepare_training(backbone)
@@ -322,7 +327,7 @@ def run_all(backbone: Backbone, runs: Sequence[Run], options: TrainOptions) -> F
         answer_held_out(trainer, readouts)
     if options.wanted_cache is not None and total_bytes(options.wanted_cache.folder):
         options.note(what_is_kept(options.wanted_cache))
-    return Finisher(readouts, Describer(backbone, reader, options), options)
+    return Finisher(backbone, readouts, Describer(backbone, reader, options), options)
 
 
 def _check_runs(backbone: Backbone, runs: Sequence[Run]) -> None:
@@ -334,8 +339,7 @@ def _check_runs(backbone: Backbone, runs: Sequence[Run]) -> None:
             raise TrainingError(f"{task.name!r} is an ensemble: continue its members with train(…, start_from=task).")
     if backbone.dtype == torch.float16:
         raise TrainingError(
-            f"{backbone.name} is in float16, in which gradients underflow: load it with "
-            "`dtype='float32'` or 'bfloat16'."
+            f"{backbone.name} is in float16, in which gradients underflow: choose `precision='bfloat16'` or 'float32'."
         )
     backbone.check_unchanged(read_weights=True)
     older = ancestors(tasks)
