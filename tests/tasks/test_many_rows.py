@@ -15,7 +15,7 @@ from memoro.tasks import calibration, ridge
 from memoro.tasks.calibration import fit_calibration
 from memoro.tasks.readout import solve_readout
 from memoro.tasks.ridge import RidgeSystem
-from memoro.tasks.taskspec import ReadOut
+from memoro.tasks.spec import ReadOut
 
 LIMIT = 8 << 30
 

@@ -192,7 +192,7 @@ class Writer:
                 os.fsync(file.fileno())
             os.replace(part, path)
             self._store.add(path, verified=True)
-        except (OSError, RuntimeError) as error:  # the latter where it cannot be mapped
+        except (OSError, RuntimeError) as error:  # the latter if it cannot be mapped
             raise cannot_keep(folder, error) from None
         finally:
             with suppress(OSError):

@@ -24,7 +24,7 @@ MOST_MAPPED = 4096
 KEY_BYTES = 32
 TENSORS = ("keys", "checksums", "tokens", "pooled", "pairs")
 INDEX = "index checksum"
-"""Of the first two tensors: they are checked when a file is opened, each record when it is first read."""
+"""The name of the first two tensors' checksum: they are checked when a file is opened, records when they are read."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path, format: RecordFormat, mapped: Mapped) -> Shard | None:
-        """The records of a file that have this format, from whatever layer on; None where the file is damaged."""
+        """The records of a file that have this format, from whatever layer on; None if the file is damaged."""
         found = _read_file(path)
         if found is None:
             return None
@@ -151,7 +151,7 @@ Mapped = OrderedDict[Path, Sequence[Tensor]]
 
 
 def _read_file(path: Path) -> tuple[list[Tensor], str | None] | None:
-    """The tensors of a file, mapped, and the checksum of its index; None where it is damaged."""
+    """The tensors of a file, mapped, and the checksum of its index; None if it is damaged."""
     try:
         with safe_open(path, "pt") as file:
             return [file.get_tensor(name) for name in TENSORS], (file.metadata() or {}).get(INDEX)

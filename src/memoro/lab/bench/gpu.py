@@ -19,8 +19,8 @@ from memoro.lab.bench.models import CLASSES, MODELS
 from memoro.tasks.calibration import fit_calibration
 from memoro.tasks.readout import solve_readout
 from memoro.tasks.ridge import RidgeSystem
+from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import new_task
-from memoro.tasks.taskspec import ReadOut
 
 CELLS = 5
 """Of each task."""
