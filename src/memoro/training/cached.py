@@ -20,12 +20,13 @@ from memoro.console import format_bytes
 from memoro.data import Loader
 from memoro.data.augment import output_size
 from memoro.engine import featurestore
-from memoro.engine.featurestore import FeatureStore, RecordFormat, StoreDtype, default_folder
+from memoro.engine.featurestore import FeatureStore, default_folder
+from memoro.engine.records import RecordFormat, StoreDtype
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
 from memoro.options import option
-from memoro.tasks.taskspec import ReadOut
+from memoro.tasks.spec import ReadOut
 
 GIGABYTE = 10**9
 FREE_SHARE, MOST = 0.1, 20
