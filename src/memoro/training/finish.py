@@ -64,9 +64,12 @@ def answer_held_out(trainer: Trainer, readouts: ReadOuts) -> None:
                     readouts.solve(run).attach(run.task, run.regime.readout)
     for run in trainer.all_runs:
         if run.regime.readout == 1 and isinstance(run.task, Task):
-            split, images = run.final
-            readouts.solve(run).attach(run.task, 1.0)
-            run.answers[split] = readouts.answers(run, split, images), images.targets
+            (split, images), solved = run.final, readouts.solve(run)
+            solved.attach(run.task, 1.0)
+            if split == LEFT_OUT:
+                run.answers[split] = solved.held_out, images.targets[solved.answered]
+            else:
+                run.answers[split] = readouts.answers(run, split, images), images.targets
 
 
 class Finisher:
@@ -109,7 +112,9 @@ class Finisher:
                     np.concatenate([fold.held_out for fold in folds if fold.held_out is not None])
                 )
         elif run.regime.readout == 1:
-            held_out = self._readouts.solve(run).held_out, run.train.targets
+            solved = self._readouts.solve(run)
+            held_out = solved.held_out, run.train.targets[solved.answered]
+            images = run.train.subset(solved.answered.numpy()) if split == LEFT_OUT else images
             add_calibration(task, held_out, LEFT_OUT, seen=was_seen(task, run.train))
         else:
             validated = _mean_answers([member[-1] for member in members], "val") if "val" in run.answers else None

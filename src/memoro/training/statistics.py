@@ -109,7 +109,7 @@ class ReadOuts:
             )
             self._solved[key] = found
             figure = HEADS[run.splits.kind].main_metric
-            score = measure(run.splits.kind, labels, found.held_out, images.targets).get(figure)
+            score = measure(run.splits.kind, labels, found.held_out, images.targets[found.answered]).get(figure)
             seconds = time.monotonic() - started
             told = "" if score is None else f"{figure.replace('_', ' ')} {score:.3f} on images left out one by one, "
             self._options.note(f"{run.splits.name}: read-out: {told}solved in {seconds:.1f} s.")
@@ -118,11 +118,11 @@ class ReadOuts:
     def answers(self, run: Run, split: str, images: ImageSet) -> Tensor:
         """Its logits (n, labels) for the images of a split; those to training images are of solutions without them."""
         solved = self.solve(run)
-        if split == "fold":
-            assert run.held_out is not None
-            return solved.held_out[torch.from_numpy(run.held_out)]
-        if images is run.train:
-            return solved.held_out
+        if len(solved.answered) == len(run.train):  # of very many images, only some are left out
+            if run.held_out is not None and split == "fold":
+                return solved.held_out[torch.from_numpy(run.held_out)]
+            if images is run.train:
+                return solved.held_out
         read = self._flat(images, run.preprocessing)
         blocks = torch.split(torch.arange(len(images), device="cpu"), 1024)
         return torch.cat([read(block).float() @ solved.weight.T + solved.bias for block in blocks])
