@@ -142,8 +142,8 @@ class Composition(nn.Module):
             self.check_size(tasks, (pixels.shape[-2], pixels.shape[-1]))
         forward = self._forward
         pool_from = min(forward.pool_from(wanted), self.backbone.depth - pool)
-        how: dict[str, Any] = {"pool_from": pool_from, "with_base": True, "seconds": seconds}
-        [ends] = run_streams(self.backbone.anatomy, [pixels], [forward.stream(wanted)], **how)
+        anatomy, streams = self.backbone.anatomy, [forward.stream(wanted)]
+        [ends] = run_streams(anatomy, [pixels], streams, pool_from=pool_from, with_base=True, seconds=seconds)
         assert ends.base is not None
         answers, tokens = {"base": ends.base}, {}
         for number, (token, logits) in zip(wanted, forward.read(wanted, ends), strict=True):
@@ -204,8 +204,8 @@ class Composition(nn.Module):
         task's own images that may be called unfamiliar. An image that cannot be read is an error: for rows with
         errors, and for more images than fit into memory, use `predict_stream`.
         """
-        how: dict[str, Any] = {"unfamiliar": unfamiliar, "false_alarms": false_alarms}
-        return read_predictions(self.predict_stream(images, tasks, batch_size=batch_size, top=top, **how))
+        routed = partial(self.predict_stream, unfamiliar=unfamiliar, false_alarms=false_alarms)
+        return read_predictions(routed(images, tasks, batch_size=batch_size, top=top))
 
     def predict_stream(
         self,

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -222,8 +223,8 @@ class FeatureStore:
         """Memory for a batch of records. Use it again: touching fresh memory takes longer than reading."""
         form = self.format
         pairs = (form.layers, 2, batch, form.heads, form.tokens, form.dim // form.heads)
-        how: dict[str, Any] = {"dtype": dtype, "device": "cpu"}
-        return torch.empty(form.layers + 1, batch, form.dim, **how), torch.empty(pairs, **how)
+        empty = partial(torch.empty, dtype=dtype, device="cpu")
+        return empty(form.layers + 1, batch, form.dim), empty(pairs)
 
     def read(
         self,
