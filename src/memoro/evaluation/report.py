@@ -21,7 +21,7 @@ from memoro.evaluation.metrics import COLUMNS, class_figures, find_mistakes, rep
 from memoro.files import write_whole
 from memoro.heads import Mistake, confusion
 from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
-from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
+from memoro.pages.elements import Html, fold_rows, join, picture, render_page, table, table_of, tag
 from memoro.tasks.calibration import Calibration, decide_unseen
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.record import finite_number, short_facts
