@@ -103,7 +103,7 @@ def draw_panels(
 
 
 def draw_differences(path: Path, panels: Mapping[str, Mapping[str, tuple[float, float]]], xlabel: str) -> Path:
-    """Panels side by side, each with a row for every name: a difference, and half of its interval. Colours tell whether
+    """Panels side by side, each with a row for every name: a difference, and half of its interval. Colours show whether
     the interval includes zero. Rows of a mean are drawn larger."""
     from matplotlib.ticker import MaxNLocator
 

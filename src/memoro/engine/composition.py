@@ -197,7 +197,7 @@ class Composition(nn.Module):
         An image is a path, encoded bytes, an open file, a PIL image, an array (height, width, channels) or a tensor
         (channels, height, width), of bytes or of floats from 0 to 1. A folder stands for the images in it, by name, and
         an array with one more axis for a batch. `top` limits `probabilities` to that many labels. Tasks with the same
-        preprocessing share a pass; `passes` tells which do.
+        preprocessing share a pass; `passes` shows which do.
 
         `unfamiliar` says what happens if an image looks unlike those that a task was trained on: `mark` adds
         `unfamiliar` to each answer, `drop` leaves out the answer, `keep` does neither. `false_alarms` is the share of a

@@ -294,7 +294,7 @@ class Writer:
         path = folder / f"{uuid.uuid4().hex}{SUFFIX}"
         part = path.with_name(path.name + PART)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # features tell what images show
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # features reveal what images show
             with part.open("wb") as file:
                 file.write(data)
                 file.flush()
