@@ -13,6 +13,7 @@ from memoro.lab.reproduce.judge import add_comparisons
 from memoro.lab.reproduce.measure import is_flat
 from memoro.lab.reproduce.methods import FORKED, FORKED_SIZES, HEAD, memory, side
 from memoro.lab.reproduce.plan import CHILDREN, Scale
+from memoro.lab.reproduce.plots import Point
 from memoro.lab.reproduce.records import Record, Records
 from memoro.lab.reproduce.report import (
     NOT_FLAT,
@@ -31,7 +32,6 @@ from memoro.lab.reproduce.report import (
     spread,
     without_short,
 )
-from memoro.plots import Point
 
 
 def report_forks(records: Records, scale: Scale) -> Report:

@@ -17,8 +17,8 @@ from memoro.files import write_whole
 from memoro.lab.reproduce.measure import is_flat
 from memoro.lab.reproduce.methods import Method
 from memoro.lab.reproduce.plan import SCALES, Scale
+from memoro.lab.reproduce.plots import Point, draw_differences, draw_panels
 from memoro.lab.reproduce.records import Record, Records
-from memoro.plots import Point, draw_differences, draw_panels
 
 NOT_RUN = "–"
 NOT_FLAT = "†"

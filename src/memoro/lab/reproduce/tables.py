@@ -28,6 +28,7 @@ from memoro.lab.reproduce.methods import (
     side,
 )
 from memoro.lab.reproduce.plan import Scale
+from memoro.lab.reproduce.plots import Point
 from memoro.lab.reproduce.records import Records
 from memoro.lab.reproduce.report import (
     NOT_RUN,
@@ -43,7 +44,6 @@ from memoro.lab.reproduce.report import (
     spread,
     without_short,
 )
-from memoro.plots import Point
 
 CELLS = (1, 5, 10, 20)
 ORDERING = (
