@@ -21,6 +21,7 @@ SKIPPED = {
     "docs/distributed.md": 6,
     "docs/onnx.md": 1,
     "docs/reproduction.md": 1,
+    "docs/scale.md": 1,
     "docs/serving.md": 1,
     "docs/sharing.md": 2,
     "docs/training.md": 1,

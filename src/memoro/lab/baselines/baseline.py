@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +21,7 @@ from memoro.engine.answers import (
     read_predictions,
 )
 from memoro.errors import TrainingError
-from memoro.lab.baselines.dense import Weights
+from memoro.lab.baselines.dense import Weights, run_copy
 from memoro.regimes.regime import RATES, Regime, TaskPlan, all_parameters
 from memoro.tasks.spec import INIT_STD, MAX_CELLS, ModelSpec, TaskModule
 from memoro.tasks.task import Task, new_task
@@ -40,6 +41,8 @@ class BaselinePlan(TaskPlan):
 
     width: int = 5
     """Bottleneck of adapters."""
+    checkpointing: bool = False
+    """Of gradients: less memory and more time, for methods that train a copy of the backbone."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +127,16 @@ class BaselineRegime:
             regime=self.name,
             sizes=sizes,
         )
+        encode = self.encode
+        if plan.checkpointing:
+            if self.copy is None:
+                raise TrainingError(f"regime {self.name!r} trains no copy of the backbone: leave out `checkpointing`.")
+            encode = partial(run_copy, checkpointing=True)
         if self.copy is not None:
             parts = self.copy(backbone, plan, start.head.weight.dtype)
         else:
             parts = Parts(backbone.anatomy, _start_values(self.shapes(backbone, sizes), start, plan.seed))
-        return Baseline(spec, self.encode, backbone, parts, start.head)
+        return Baseline(spec, encode, backbone, parts, start.head)
 
 
 def _start_values(shapes: Shapes, start: Task, seed: int) -> dict[str, nn.Parameter]:
