@@ -55,7 +55,7 @@ def _data() -> Sequence[type]:
 
 
 def _predict() -> Sequence[type]:
-    from memoro.evaluation.on_ray import RayOptions
+    from memoro.evaluation.parallel import RayOptions
 
     return *_data(), RayOptions
 

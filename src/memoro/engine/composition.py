@@ -29,7 +29,7 @@ from memoro.engine.answers import (
 )
 from memoro.engine.explain import Explanation, explain_tasks, read_views
 from memoro.engine.forward import Forward
-from memoro.engine.parents import check_parents
+from memoro.engine.plan import check_parents
 from memoro.engine.streams import Ends, run_streams
 from memoro.engine.verify import Verification, verify_composition
 from memoro.errors import CompositionError
