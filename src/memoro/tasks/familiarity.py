@@ -243,7 +243,8 @@ class FamiliarityBank:
         The score compares the tasks of the bank: the image most likely belongs to the task with the highest one. It is
         the log-density, up to a constant, of a mixture of the task's classes, less a multiple of the strangeness; per
         dimension. All classes of all tasks have one covariance: with one for each task, those with diverse images would
-        claim too many. The familiarity is about one task alone: the share of its own held-out images that are at least as strange.
+        claim too many. The familiarity is about one task alone: the share of its own held-out images that are at least
+        as strange.
         """
         strangeness, tokens = self.strangeness(pooled), entering_token(pooled)
         # Not searchsorted, which ONNX does not have.
