@@ -1,21 +1,31 @@
-# make demo | test | test-all | check | format | bench | test-slow | test-timm | test-serve | test-browser | test-ray | clean
+# make demo | test | docs | test-all | check | format | bench | test-lab | test-slow | test-timm | test-serve | test-browser | test-ray | clean
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all check format bench test-slow test-timm test-serve test-browser test-ray clean
+.PHONY: demo test docs test-all check format bench test-lab test-slow test-timm test-serve test-browser test-ray clean
 
 demo: .venv/ready
 	$(BIN)/memoro demo
 
 test: .venv/ready
-	@echo "left out: the tests in a browser (make test-browser), with timm (make test-timm) and others (make test-all)"
+	@echo "left out: the tests of the laboratory (make test-lab), in a browser (make test-browser), with timm (make test-timm) and others (make test-all)"
 	$(BIN)/python -m pytest
 
+# The site: build/site/index.html. Building and reading it need no network, once .venv-docs is there.
+docs: .venv/ready .venv-docs/ready
+	rm -rf build/reference
+	PYTHONPATH=scripts $(BIN)/python -m website build/reference
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+
 # Each of these has an environment or downloads of its own, or takes long.
-test-all: test test-slow test-timm test-serve test-browser test-ray
+test-all: test test-lab test-slow test-timm test-serve test-browser test-ray
 
 test-slow: .venv/ready
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow tests tests/lab tests/scripts
+
+# What is for studying the method: memoro lab, and the scripts behind results/.
+test-lab: .venv/ready
+	$(BIN)/python -m pytest tests/lab tests/scripts
 
 check: .venv/ready
 	$(BIN)/ruff format --check .
@@ -33,10 +43,11 @@ bench: .venv/ready
 test-timm: .venv-timm/ready
 	.venv-timm/bin/python -m pytest tests_timm
 
-# The pages in a real browser. Screenshots are left in tests_browser/screenshots.
-test-browser: .venv/ready
+# The pages and the site in a real browser. Screenshots are left in tests_browser/screenshots.
+test-browser: .venv/ready docs
 	@command -v chromium >/dev/null || { echo "chromium is not on the PATH. Install it with: sudo apt-get install chromium"; exit 1; }
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r tests_browser/requirements.txt
+	npm install --prefix tests_browser --no-package-lock --silent
 	$(BIN)/python -m pytest -n 0 tests_browser
 
 # Bulk prediction on a Ray cluster of this machine.
@@ -59,10 +70,15 @@ test-serve: .venv/ready .venv-serve/ready
 	.venv-timm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
+.venv-docs/ready: docs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	touch $@
+
 .venv-serve/ready: tests_serve/requirements.txt
 	$(PYTHON) -m venv .venv-serve
 	.venv-serve/bin/pip install --quiet --disable-pip-version-check -r tests_serve/requirements.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-timm .venv-serve .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-timm .venv-serve .venv-docs build .mypy_cache .ruff_cache .pytest_cache .hypothesis

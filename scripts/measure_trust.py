@@ -27,11 +27,11 @@ from memoro.engine.streams import pool_pass
 from memoro.evaluation.calibrate import read_photographs
 from memoro.evaluation.evaluate import auroc
 from memoro.evaluation.metrics import measure
+from memoro.processes import ALONE
 from memoro.tasks.familiarity import FALSE_ALARMS, Familiarity, FamiliarityBank, Others, fit_familiarity
+from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
-from memoro.tasks.taskspec import ReadOut
 from memoro.training import Cache, TrainOptions
-from memoro.training.distributed import ALONE
 from memoro.training.statistics import StatisticsReader
 from reports import load_results, make_parser, table, write_report
 
@@ -68,9 +68,7 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
 }
 
 
-def parts_of(
-    found: Familiarity, statistics: Tensor, targets: Tensor, others: Others
-) -> dict[str, tuple[Strange, Tensor]]:
+def parts_of(found: Familiarity, statistics: Tensor, targets: Tensor) -> dict[str, tuple[Strange, Tensor]]:
     """By score: how strange images are, and how strange held-out training images are."""
     plain = fit_familiarity(statistics, targets, None)
     assert plain is not None

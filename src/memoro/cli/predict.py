@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from memoro.cli.options import DeviceOption, TaskBackboneOption, TaskFiles, load_models, share_cores
+from memoro.cli.options import DeviceOption, PrecisionOption, TaskBackboneOption, TaskFiles, load_models, share_cores
 from memoro.cli.settings import Settings, read_settings, shell_log
 from memoro.console import Bar, format_count, format_time, plain_console
 
 if TYPE_CHECKING:
     from memoro.data.unlabelled import Unlabelled
     from memoro.evaluation.bulk import Job
-    from memoro.evaluation.on_ray import RayOptions
+    from memoro.evaluation.parallel import RayOptions
     from memoro.evaluation.predictions import Predictor, Tally
 
 app = typer.Typer()
@@ -40,6 +40,7 @@ def predict(
     tasks: TaskFiles,
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
+    precision: PrecisionOption = "auto",
     form: Annotated[
         Literal["table", "json", "jsonl", "csv", "parquet"] | None,
         typer.Option(
@@ -121,9 +122,10 @@ def predict(
         share_cores()
     from memoro.data import DataOptions
     from memoro.data.unlabelled import open_unlabelled
+    from memoro.data.workers import worker_count
     from memoro.engine.answers import AnswerOptions, Routing
     from memoro.evaluation.bulk import SHARD_SIZE, Job
-    from memoro.evaluation.on_ray import RayOptions
+    from memoro.evaluation.parallel import RayOptions, list_devices, share
     from memoro.evaluation.predictions import Predictor, check_form
 
     folder = out is not None and (out.endswith(("/", os.sep)) or Path(out).is_dir())
@@ -138,19 +140,23 @@ def predict(
     workers = reading.pop("workers", None)
     source = open_unlabelled(images, streaming=streaming, **reading)
     count = None if folder else _count(source)
-    frozen, models = load_models(tasks, backbone, "cpu" if cluster.wanted else device)
+    if cluster.wanted:  # all machines have to answer alike
+        device, precision = "cpu", "float32" if precision == "auto" else precision
+    frozen, models = load_models(tasks, backbone, device, precision)
     predictor = Predictor(
         frozen, tuple(models), AnswerOptions(**changes[AnswerOptions], top=top, routing=routing, embeddings=embeddings)
     )
     _explain_passes(predictor)
+    devices = [frozen.device] if cluster.wanted else list_devices(device)
     tell = shell_log(plain_console(stderr=True, soft_wrap=True), context)
-    if folder:
-        assert out is not None
-        job = Job(source, predictor, Path(out), chosen, shard_size or SHARD_SIZE, raw_csv)
-        tally = _write_shards(job, resume, workers, cluster if cluster.wanted else None)
-    else:
-        file = None if out is None else Path(out)
-        tally = _write_one(source, predictor, chosen, file, count, workers, raw_csv)
+    with share(predictor, devices, worker_count(workers, count)) as shared:
+        if folder:
+            assert out is not None
+            job = Job(source, shared, Path(out), chosen, shard_size or SHARD_SIZE, raw_csv)
+            tally = _write_shards(job, resume, workers, cluster if cluster.wanted else None)
+        else:
+            file = None if out is None else Path(out)
+            tally = _write_one(source, shared, chosen, file, count, workers, raw_csv)
     if tally.first is not None:
         some = f"{tally.unreadable} of {tally.images} images could not be read, such as "
         tell(f"{some if tally.images > 1 else ''}{tally.first.image}: {tally.first.error}")
@@ -158,7 +164,7 @@ def predict(
 
 
 def _count(source: Unlabelled) -> int | None:
-    """Of images, where that is known; an error where there are none."""
+    """The number of images, if it is known; raises if there are none."""
     from memoro.data.unlabelled import is_endless
     from memoro.errors import DataError
 
@@ -171,7 +177,7 @@ def _count(source: Unlabelled) -> int | None:
 
 
 def _explain_passes(predictor: Predictor) -> None:
-    """Says what costs more than one pass, and whose images cannot be told from others."""
+    """Says if more than one pass is needed, and which tasks cannot call images unfamiliar."""
     errors = plain_console(stderr=True, soft_wrap=True)
     passes = len(predictor.passes)
     if passes > 1:
@@ -233,7 +239,7 @@ def _write_shards(job: Job, resume: bool, workers: int | None, cluster: RayOptio
     """Answers as files of a folder. Returns what all of them hold."""
     from memoro.data.workers import worker_count
     from memoro.evaluation.bulk import answer_here, begin, claim, count_answered
-    from memoro.evaluation.on_ray import answer_on_ray, check_ray
+    from memoro.evaluation.parallel import answer_on_ray, check_ray
 
     errors = plain_console(stderr=True, soft_wrap=True)
     if cluster is not None:

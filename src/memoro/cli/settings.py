@@ -55,7 +55,7 @@ def _data() -> Sequence[type]:
 
 
 def _predict() -> Sequence[type]:
-    from memoro.evaluation.on_ray import RayOptions
+    from memoro.evaluation.parallel import RayOptions
 
     return *_data(), RayOptions
 
@@ -69,10 +69,10 @@ def _serve() -> Sequence[type]:
 _READ = ("image_column", "allow_absolute", "max_unreadable", "batch_size", "workers")
 FIELDS: Mapping[str, Fields] = {
     "train": Fields(
-        _train, ("kind", "label_column", "image_size", "lr", "epochs", "seed", "folder", "resume", "track")
+        _train, ("kind", "label_column", "image_size", "lr", "epochs", "seed", "precision", "folder", "resume", "track")
     ),
     "eval": Fields(_data, ("label_column",), _READ),
-    "calibrate": Fields(_data, ("label_column",), _READ[:-1]),
+    "calibrate": Fields(_data, ("label_column",), _READ),
     "predict": Fields(
         _predict, (), ("image_column", "allow_absolute", *_READ[3:], "ray", "ray_address", "ray_workers")
     ),

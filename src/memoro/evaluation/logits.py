@@ -1,4 +1,4 @@
-"""What models give over all images of a set: what metrics are computed from."""
+"""The logits of models over all images of a set, from which metrics are computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.data import Batch, ImageSet, Loader
-from memoro.engine.answers import Outputs, Recognition
+from memoro.engine.answers import Outputs, Recognition, copy_to_cpu
 from memoro.engine.composition import Composition
 from memoro.engine.streams import Features
 from memoro.errors import TrainingError
@@ -70,7 +70,7 @@ def collect_logits(
                 continue
             with autocast():
                 out = answer(inputs_of(batch, backbone))
-            found = [(logits if keep_dtype else logits.float()).cpu() for logits in out]
+            found = [logits.cpu() for logits in out] if keep_dtype else copy_to_cpu([logits.float() for logits in out])
             parts.append((found, batch.targets, batch.index))
             tick(len(batch.targets))
     parts = [part for own in all_gather(parts) for part in own]
@@ -84,7 +84,7 @@ def collect_logits(
 def collect_outputs(
     model: Composition, images: ImageSet, names: Sequence[str], *, batch_size: int = 32, workers: int | None = None
 ) -> tuple[Outputs, Tensor]:
-    """What tasks give for all images of a set, and the targets; one pass for each preprocessing."""
+    """The logits of tasks for all images of a set, and the targets; one pass for each preprocessing."""
     logits: dict[str, Tensor] = {}
     recognition: dict[str, Recognition] = {}
     targets = torch.empty(0, device="cpu")

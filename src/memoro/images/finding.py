@@ -37,7 +37,7 @@ def is_heif(head: bytes) -> bool:
 
 
 def is_image(path: str, read_head: Callable[[], bytes]) -> bool:
-    """Whether a file's suffix or, where that is none of an image, its first bytes are those of a known format."""
+    """Whether the file is an image, by its suffix or, if that is unknown, by its first bytes."""
     return PurePosixPath(path).suffix.lower() in IMAGE_SUFFIXES or _SIGNATURE.match(read_head()) is not None
 
 
@@ -65,7 +65,7 @@ def find_images(places: Iterable[str | Path]) -> Iterator[Path]:
     places = list(places)
     for place in places:
         if str(place).endswith(".safetensors"):  # as of a glob that the shell expanded after -t
-            raise DataError(f"{place} is a task file, not an image: write -t before each task file.")
+            raise DataError(f"{place} is a task file, not an image: pass each task file with `tasks`.")
     roots = [_root(place) for place in places]
     later = Counter(roots)
     seen: set[Path] = set()  # only what a later place may name again: there may be millions of images

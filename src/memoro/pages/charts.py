@@ -6,12 +6,12 @@ import math
 import unicodedata
 from collections.abc import Mapping, Sequence
 
-from memoro.pages.page import Html, tag
+from memoro.pages.elements import Html, tag
 
 WIDTH, HEIGHT = 310, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 10, 36
 BINS = 24
-"""Of a histogram."""
+"""The number of bars in a histogram."""
 _CELL, _NAMES = 26, 104
 
 Points = Sequence[tuple[float, float]]

@@ -95,15 +95,24 @@ class Service:
 
         return await asyncio.get_running_loop().run_in_executor(self._changes, run)
 
-    def ask(self, tasks: Sequence[str] | None, **options: Any) -> Question:
+    def ask(
+        self,
+        tasks: Sequence[str] | None,
+        *,
+        top: int | None = None,
+        base: bool = False,
+        explain: bool = False,
+        routing: Routing = Routing(),  # noqa: B008
+    ) -> Question:
         """A question to the tasks of this moment. A name may be several, separated by commas."""
         attached = self.store.current
-        if tasks is None:
-            return Question(attached, attached.model.names, **options)
-        names = {part for name in tasks for part in ([name] if name in attached.info else name.split(","))}
-        if unknown := sorted(names - set(attached.info)):
-            raise ServeError(f"there is no task {unknown[0]!r}; GET /v1/tasks lists them.", 404)
-        return Question(attached, [name for name in attached.model.names if name in names], **options)
+        names = attached.model.names
+        if tasks is not None:
+            asked = {part for name in tasks for part in ([name] if name in attached.info else name.split(","))}
+            if unknown := sorted(asked - set(attached.info)):
+                raise ServeError(f"there is no task {unknown[0]!r}; GET /v1/tasks lists them.", 404)
+            names = [name for name in names if name in asked]
+        return Question(attached, names, top, base, explain, routing)
 
     async def predict(self, question: Question, uploads: Sequence[Upload]) -> bytes:
         """The JSON document that answers the question for each image."""
@@ -159,7 +168,7 @@ class Service:
 
 
 def check_descriptors() -> None:
-    """Raises BusyError where a change would fail halfway because the process has too many files open."""
+    """Raises BusyError if a change would fail halfway because the process has too many files open."""
     opened: list[int] = []
     try:
         while len(opened) < DESCRIPTORS:
@@ -193,7 +202,7 @@ def explain_pixels(model: Composition, pixels: Tensor, names: list[str]) -> dict
 
 
 def _raw_items(question: Question, pixels: Tensor) -> list[Item]:
-    """Items of pixels that a client has prepared. They share a pass with others where the preprocessing is clear."""
+    """Items for pixels that a client has preprocessed. They share a pass with others if the preprocessing is clear."""
     model = question.attached.model
     model.backbone.check_pixels(pixels)
     model.check_size(question.tasks, (pixels.shape[-2], pixels.shape[-1]))

@@ -29,9 +29,8 @@ from memoro.files import left_behind, sync_folder
 from memoro.serve.batching import run_pass
 from memoro.serve.options import MAX_INPUT_SIDE, MAX_TASKS
 from memoro.tasks.hub import expand_task_arguments
-from memoro.tasks.sections import write_sections
 from memoro.tasks.task import Task
-from memoro.tasks.taskfile import load_named, load_tasks, save_tasks, task_bytes
+from memoro.tasks.taskfile import load_named, load_tasks, save_tasks, task_bytes, write_sections
 
 STALE_SECONDS = 3600
 
@@ -80,7 +79,7 @@ def read_task_files(places: Sequence[str | Path]) -> TaskFiles:
             if task.name in files:
                 raise CompositionError(
                     f"two tasks are called {task.name!r}, in {files[task.name]} and in {file}: "
-                    f"give one of them another name: -t OTHER={place}."
+                    f"give one of them another name: `tasks=OTHER={place}`."
                 )
             files[task.name] = file
             found.setdefault(file, []).append(task)

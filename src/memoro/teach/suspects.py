@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone, load_backbone
+from memoro.backbones.precision import Precision
 from memoro.data import load_data
 from memoro.data.dataset import Splits
 from memoro.errors import TeachError
 from memoro.evaluation.predictions import no_formula
+from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_task
-from memoro.tasks.taskspec import ReadOut
 from memoro.teach.labels import Decision, label_text
 from memoro.teach.learning import Learned, Lesson, find_groups, solve
 from memoro.teach.photos import label_of
-from memoro.training.distributed import ALONE
 from memoro.training.recipe import TrainOptions
 from memoro.training.statistics import StatisticsReader
 
@@ -113,13 +113,19 @@ def overlaps(learned: Learned) -> list[tuple[str, str, int]]:
 
 
 def suspects(
-    data: Any, *, task: Task | str | Path | None = None, backbone: Any = None, device: str | None = None, **reading: Any
+    data: Any,
+    *,
+    task: Task | str | Path | None = None,
+    backbone: Any = None,
+    device: str | None = None,
+    precision: Precision = "auto",
+    **reading: Any,
 ) -> list[Suspect]:
     """The labels of a data set that are likely to be wrong, most likely first: answers without an image and its
     near-duplicates say something else.
 
     `data` is anything that `load_data` takes, `reading` its options. A `task` names the backbone, the image size and
-    the labels; without one, `backbone` is anything that `load_backbone` takes.
+    the labels; without one, `backbone` is anything that `load_backbone` takes, and `precision` as there.
     """
     known = load_task(task) if isinstance(task, (str, Path)) else task
     if known is not None:
@@ -128,10 +134,10 @@ def suspects(
     images = splits.train or splits.val or splits.test
     assert images is not None
     source = known.spec.backbone if backbone is None and known is not None else backbone
-    chosen: Backbone = load_backbone(*([] if source is None else [source]), device=device)
+    chosen: Backbone = load_backbone(*([] if source is None else [source]), device=device, precision=precision)
     steps = chosen.preprocessing if known is None else known.spec.preprocessing
     options = TrainOptions(quiet=True)
-    flat = StatisticsReader(chosen, options, ALONE).read(images, steps or chosen.preprocessing)
+    flat = StatisticsReader(chosen, options).read(images, steps or chosen.preprocessing)
     labels = [label_of(images, at) for at in range(len(images))]
     decisions = {at: Decision("label", label) for at, label in enumerate(labels)}
     lesson = Lesson.of(decisions, images.kind, images.labels)

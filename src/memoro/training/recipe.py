@@ -12,16 +12,17 @@ import torch
 from torch import nn
 
 from memoro.arguments import plain_int
+from memoro.backbones.precision import PRECISION_HELP, Precision, check_precision
 from memoro.console import plain_console
 from memoro.data import Augment
 from memoro.errors import TrainingError
 from memoro.options import option
 from memoro.phases import Phases
+from memoro.processes import ALONE, Processes, find_processes
 from memoro.regimes import Regime, find_regime
 from memoro.training.cached import Cache
 
 OptimizerName = Literal["sgd", "adamw"]
-Precision = Literal["no", "bf16"]  # fp16 would need loss scaling; bf16 does not
 
 MINIMUM = {
     "epochs": 1,
@@ -75,7 +76,6 @@ class Recipe:
     """New views in every epoch, as in the paper, leave nothing for a cache to keep."""
     patience: int = option(0, "Stop a run after this many epochs without a better validation score; 0: never.")
     accumulate: int = option(1, "Batches per optimiser step (gradient accumulation).")
-    precision: Precision = option("no", "Mixed precision: bf16, or no for the backbone's dtype.")
     seed: int = option(0, "Seed of the initial weights.")
     """Of tasks that `train` makes; a task given to `fit` has its own."""
     data_seed: int = option(0, "Seed of image order, augmentation and validation split.")
@@ -85,10 +85,6 @@ class Recipe:
         if self.optimizer not in get_args(OptimizerName):
             raise TrainingError(
                 f"unknown optimizer {self.optimizer!r}: choose one of {', '.join(get_args(OptimizerName))}."
-            )
-        if self.precision not in get_args(Precision):
-            raise TrainingError(
-                f"unknown precision {self.precision!r}: choose one of {', '.join(get_args(Precision))}."
             )
         if not isinstance(self.augment, Augment):
             raise TrainingError(f"augment {self.augment!r}: pass a memoro.data.Augment, such as Augment(flip=0.5).")
@@ -188,7 +184,8 @@ class TrainOptions:
         "Cross-validation folds, to compare runs and to calibrate; 0: a validation split.",
         shown="4 for small datasets",
     )
-    dtype: str | None = option(None, "Dtype of the backbone, such as float32.", shown="the checkpoint's")
+    precision: Precision = option("auto", PRECISION_HELP)
+    """`auto` leaves a model object as it is; what is trained, read-outs, losses and the optimiser are in float32."""
     folder: Path | None = option(
         None, "Run folder for metrics, settings, checkpoint and report.", shown="runs/TASK", typed=str | None
     )
@@ -203,16 +200,30 @@ class TrainOptions:
     """Called with notes; None: they are printed to stderr."""
     phases: Phases = field(default_factory=Phases, compare=False, repr=False)
     """Measures how long each phase of this training takes."""
+    processes: Processes = field(default=ALONE, compare=False, repr=False)
+    """Those that train together: see `joined`."""
 
     def __post_init__(self) -> None:
         if self.folder is not None:
             object.__setattr__(self, "folder", Path(self.folder))  # a string is accepted
         if self.folds is not None and (self.folds < 0 or self.folds == 1):
             raise TrainingError(f"{self.folds} folds: choose 2 or more, or 0 for a validation split.")
+        check_precision(self.precision)
+
+    def joined(self, device: torch.device) -> TrainOptions:
+        """The options in this process among those that train together: only the main one prints."""
+        processes = find_processes(device)
+        silent: dict[str, Any] = {} if processes.main else {"quiet": True, "log": None}
+        return replace(self, processes=processes, **silent)
 
     @property
     def checkpoint(self) -> Path | None:
         return None if self.folder is None else self.folder / CHECKPOINT
+
+    @property
+    def written(self) -> Path | None:
+        """The run folder if this process writes into it: the main one does."""
+        return self.folder if self.processes.main else None
 
     def note(self, text: str) -> None:
         """Reports something that the user should know: a note, or a text that starts with `warning: `."""
@@ -231,6 +242,7 @@ class TrainOptions:
 REMOVED = {
     "streaming": "data sets of the hub are downloaded; leave it out",
     "halving": "all runs are trained to the end; try fewer values, or stop runs with patience",
+    "dtype": "precision says what the backbone computes in",
 }
 """Options of earlier versions, and what to do without each."""
 
@@ -258,3 +270,29 @@ def check_views(recipe: Recipe, cache: Cache | None) -> None:
         raise TrainingError(
             "a cache needs a fixed number of views, such as `views=4`: with `views=None`, every epoch draws new ones."
         )
+
+
+def check_solved(given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Raises where options were given that mean nothing for a read-out."""
+    gradients = {field.name for field in fields(Recipe)} - {"balance", "data_seed", "val_fraction"}
+    usual = RECIPES["default"][1]
+    names = [name for name, value in given.items() if value is not None]
+    names += [name for name, value in changes.items() if name in gradients and value != getattr(usual, name)]
+    if "augment" in names:
+        own, plain = changes["augment"], usual.augment
+        options = {"crop": "crop", "scale": "crop_scale", "flip": "flip"}
+        names += [option for name, option in options.items() if getattr(own, name) != getattr(plain, name)]
+        names.remove("augment")
+    if names:
+        shown = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+        raise TrainingError(f"regime 'readout' is solved in closed form, without training runs: leave out {shown}.")
+
+
+def add_views(recipe: Recipe, options: TrainOptions) -> Recipe:
+    """The recipe with several views of an image if random ones were asked for: `flip=0` and `crop="none"` do not."""
+    augment, views = recipe.augment, RECIPES["paper"][1].views
+    asked = augment.crop not in {None, "none"} or bool(augment.flip) or augment.scale != Augment().scale
+    if recipe.views != 1 or not asked:
+        return recipe
+    options.note(f"random crops and flips need several views of an image: using {views} (`views`).")
+    return replace(recipe, views=views)

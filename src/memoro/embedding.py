@@ -1,0 +1,124 @@
+"""Images as vectors: pooled statistics of a frozen backbone, for any model that takes a matrix."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from memoro.backbones import Backbone, load_backbone
+from memoro.backbones.load import TINY
+from memoro.data.dataset import ImageSet
+from memoro.data.unlabelled_set import UnlabelledImages
+from memoro.engine.answers import NamedPicture, Pictures, list_pictures
+from memoro.errors import DataError
+from memoro.images import Picture, open_image
+from memoro.tasks.ridge import Read
+from memoro.training.cached import Cache
+from memoro.training.recipe import TrainOptions
+from memoro.training.statistics import StatisticsReader
+
+BLOCK = 1024
+"""Images whose statistics are in memory at a time, besides the result."""
+
+
+def embed(
+    images: Pictures,
+    backbone: str | Path | nn.Module | Backbone = TINY,
+    *,
+    layers: int | None = None,
+    image_size: int | None = None,
+    device: str | None = None,
+    cache: Cache | bool | None = None,
+    workers: int | None = None,
+) -> npt.NDArray[np.float32]:
+    """One row of statistics for each image: of each layer that is read the class token, and the mean and the standard
+    deviation of the patch tokens, layer by layer.
+
+    `images` are as `Composition.predict` takes them. Read-outs read the upper two thirds of the layers; `layers=1` is
+    the last layer alone. `image_size` is the input size in pixels, by default the backbone's. Statistics are kept on
+    disk by the images' content unless `cache` is False, so the second time no pass is run.
+    """
+    chosen = open_backbone(backbone, device)
+    pictures = as_image_set(images)
+    if not len(pictures):
+        raise DataError("there are no images to embed: give at least one.")
+    read = statistics_of(pictures, chosen, image_size=image_size, cache=cache, workers=workers)
+    known = read(torch.arange(1))[0]
+    if layers is not None and not 1 <= layers <= len(known):
+        raise DataError(
+            f"layers={layers}: {chosen.name} has statistics of its last {len(known)} layers; choose 1 to that."
+        )
+    kept = known[-layers:] if layers else known
+    rows = np.empty((len(pictures), kept.numel()), dtype=np.float32)
+    for block in torch.split(torch.arange(len(pictures)), BLOCK):
+        rows[block.numpy()] = read(block)[:, -len(kept) :].flatten(1).float().numpy()
+    return rows
+
+
+def statistics_of(
+    images: ImageSet,
+    backbone: Backbone,
+    *,
+    image_size: int | None = None,
+    cache: Cache | bool | None = None,
+    workers: int | None = None,
+    quiet: bool = True,
+) -> Read:
+    """A function from the numbers (b) of images to their statistics (b, layers, statistics, dim)."""
+    preprocessing = backbone.preprocessing if image_size is None else backbone.preprocessing.at(image_size)
+    options = TrainOptions(cache=cache, workers=workers, quiet=quiet)
+    return StatisticsReader(backbone, options).read(images, preprocessing)
+
+
+def open_backbone(backbone: Any, device: str | None = None) -> Backbone:
+    """The backbone; one that is named is loaded once, not for each call."""
+    return (
+        _load_named(str(backbone), device)
+        if isinstance(backbone, (str, Path))
+        else load_backbone(backbone, device=device)
+    )
+
+
+@lru_cache(maxsize=2)
+def _load_named(name: str, device: str | None) -> Backbone:
+    return load_backbone(name, device=device)
+
+
+def as_image_set(images: Pictures) -> ImageSet:
+    """Images of any kind as a set without labels."""
+    pictures = list(list_pictures(images))
+    source = UnlabelledImages(Listed(tuple(pictures)), tuple(range(len(pictures))))
+    rows = np.arange(len(pictures))
+    return ImageSet("images", (), "regression", source, rows, torch.zeros(len(rows), 0, device="cpu"))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Images that were given one by one. Those that are no files are encoded without loss when they are read."""
+
+    pictures: tuple[tuple[str, Picture], ...]
+
+    def keys(self) -> Iterator[int]:
+        return iter(range(len(self.pictures)))
+
+    def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
+        for name, picture in (self.pictures[key] for key in keys):
+            yield name, picture if isinstance(picture, (str, Path, bytes)) else _encode(name, picture)
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [{"images": len(self.pictures)}]
+
+
+def _encode(name: str, picture: Picture) -> bytes:
+    buffer = io.BytesIO()
+    open_image(picture, name=name).save(buffer, "BMP")  # fast: it is not compressed
+    return buffer.getvalue()
