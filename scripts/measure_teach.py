@@ -252,6 +252,8 @@ def measure_minutes(source: str, backbone: str, size: int | None, folder: Path, 
 def report(results: dict[str, Any]) -> list[str]:
     lines = ["# memoro teach", "", "Made by `scripts/measure_teach.py`; the JSON beside this file has every curve.", ""]
     labels, errors = results.get("labels", {}), results.get("errors", {})
+    if labels:
+        lines += [f"![accuracy by number of labels; dotted: {ENOUGH:.0%} of that of all labels](teach.png)", ""]
     for choosing in (False, True):
         for name, sets in labels.items():
             chosen = {key: one for key, one in sets.items() if one.get("choosing", False) == choosing}
@@ -317,6 +319,32 @@ def report_labels(name: str, sets: dict[str, Any], choosing: bool) -> list[str]:
     return lines
 
 
+def plot(results: dict[str, Any], file: Path) -> None:
+    """Accuracy by number of labels: a row for each backbone, a column for each set."""
+    from matplotlib.figure import Figure
+
+    rows = {
+        name: {key: one for key, one in sets.items() if not one.get("choosing", False)}
+        for name, sets in results.get("labels", {}).items()
+    }
+    wide = max((len(sets) for sets in rows.values()), default=0)
+    if not wide:
+        return
+    figure = Figure(figsize=(2.6 * wide, 2.5 * len(rows)), layout="constrained")
+    places = figure.subplots(len(rows), wide, squeeze=False)
+    for row, (name, sets) in zip(places, rows.items(), strict=True):
+        for place, (key, one) in zip(row, sets.items(), strict=False):
+            for way, curves in one["curves"].items():
+                means = [mean(curve[at] for curve in curves) for at in range(len(one["grid"]))]
+                place.plot(one["grid"], means, label=f"{way} ({one['needed'][way]})")
+            place.axhline(ENOUGH * one["full"], color="grey", linestyle=":")
+            place.set_title(f"{key}\n{name}", fontsize=7)
+            place.set_xscale("log")
+            place.tick_params(labelsize=6)
+            place.legend(fontsize=6, loc="lower right")
+    figure.savefig(file, dpi=110)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--what", choices=["labels", "errors", "minutes"], required=True)
@@ -358,6 +386,7 @@ def main() -> None:
             flush=True,
         )
         write_report(given.out, results, report(results))
+    plot(results, given.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
