@@ -219,7 +219,7 @@ def test_images_that_come_and_go_while_it_runs_change_nothing(
         return open_image(source, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr("memoro.engine.answers.open_image", change)
+        patch.setattr("memoro.images.decoding.open_image", change)
         said = answers("--set", "workers=0")
     assert "2 of 21 images could not be read, such as photos/05.png" in said.err
     assert images_in("out") == [f"photos/{name}" for name in NAMES]
@@ -265,7 +265,7 @@ def test_one_job_owns_a_folder(
                 time.sleep(0.01)
             return open_image(source, **options)
 
-        monkeypatch.setattr("memoro.engine.answers.open_image", wait)
+        monkeypatch.setattr("memoro.images.decoding.open_image", wait)
         answers("--set", "workers=1")
 
     other = ("predict", "photos/03.png", "-b", "vit", *tasks, "-o", "out/", "-f", "jsonl")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memoro.data.workers import WorkerError, images_per_request, shared_pool
-from memoro.engine.answers import Decoded, Decoder, NamedPicture
+from memoro.images import Decoded, Decoder, NamedPicture
 
 Batch = list[NamedPicture]
 
@@ -68,9 +68,9 @@ def _join(parts: Sequence[tuple[Batch, Decoded]]) -> Decoded:
     for batch, decoded in parts:
         failures |= {start + at: why for at, why in decoded.failures.items()}
         start += len(batch)
-    pixels = []
-    for found in zip(*(decoded.pixels for _, decoded in parts), strict=True):
+    joined = []
+    for found in zip(*(decoded.images for _, decoded in parts), strict=True):
         own = [images for part in found for images in part]
         alike = len({images.shape[1:] for images in own}) == 1
-        pixels.append([torch.cat(own)] if alike else [image[None] for images in own for image in images])
-    return Decoded(pixels, failures)
+        joined.append([torch.cat(own)] if alike else [image[None] for images in own for image in images])
+    return Decoded(joined, failures)

@@ -21,13 +21,13 @@ from memoro.data.annotations import (
     left_out,
     sort_labels,
 )
-from memoro.data.augment import Purpose, order
 from memoro.data.columns import check_numbers
 from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, digest_keys, refuse_many
 from memoro.data.near import first_copies, near_groups
 from memoro.data.screening import drop_unreadable
 from memoro.errors import DataError
 from memoro.images import Levels
+from memoro.images.augment import Purpose, order
 
 Index = npt.NDArray[np.int64]
 

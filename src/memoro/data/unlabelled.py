@@ -17,8 +17,8 @@ from memoro.data.folders import ZipImages, open_archive
 from memoro.data.hub import fetch, is_dataset_id, is_saved
 from memoro.data.manifests import TABLE_SUFFIXES, column_names, iterate_rows, open_parquet
 from memoro.data.tables import Places, TableImages, encoded_image, holds_bytes, undecoded
-from memoro.engine.answers import NamedPicture
 from memoro.errors import DataError, ImageError
+from memoro.images import NamedPicture
 from memoro.images.finding import IMAGE_SUFFIXES, find_images, is_clutter, is_image
 
 Key = str | int | tuple[int, Any]

@@ -11,8 +11,8 @@ from memoro.data.folders import FileImages
 from memoro.data.load import load_data
 from memoro.data.splits import build_splits
 from memoro.data.unlabelled import Key, Unlabelled, open_unlabelled
-from memoro.engine.answers import NamedPicture
 from memoro.errors import DataError, ImageError
+from memoro.images import NamedPicture
 
 
 def load_unlabelled(place: Any, workers: int | None, **reading: Any) -> Splits:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from memoro.engine.readouts import ReadOutBank
 from memoro.engine.streams import Attention as GroupAttention
 from memoro.engine.streams import BaseLayer, TaskStream, layer_bias, read_head
 from memoro.errors import DataError, ImageError
-from memoro.images import Picture, Preprocessing, open_image
+from memoro.images import Decoder, Picture, Preprocessing
 from memoro.tasks.mask import Lineage
 from memoro.tasks.task import Task
 
@@ -126,17 +125,17 @@ def read_views(images: Iterable[tuple[str, Picture]], preprocessing: Preprocessi
     if size is not None and min(size) < VIEW:
         with suppress(DataError):  # one that is long and thin would be too large
             view = preprocessing.at(VIEW)
-    pixels: list[Tensor] = []
-    views: list[Image.Image] = []
+    decoder = Decoder((preprocessing, view))
+    seen, views = list[Image.Image](), list[Image.Image]()
     for name, picture in images:
-        options: dict[str, Any] = {"name": name, "opened": {}, "white": preprocessing.white}
-        pixels.append(preprocessing.to_tensor(open_image(picture, draft=preprocessing.draft, **options)))
-        views.append(view.fit(open_image(picture, draft=view.draft, **options)))
-    if not pixels:
+        own, shown = decoder.open(name, picture)
+        seen.append(own)
+        views.append(shown)
+    if not seen:
         raise ImageError("no images to explain.")
-    if len({image.shape for image in pixels}) > 1:
+    if len({image.size for image in seen}) > 1:
         raise ImageError("these images differ in size, and the preprocessing has no crop: explain them one by one.")
-    return torch.stack(pixels), views
+    return preprocessing.normalise(np.stack([np.asarray(image) for image in seen])), views
 
 
 @dataclass

@@ -29,7 +29,9 @@ def run_teaching(
     `command` is what trains the task from the shell: `teach PHOTOS --finish` and its options.
     """
     if not options.may_write:
-        raise ServeError("labelling over a network needs a `token`: whoever has the token may see and label the images.")
+        raise ServeError(
+            "labelling over a network needs a `token`: whoever has the token may see and label the images."
+        )
     store = open_store([f"{tasks}/"], lambda record: session.backbone)
     file = tasks / f"{session.name}.safetensors"
     work = tasks / RUNS / session.name

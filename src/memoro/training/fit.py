@@ -12,7 +12,6 @@ import torch
 from memoro.backbones import Backbone, require_backbone
 from memoro.console import format_bytes, quoted
 from memoro.data import Splits, load_data
-from memoro.data.augment import output_size
 from memoro.engine.featurestore import default_folder, total_bytes
 from memoro.engine.parents import check_versions
 from memoro.errors import CacheError, TrainingError
@@ -20,7 +19,7 @@ from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.metrics import warn_of
 from memoro.evaluation.training_images import learned_from
 from memoro.extras import need
-from memoro.images import Preprocessing
+from memoro.images import Preprocessing, output_size
 from memoro.regimes import Regime, find_regime
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task, content_hashes
