@@ -15,7 +15,7 @@ import torch
 from test_data_images import picture, save_classes, to_bytes
 
 from memoro.data import ImageSet, Splits, load_data
-from memoro.data.folders import ZipImages, read_tree
+from memoro.data.folders import Zip, read_tree
 from memoro.errors import DataError, ImageError
 
 
@@ -285,7 +285,7 @@ def test_zip_handle_of_another_process_is_not_used(tmp_path: Path) -> None:
     assert train is not None
     expected = train.read(1)
     source = train.source
-    assert isinstance(source, ZipImages)
+    assert isinstance(source, Zip)
     assert source._open is not None
     process, archive, directory = source._open
     assert process == os.getpid()

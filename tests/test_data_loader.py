@@ -20,8 +20,7 @@ import torch
 from test_data_images import picture, save_classes, to_bytes
 
 from memoro.data import Augment, Batch, ImageSet, Loader, load_data, loader
-from memoro.data.decoding import DecodeAhead
-from memoro.data.workers import WorkerPool
+from memoro.data.workers import DecodeAhead, WorkerPool
 from memoro.errors import DataError
 from memoro.images import Decoder, Preprocessing
 
@@ -192,7 +191,7 @@ def test_a_script_that_workers_cannot_import_is_told_so(tmp_path: Path) -> None:
     save_classes(tmp_path / "set", {"a": 4, "b": 4})
     (tmp_path / "script.py").write_text(f"""
 import multiprocessing, memoro
-from memoro.data.decoding import DecodeAhead
+from memoro.data.workers import DecodeAhead
 from memoro.images import Decoder
 
 multiprocessing.set_start_method("spawn", force=True)

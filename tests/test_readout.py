@@ -20,7 +20,7 @@ from torch import Tensor
 import memoro
 from memoro.backbones import Backbone
 from memoro.data import ImageSet, load_data
-from memoro.data.near import near_groups
+from memoro.data.screening import near_groups
 from memoro.engine.featurestore import total_bytes
 from memoro.engine.streams import pool_pass
 from memoro.errors import TaskError, TrainingError

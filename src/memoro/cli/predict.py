@@ -18,7 +18,7 @@ from memoro.cli.settings import Settings, read_settings, shell_log
 from memoro.console import Bar, format_count, format_time, plain_console
 
 if TYPE_CHECKING:
-    from memoro.data.unlabelled import Unlabelled
+    from memoro.data.source import Source
     from memoro.evaluation.bulk import Job
     from memoro.evaluation.on_ray import RayOptions
     from memoro.evaluation.predictions import Predictor, Tally
@@ -120,7 +120,7 @@ def predict(
     if out is not None:
         share_cores()
     from memoro.data import DataOptions
-    from memoro.data.unlabelled import open_unlabelled
+    from memoro.data.open import open_source
     from memoro.engine.answers import AnswerOptions, Routing
     from memoro.evaluation.bulk import SHARD_SIZE, Job
     from memoro.evaluation.on_ray import RayOptions
@@ -136,7 +136,7 @@ def predict(
     routing = Routing(unfamiliar, false_alarms)
     reading = changes[DataOptions]
     workers = reading.pop("workers", None)
-    source = open_unlabelled(images, streaming=streaming, **reading)
+    source = open_source(images, streaming=streaming, **reading)
     count = None if folder else _count(source)
     frozen, models = load_models(tasks, backbone, "cpu" if cluster.wanted else device)
     predictor = Predictor(
@@ -157,9 +157,9 @@ def predict(
     raise typer.Exit(1 if tally.unreadable and (strict or tally.unreadable == tally.images) else 0)
 
 
-def _count(source: Unlabelled) -> int | None:
+def _count(source: Source) -> int | None:
     """Of images, where that is known; an error where there are none."""
-    from memoro.data.unlabelled import is_endless
+    from memoro.data.source import is_endless
     from memoro.errors import DataError
 
     if is_endless(source):
@@ -184,7 +184,7 @@ def _explain_passes(predictor: Predictor) -> None:
 
 
 def _write_one(
-    source: Unlabelled,
+    source: Source,
     predictor: Predictor,
     form: str,
     out: Path | None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from memoro.data.dataset import ImageSet
+from memoro.data.source import read_bytes
 from memoro.data.workers import images_per_request, shared_pool, worker_count
 from memoro.errors import DataError, ImageError
 from memoro.images import Augment, Decoder, NamedPicture, Preprocessing, View, output_size
@@ -180,7 +180,8 @@ class _Decoder:
         if self.augment is not None and not (self.plain_first and request.view == 0):
             view = self.augment, self.seed, request.view
         views = None if view is None else [View(*view, sample) for sample in request.samples]
-        [images], failures = self.decode(map(partial(self._read, digests), request.samples), views)
+        pictures = self.images.pictures(request.samples)
+        [images], failures = self.decode((_with_digest(one, digests) for one in pictures), views)
         if failures:
             at = min(failures)
             failure = f"{self.images.where(request.samples[at])}: {failures[at]}"
@@ -190,11 +191,13 @@ class _Decoder:
         found = np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, 32)
         return Part(images[0], torch.from_numpy(found.copy()), failure if failures else None)
 
-    def _read(self, digests: list[bytes], sample: int) -> NamedPicture:
-        """An image, whose digest is added to the list."""
-        try:
-            data = self.images.read(sample)
-        except ImageError as error:
-            return self.images.where(sample), error
-        digests.append(hashlib.sha256(data).digest())
-        return self.images.where(sample), data
+
+def _with_digest(picture: NamedPicture, digests: list[bytes]) -> NamedPicture:
+    """The encoded image, whose digest is added to the list."""
+    name, content = picture
+    try:
+        data = read_bytes(content)
+    except ImageError as error:
+        return name, error
+    digests.append(hashlib.sha256(data).digest())
+    return name, data

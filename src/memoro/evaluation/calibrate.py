@@ -18,7 +18,7 @@ from memoro.backbones import Backbone
 from memoro.backbones.load import WEIGHTS
 from memoro.console import format_count
 from memoro.data import Loader, Splits, load_data
-from memoro.data.unlabelled_set import load_any
+from memoro.data.open import load_any
 from memoro.engine.composition import compose
 from memoro.engine.featurestore import SUFFIX, default_folder
 from memoro.engine.streams import pool_pass

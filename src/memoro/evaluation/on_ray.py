@@ -13,7 +13,7 @@ import torch
 from memoro import __version__
 from memoro.backbones.load import own_device
 from memoro.console import format_count
-from memoro.data.unlabelled import Chain, Stream
+from memoro.data.source import Chain, Stream
 from memoro.data.workers import worker_count
 from memoro.engine.answers import Decode
 from memoro.errors import DataError, MemoroError, first_line

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.data import ImageSet
-from memoro.data.near import near_groups
+from memoro.data.screening import near_groups
 from memoro.evaluation.metrics import measure
 from memoro.heads import HEADS
 from memoro.images import Preprocessing

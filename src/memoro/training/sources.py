@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from memoro.data import ImageSet, Splits, load_columns, load_data
-from memoro.data.near import near_groups
+from memoro.data.screening import near_groups
 from memoro.data.splits import fold_numbers, hold_out
 from memoro.errors import TrainingError
 from memoro.regimes import Regime

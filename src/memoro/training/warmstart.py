@@ -10,7 +10,7 @@ from typing import Any
 
 from memoro.console import format_count
 from memoro.data import Splits
-from memoro.data.annotations import first_few
+from memoro.data.columns import first_few
 from memoro.errors import TrainingError
 from memoro.evaluation.training_images import SKETCH
 from memoro.tasks.ensemble import split_members
