@@ -121,7 +121,7 @@ def test_numbers_come_in_the_order_of_the_labels(tmp_path: Path) -> None:
         ("path,label\n0.png,\n1.png,\n", r"contains no images. set.csv: 2 images were left out: they have no label"),
         (
             "path,age\n" + "".join(f"0.png,{at}.5\n" for at in range(20)) + "1.png,unknown\n",
-            r"column 'age' mixes numbers and text \('unknown', 1 of 21 rows\)\. Empty these cells.*--kind class",
+            r"column 'age' mixes numbers and text \('unknown', 1 of 21 rows\)\. Empty these cells.*`kind='class'`",
         ),
         ("path,number\n0.png,inf\n", "not a finite number"),
         ("photo,what\n0.png,a\n", r"no column for the image's path \(columns: 'photo', 'what'\).*image_column"),

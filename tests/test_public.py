@@ -18,7 +18,7 @@ SOURCE = Path(memoro.__file__).parent
 PUBLIC = [
     "Backbone", "BackboneError", "Cache", "CacheError", "Client", "Composition", "CompositionError", "DataError",
     "ImageError", "MemoroError", "Preprocessing", "Recipe", "ServeError", "Task", "TaskError", "TaskFileError",
-    "TeachError", "TrainOptions", "TrainingError", "compose", "evaluate", "fit", "fit_tasks", "import_tasks",
+    "TeachError", "TrainOptions", "TrainingError", "compose", "embed", "evaluate", "fit", "fit_tasks", "import_tasks",
     "load_backbone", "load_columns", "load_data", "load_task", "load_tasks", "new_task", "save_task", "save_tasks",
     "suspects", "teach", "train",
 ]  # fmt: skip
@@ -96,6 +96,8 @@ LEVELS = [
     {"regimes"},
     {"evaluation"},
     {"training"},
+    {"embedding"},
+    {"sklearn"},
     {"serve"},
     {"teach"},
     {"demo"},

@@ -148,7 +148,7 @@ def test_a_task_is_measured_on_the_column_of_its_name(backbone: Backbone, root: 
 
 
 def test_the_column_that_is_used_is_named(root: Path) -> None:
-    note = "the labels are those of column 'labels'; for another one, use --label-column."
+    note = "the labels are those of column 'labels'; for another one, use `label_column`."
     table = root / "table" / "table.csv"
     assert note in load_data(table, **LOAD).notes
     assert note not in load_data(table, label_column="labels", **LOAD).notes

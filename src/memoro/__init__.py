@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from memoro.backbones import load_backbone as load_backbone
     from memoro.data import load_columns as load_columns
     from memoro.data import load_data as load_data
+    from memoro.embedding import embed as embed
     from memoro.engine.composition import Composition as Composition
     from memoro.engine.composition import compose as compose
     from memoro.errors import BackboneError as BackboneError
@@ -51,6 +52,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "backbones": ["Backbone", "load_backbone"],
     "data": ["load_columns", "load_data"],
+    "embedding": ["embed"],
     "engine.composition": ["Composition", "compose"],
     "errors": [
         "BackboneError",

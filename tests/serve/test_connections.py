@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import random_task
-from serving import Running, backbone, folder, multipart, picture, serving, wait_until
-from test_guard import Gate
+from serving import Gate, Running, backbone, folder, multipart, picture, serving, wait_until
 
 import memoro
 from memoro.backbones import Backbone
@@ -292,9 +291,9 @@ def test_a_server_with_few_descriptors(tmp_path: Path) -> None:
 
 def test_options() -> None:
     for options, message in (
-        ({"max_connections": 0}, "max-connections must be at least 1"),
-        ({"header_timeout": 0}, "header-timeout must be at least"),
-        ({"idle_timeout": -1}, "idle-timeout must be at least"),
+        ({"max_connections": 0}, "`max_connections` must be at least 1"),
+        ({"header_timeout": 0}, "`header_timeout` must be at least"),
+        ({"idle_timeout": -1}, "`idle_timeout` must be at least"),
     ):
         with pytest.raises(ServeError, match=message):
             ServeOptions(**options)  # type: ignore[arg-type]

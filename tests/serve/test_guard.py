@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 from conftest import in_fork
 from PIL import Image
-from serving import Running, backbone, folder, multipart, picture, serving, wait_until
+from serving import Gate, Running, backbone, folder, multipart, picture, serving, wait_until
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.engine import composition as composition_module
 from memoro.errors import ServeError
 from memoro.serve import batching
 from memoro.serve.options import ServeOptions
@@ -37,22 +36,6 @@ def server(backbone: Backbone, folder: Path) -> Iterator[Running]:
     limits: dict[str, Any] = {"max_body": 200_000, "max_images": 3, "max_pixels": 100_000, "max_queue": 16}
     with serving(backbone, folder, **limits) as running:
         yield running
-
-
-class Gate:
-    """Holds passes back until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.opened, self.images = threading.Event(), threading.Event(), list[int]()
-        own = composition_module.run_streams
-
-        def run(anatomy: Any, pixels: Any, *rest: Any, **options: Any) -> Any:
-            self.begun.set()
-            assert self.opened.wait(60)
-            self.images.append(len(pixels))
-            return own(anatomy, pixels, *rest, **options)
-
-        monkeypatch.setattr(composition_module, "run_streams", run)
 
 
 def png(width: int, height: int) -> bytes:
@@ -121,7 +104,7 @@ def test_other_sites_cannot_reach_a_server_on_loopback(server: Running) -> None:
         assert server.request("GET", "/healthz", host=name)[0] == 200, name
     for name in ("evil.example", f"evil.example:{host.partition(':')[2]}", "127.0.0.1.evil.example", "", "[::2]"):
         status, _, found = server.request("POST", "/v1/predict", IMAGE, host=name)
-        assert (status, "--allow-host" in found["error"]) == (403, True), name
+        assert (status, "`allow_host=NAME`" in found["error"]) == (403, True), name
     data = b"anything"
     for origin in ("http://evil.example", "null", f"https://{host}.evil.example", "http://localhost:1", "http://["):
         status, _, found = server.request("PUT", "/v1/tasks", data, origin=origin)
@@ -168,7 +151,7 @@ def test_attaching_through_a_proxy_needs_a_token(backbone: Backbone, folder: Pat
     with serving(backbone, folder) as server:
         for header in ("forwarded", "x_forwarded_for", "x_forwarded_proto", "via"):
             status, _, found = server.request("PUT", "/v1/tasks", data, **{header: "anything"})
-            assert (status, "--token" in found["error"]) == (403, True), header
+            assert (status, "`token`" in found["error"]) == (403, True), header
             assert server.request("POST", "/v1/predict", IMAGE, **{header: "anything"})[0] == 200
         assert server.request("PUT", "/v1/tasks", data)[0] == 200
     with serving(backbone, folder, token=TOKEN) as server:
@@ -182,7 +165,7 @@ def test_attaching_needs_a_token_or_loopback(backbone: Backbone, folder: Path) -
         with serving(backbone, folder, **options) as server:
             server.url = server.url.replace("0.0.0.0", "127.0.0.1")
             status, _, found = server.request("PUT", "/v1/tasks", data)
-            assert (status, "--token" in found["error"]) == (403, True)
+            assert (status, "`token`" in found["error"]) == (403, True)
             listed = server.request("GET", "/v1/tasks")[2]
             assert (listed["writable"], listed["reason"]) == (False, found["error"])
             assert server.request("POST", "/v1/predict", IMAGE, host="photos.example")[0] == 200
@@ -190,10 +173,10 @@ def test_attaching_needs_a_token_or_loopback(backbone: Backbone, folder: Path) -
 
 def test_bad_options() -> None:
     for options, message in (
-        ({"max_batch": 0}, "max-batch must be at least 1"),
+        ({"max_batch": 0}, "`max_batch` must be at least 1"),
         ({"timeout": float("nan")}, "timeout"),
-        ({"max_queue": 8}, "max-queue must not be smaller"),
-        ({"token": "short"}, "token must have at least 8"),
+        ({"max_queue": 8}, "`max_queue` must not be smaller"),
+        ({"token": "short"}, "`token` must have at least 8"),
     ):
         with pytest.raises(ServeError, match=message):
             ServeOptions(**options)  # type: ignore[arg-type]

@@ -146,7 +146,7 @@ def test_other_sites_other_hosts_and_strangers(backbone: Backbone, tmp_path: Pat
             assert server.request("GET", ROOT)[0] == 401
             assert server.request("GET", f"{ROOT}/images/{session.photos.keys[0]}")[0] == 401
             assert server.request("GET", ROOT, authorization="Bearer secret-token")[0] == 200
-        with pytest.raises(ServeError, match="--token"):
+        with pytest.raises(ServeError, match="needs a `token`"):
             run_teaching(session, tmp_path / "tasks", [], ServeOptions(host="0.0.0.0", port=0))
 
 

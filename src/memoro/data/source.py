@@ -14,6 +14,8 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from memoro.errors import DataError, ImageError
 from memoro.images import NamedPicture, Picture, find_images, is_deep, open_image
 
@@ -138,7 +140,7 @@ class Chain(Source):
             yield from self.sources[number].read([key for _, key in some])
 
     def where(self, key: Any) -> str:
-        return self.sources[key[0]].where(key[1])
+        return str(self.sources[key[0]].where(key[1]))
 
     def describe(self) -> list[dict[str, Any]]:
         return [one for source in self.sources for one in source.describe()]
@@ -163,28 +165,31 @@ class Objects(Source):
     def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
         for key in keys:
             item = self.items[key][0] if self.first else self.items[key]
+            name = str(item) if isinstance(item, (str, Path)) else f"image {key}"
             try:
-                yield self.where(key), item if isinstance(item, (str, bytes)) else _encode(item)
+                yield name, _encode(item, name)
             except ImageError as error:
-                yield self.where(key), ImageError(f"{self.where(key)}: {str(error).removeprefix('image: ')}")
+                yield name, error
 
     def where(self, key: Any) -> str:
-        return f"image {key}"
+        item = None if self.first else self.items[key]
+        return str(item) if isinstance(item, (str, Path)) else f"image {key}"
 
     def describe(self) -> list[dict[str, Any]]:
         return [{"objects": len(self.items)}]
 
 
-def _encode(picture: Any) -> bytes | str:
-    """A decoded image as a file, without loss, so that it has a digest as others do."""
-    if isinstance(picture, os.PathLike):
-        path: str = os.fspath(picture)
-        return path
+def _encode(picture: Any, name: str) -> str | bytes:
+    """A path or an encoded image; a decoded one as a file, without loss, so that it has a digest as others do."""
+    if isinstance(picture, (str, Path)):
+        return str(picture)
+    if isinstance(picture, (bytes, bytearray)):
+        return bytes(picture)
     buffer = io.BytesIO()
-    if getattr(picture, "mode", None) and is_deep(picture):
+    if isinstance(picture, Image.Image) and is_deep(picture):
         picture.save(buffer, "TIFF")
     else:
-        open_image(picture).save(buffer, "PNG", compress_level=1)
+        open_image(picture, name=name).save(buffer, "BMP")  # fast: it is not compressed
     return buffer.getvalue()
 
 

@@ -316,10 +316,11 @@ def _facts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     yield table([], [row for row in rows if row[1] != ""], left=2)
     known = phases if phases and isinstance(phases, dict) else {"training": training.get("seconds")}  # any JSON
     numbers = {str(name): finite_number(value) for name, value in known.items()}
-    spent = {name: value for name, value in numbers.items() if value is not None and value >= 0.05}
+    total = sum(value for value in numbers.values() if value)
+    spent = {name: value for name, value in numbers.items() if value and value >= 0.005 * total}
     if report.history and spent:
         yield tag("h2", "Time")
-        yield tag("p", f"{sum(spent.values()):.0f} seconds in all.")
+        yield tag("p", f"{total:.3g} seconds in all.")
         yield bar_chart(spent, " s")
 
 

@@ -163,7 +163,7 @@ def test_a_regime_trains_what_it_builds(backbone: Backbone, squares: Path) -> No
 def test_sizes_that_a_baseline_does_not_have_are_refused(
     regime: str, size: str, backbone: Backbone, squares: Path
 ) -> None:
-    with pytest.raises(TrainingError, match=f"regime '{regime}' has no {size}: leave out --{size}"):
+    with pytest.raises(TrainingError, match=f"regime '{regime}' has no {size}: leave out `{size}`"):
         lab.train_baseline(squares, regime, backbone=backbone, **{size: 4})
 
 

@@ -84,7 +84,7 @@ def test_a_missing_parent(backbone: Backbone) -> None:
 def test_the_wrong_backbone() -> None:
     vit, dino, deeper = (next(c for c in CASES if c.name == name) for name in ("vit", "dinov2", "vit"))
     task = random_task(memoro.load_backbone(vit.model()), "pets")
-    with pytest.raises(CompositionError, match=r"fingerprint .*memoro train"):
+    with pytest.raises(CompositionError, match=r"fingerprint .*train the task again"):
         memoro.compose(memoro.load_backbone(dino.model()), [task])
     with pytest.raises(CompositionError, match="other weights"):
         memoro.compose(memoro.load_backbone(deeper.model(seed=8)), [task])
@@ -149,7 +149,7 @@ def test_a_model_that_was_compiled_predicts_by_what_was_compiled(backbone: Backb
         for use in (
             lambda: model.predict(images) == predicted,
             lambda: all(torch.equal(out, logits[name]) for name, out in model(pixels).items()),
-            lambda: [row.answers for row in model.to(torch.float32).predict_stream(images)] == predicted,
+            lambda: [row.to_json() for row in model.to(torch.float32).predict_stream(images)] == predicted,
             lambda: all(torch.equal(out, tokens[name]) for name, out in model.run(pixels).tokens.items()),
         ):
             known = len(graphs)

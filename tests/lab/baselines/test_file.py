@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from baseline_models import build, images, pairs, shaken, train
 from conftest import in_fork
 from families import FAMILIES, Case
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_baselines import build, images, pairs, shaken, train
 
 import memoro
 from memoro.backbones import Backbone
@@ -103,7 +103,7 @@ def test_telling_files_apart(saved: Path, backbone: Backbone, tmp_path: Path) ->
 
 def test_another_backbone_is_refused(saved: Path) -> None:
     for other in (FAMILIES[0].model(seed=8), FAMILIES[1].model()):
-        with pytest.raises(TaskFileError, match=r"'pets' was trained for ViTForImageClass.*memoro train DATA"):
+        with pytest.raises(TaskFileError, match=r"'pets' was trained for ViTForImageClass.*train the task again"):
             load_baseline(saved, memoro.load_backbone(other))
 
 
