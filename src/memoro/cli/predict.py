@@ -34,7 +34,7 @@ def predict(
     images: Annotated[
         list[str],
         typer.Argument(
-            help="Files, folders, globs, .zip, tables (.csv, .jsonl, .parquet) or hub ids.", show_default=False
+            help="Files, folders, globs, .zip, tables (.csv, .jsonl, .parquet) or hub ids; @list.txt or - for paths in lines.", show_default=False
         ),
     ],
     tasks: TaskFiles,
@@ -102,6 +102,7 @@ def predict(
     """memoro predict new/*.jpg -t pets.safetensors -t rooms.safetensors
     memoro predict new/ -t pets.safetensors --out answers.csv --top 3
     memoro predict photos.parquet -t pets.safetensors --out answers/ --resume
+    find photos -name "*.jpg" | memoro predict - -t pets.safetensors --out answers.csv
 
     Predict with all tasks in one pass. Answers are written batch by batch.
 

@@ -22,6 +22,7 @@ from memoro.cli.options import (
 from memoro.cli.settings import Settings, add_flags, read_settings, shell_log
 from memoro.console import plain_console
 from memoro.data import Augment, DataOptions
+from memoro.data.open import check_place
 from memoro.phases import Phases
 from memoro.training.cached import Cache
 from memoro.training.distributed import find_processes
@@ -160,6 +161,9 @@ def train(
     varied = {name: numbers(text) for name, text in sizes.items() if text is not None}
     lr = flags.pop("lr")
     allow_tf32(own_device(device), flags["precision"])
+    sets = read_data(data)
+    for source in sets.values() if isinstance(sets, dict) else [sets]:
+        check_place(source)
     here = find_processes(own_device(device))
     errors = plain_console(stderr=True, soft_wrap=True, quiet=not here.main)
     changes = {**flags, **found[Recipe], **found[TrainOptions], **found[DataOptions], **varied}
@@ -168,7 +172,7 @@ def train(
         changes["augment"] = Augment(**found[Augment])
     try:
         results = train_tasks(
-            read_data(data),
+            sets,
             backbone=name_backbone(backbone, hint=here.main),
             device=device,
             task=task,

@@ -55,7 +55,8 @@ def load_sources(
     """The sets by task name. Validation splits are cut later, as folds may be used instead. `reading` are options of
     `load_data`."""
     known: dict[str, Any] = {"workers": options.workers, "quiet": options.quiet, "phases": options.phases}
-    known |= {"seed": recipe.data_seed, **reading}
+    cache = options.wanted_cache
+    known |= {"seed": recipe.data_seed, "cache": False if cache is None else cache.folder, **reading}
     if columns:
         found = load_columns(next(iter(sources.values())), columns, val_fraction=0, **known)
         return {str(name): splits for name, splits in zip(sources, found.values(), strict=True)}

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, overload
 
@@ -16,12 +17,13 @@ from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.backbones.precision import CHOSEN
 from memoro.data import Augment
-from memoro.data.dataset import MAX_UNREADABLE
+from memoro.data.dataset import MAX_UNREADABLE, ClassFolder
+from memoro.data.open import check_place
 from memoro.engine.parents import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.files import keep_copy, left_behind
 from memoro.regimes import Regime, TaskPlan
-from memoro.tasks.task import Task, content_hashes, link_parents
+from memoro.tasks.task import Task, check_sizes, content_hashes, link_parents
 from memoro.tasks.taskfile import load_tasks
 from memoro.training.distributed import find_processes
 from memoro.training.finish import record_time
@@ -62,6 +64,7 @@ def train(
     image_column: str | None = None,
     allow_absolute: bool = False,
     max_unreadable: float = MAX_UNREADABLE,
+    class_folder: ClassFolder = "outer",
     out: str | Path | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
@@ -72,7 +75,7 @@ def train(
     `data` is anything that load_data takes, or a dict from task names to such: then all are trained in one pass, and a
     dict of results is returned. A list of label columns does the same for the columns of one table. `kind` says what
     the labels are: `class`, `labels` (several for an image) or `number`; by default the data decides. `image_column`,
-    `allow_absolute` and `max_unreadable` are as in `load_data`. `backbone` is a Backbone, or anything that
+    `allow_absolute`, `max_unreadable` and `class_folder` are as in `load_data`. `backbone` is a Backbone, or anything that
     load_backbone takes; then `device` (None: a GPU if there is one) is used. `precision` is as there.
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
@@ -135,6 +138,8 @@ def train(
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
         task, kind = task or start.name, kind or start.kind
     sources = name_sources(data, task, columns)
+    for source in sources.values():
+        check_place(source)
     if start is not None and len(sources) > 1:
         raise TrainingError("`start_from` continues one task: give one set of images, and one `label_column` at most.")
     if target is not None:
@@ -152,6 +157,10 @@ def train(
         recipe = replace(recipe, views=RECIPES["paper"][1].views)
         options.note(f"random crops and flips need several views of an image: using {recipe.views} (`views`).")
     grid = _with_sizes(grid, chosen, start, backbone)
+    for sizes in product(grid.cells, grid.from_layers, grid.ranks) if chosen.composes else ():
+        given = dict(zip(("cells", "from_layer", "rank"), map(plain_int, sizes), strict=True))
+        known = {size: number for size, number in given.items() if number is not None}
+        check_sizes(backbone, next(iter(sources)) or "task", **{**chosen.sizes(backbone.depth), **known})
     if not chosen.composes:  # each run has its own passes: no folds unless asked for
         folds = folds or 0
     plan = TaskPlan("", (), extends=_link_parents(several(extends)))
@@ -165,6 +174,7 @@ def train(
         "image_column": image_column,
         "allow_absolute": allow_absolute,
         "max_unreadable": max_unreadable,
+        "class_folder": class_folder,
     }
     sets = load_sources(sources, columns, recipe, options, **reading)
     options.phases.switch("start-up")
