@@ -34,7 +34,8 @@ def predict(
     images: Annotated[
         list[str],
         typer.Argument(
-            help="Files, folders, globs, .zip, tables (.csv, .jsonl, .parquet) or hub ids; @list.txt or - for paths in lines.", show_default=False
+            help="Files, folders, globs, .zip, tables (.csv, .jsonl, .parquet), hub ids; @FILE or -: paths in lines.",
+            show_default=False,
         ),
     ],
     tasks: TaskFiles,

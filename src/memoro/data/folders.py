@@ -80,8 +80,8 @@ def read_tree(
     if class_folder == "outer" and sites:
         outer, inner = map(first_few, sites)
         notes.append(
-            f"warning: {outer} contain folders of the same names ({inner}), as places with class folders inside do. "
-            "They were read as the classes; if the inner folders are the classes, use `class_folder=inner`."
+            f"warning: the folders {outer} were read as classes, but contain folders of the same names ({inner}), as "
+            "places or cameras do. If those are the classes, use `class_folder=inner`, or give one of these folders."
         )
     elif min(map(len, paths.values())) > need:
         deeper = sorted({"/".join(path[:need]) for path in paths.values()})

@@ -358,7 +358,7 @@ def _open_table(path: Path, image_column: str | None, allow_absolute: bool) -> S
             column = find_image_column(kinds, column, str(path), ("path", *IMAGE_COLUMNS))
             if holds_bytes(kinds[column]):
                 groups = (file.metadata.row_group(number).num_rows for number in range(file.num_row_groups))
-                return ParquetImages(str(path), column, tuple(accumulate(groups)), allow_absolute)
+                return ParquetImages(str(path), column, allow_absolute, tuple(accumulate(groups)))
     else:
         names = dict.fromkeys(column_names(path))
         column = find_image_column(names, image_column, str(path), ("path", *IMAGE_COLUMNS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import re
 import time
@@ -14,10 +13,8 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from memoro.errors import DataError, ImageError
-from memoro.images import NamedPicture, Picture, find_images, is_deep, open_image
+from memoro.images import NamedPicture, Picture, encode_image, find_images
 
 Key = str | int | tuple[int, Any]
 """One image of a source."""
@@ -165,32 +162,21 @@ class Objects(Source):
     def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
         for key in keys:
             item = self.items[key][0] if self.first else self.items[key]
-            name = str(item) if isinstance(item, (str, Path)) else f"image {key}"
+            name = _name(item, key)
             try:
-                yield name, _encode(item, name)
+                yield name, encode_image(item, name)
             except ImageError as error:
                 yield name, error
 
     def where(self, key: Any) -> str:
-        item = None if self.first else self.items[key]
-        return str(item) if isinstance(item, (str, Path)) else f"image {key}"
+        return f"image {key}" if self.first else _name(self.items[key], key)
 
     def describe(self) -> list[dict[str, Any]]:
         return [{"objects": len(self.items)}]
 
 
-def _encode(picture: Any, name: str) -> str | bytes:
-    """A path or an encoded image; a decoded one as a file, without loss, so that it has a digest as others do."""
-    if isinstance(picture, (str, Path)):
-        return str(picture)
-    if isinstance(picture, (bytes, bytearray)):
-        return bytes(picture)
-    buffer = io.BytesIO()
-    if isinstance(picture, Image.Image) and is_deep(picture):
-        picture.save(buffer, "TIFF")
-    else:
-        open_image(picture, name=name).save(buffer, "BMP")  # fast: it is not compressed
-    return buffer.getvalue()
+def _name(item: Any, key: int) -> str:
+    return str(item) if isinstance(item, (str, Path)) else f"image {key}"
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -235,12 +221,25 @@ def hub_caches() -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Paths(Source):
-    """A table with a column of paths, which are the keys. They start from the table's folder and stay inside it."""
+class TableFile(Source):
+    """A column of a file."""
 
     path: str
     column: str
     allow_absolute: bool
+
+    @property
+    def places(self) -> Places:
+        return Places(os.path.dirname(self.path), anywhere=self.allow_absolute)
+
+    def describe(self) -> list[dict[str, Any]]:
+        about = {"path": self.path, "bytes": os.path.getsize(self.path)}
+        return [{**about, "column": self.column, "allow_absolute": self.allow_absolute}]
+
+
+@dataclass(frozen=True)
+class Paths(TableFile):
+    """A table with a column of paths, which are the keys. They start from the table's folder and stay inside it."""
 
     def keys(self) -> Iterator[Key]:
         from memoro.data.tables import iterate_column
@@ -248,29 +247,23 @@ class Paths(Source):
         return (str(cell or "") for cell in iterate_column(Path(self.path), self.column))
 
     def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
-        places = Places(os.path.dirname(self.path), anywhere=self.allow_absolute)
+        root = self.places.root
         for key in keys:
-            name = os.path.join(places.root, key.strip()) if key.strip() else f"{self.path}, a row without a path"
+            name = os.path.join(root, key.strip()) if key.strip() else f"{self.path}, a row without a path"
             try:
                 if not key.strip():
                     raise ImageError(f"{name}: no image.")
-                yield name, os.path.join(places.root, places.resolve(key, name))
+                yield name, os.path.join(root, self.places.resolve(key, name))
             except ImageError as error:
                 yield name, error
 
-    def describe(self) -> list[dict[str, Any]]:
-        return [_describe_table(self.path, self.column, self.allow_absolute)]
-
 
 @dataclass(frozen=True)
-class ParquetImages(Source):
+class ParquetImages(TableFile):
     """A Parquet file that contains the encoded images. Keys are row numbers; a few rows are in memory at a time."""
 
-    path: str
-    column: str
     groups: tuple[int, ...]
     """Where each row group ends."""
-    allow_absolute: bool
 
     def keys(self) -> Iterator[Key]:
         return iter(range(self.groups[-1] if self.groups else 0))
@@ -278,27 +271,19 @@ class ParquetImages(Source):
     def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
         from memoro.data.tables import iterate_parquet
 
-        places = Places(os.path.dirname(self.path), anywhere=self.allow_absolute)
         for first, last in _runs(keys):
             group = bisect_right(self.groups, first)
             row, groups = self.groups[group - 1] if group else 0, list(range(group, len(self.groups)))
             for batch in iterate_parquet(self.path, _ROWS, columns=[self.column], row_groups=groups):
                 start = max(first - row, 0)
                 for at, cell in enumerate(batch.column(0)[start : last + 1 - row], row + start):
-                    yield _read_cell(cell.as_py(), self.where(at), places)
+                    yield _read_cell(cell.as_py(), self.where(at), self.places)
                 row += len(batch)
                 if row > last:
                     break
 
     def where(self, key: Any) -> str:
         return f"{self.path}, row {key}"
-
-    def describe(self) -> list[dict[str, Any]]:
-        return [_describe_table(self.path, self.column, self.allow_absolute)]
-
-
-def _describe_table(path: str, column: str, allow_absolute: bool) -> dict[str, Any]:
-    return {"path": path, "bytes": os.path.getsize(path), "column": column, "allow_absolute": allow_absolute}
 
 
 def _runs(keys: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -335,8 +320,7 @@ class Rows(Source):
         return f"{self.name}, row {key}"
 
     def describe(self) -> list[dict[str, Any]]:
-        trusted = self.places.anywhere
-        return [{"dataset": self.name, "fingerprint": self.fingerprint, "allow_absolute": trusted}]
+        return [{"dataset": self.name, "fingerprint": self.fingerprint, "allow_absolute": self.places.anywhere}]
 
     def stamps(self, keys: Sequence[Any]) -> Iterator[tuple[Any, ...] | None]:
         from memoro.data.tables import contains_all

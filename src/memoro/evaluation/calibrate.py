@@ -122,8 +122,9 @@ def calibrate(
 
     The calibration is fitted on the images that `evaluate` measures on: the test split, else the validation split, else
     all images. The familiarity is learned from all splits. Where the task was trained on some of the images that are
-    measured, the calibration is left as it is, and so is a familiarity that the task has. `others` are ordinary photographs, from which it is learned what is unfamiliar (see
-    `find_photographs`). `reading` are options of `load_data`.
+    measured, the calibration is left as it is, and so is a familiarity that the task has. `others` are ordinary
+    photographs, from which it is learned what is unfamiliar (see `find_photographs`). `reading` are options of
+    `load_data`.
     """
     model = compose(backbone, [task, *parents])
     labels: dict[str, Any] = {"kind": task.kind, "labels": task.labels, "drop_unknown": True, "task": task.name}

@@ -3,7 +3,17 @@
 from memoro.images.augment import Augment, output_size
 from memoro.images.decoding import Decoded, Decoder, NamedPicture, View
 from memoro.images.finding import find_images, walk_images
-from memoro.images.opening import MAX_PIXELS, PICTURE_TYPES, Draft, Levels, Picture, is_deep, open_image, read_file
+from memoro.images.opening import (
+    MAX_PIXELS,
+    PICTURE_TYPES,
+    Draft,
+    Levels,
+    Picture,
+    encode_image,
+    is_deep,
+    open_image,
+    read_file,
+)
 from memoro.images.preprocessing import Preprocessing
 
 __all__ = [
@@ -18,6 +28,7 @@ __all__ = [
     "Picture",
     "Preprocessing",
     "View",
+    "encode_image",
     "find_images",
     "is_deep",
     "open_image",

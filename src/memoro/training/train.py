@@ -75,8 +75,8 @@ def train(
     `data` is anything that load_data takes, or a dict from task names to such: then all are trained in one pass, and a
     dict of results is returned. A list of label columns does the same for the columns of one table. `kind` says what
     the labels are: `class`, `labels` (several for an image) or `number`; by default the data decides. `image_column`,
-    `allow_absolute`, `max_unreadable` and `class_folder` are as in `load_data`. `backbone` is a Backbone, or anything that
-    load_backbone takes; then `device` (None: a GPU if there is one) is used. `precision` is as there.
+    `allow_absolute`, `max_unreadable` and `class_folder` are as in `load_data`. `backbone` is a Backbone, or anything
+    that load_backbone takes; then `device` (None: a GPU if there is one) is used. `precision` is as there.
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
 
