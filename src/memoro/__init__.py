@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from memoro.evaluation.evaluate import evaluate as evaluate
     from memoro.images import Preprocessing as Preprocessing
     from memoro.serve.client import Client as Client
-    from memoro.tasks.reproduction import import_tasks as import_tasks
+    from memoro.tasks.importing import import_tasks as import_tasks
     from memoro.tasks.task import Task as Task
     from memoro.tasks.task import new_task as new_task
     from memoro.tasks.taskfile import load_task as load_task
@@ -70,7 +70,7 @@ _PUBLIC = {
     "evaluation.evaluate": ["evaluate"],
     "images": ["Preprocessing"],
     "serve.client": ["Client"],
-    "tasks.reproduction": ["import_tasks"],
+    "tasks.importing": ["import_tasks"],
     "tasks.task": ["Task", "new_task"],
     "tasks.taskfile": ["load_task", "load_tasks", "save_task", "save_tasks"],
     "teach.session": ["teach"],
