@@ -13,7 +13,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from shell import Shell
+from shell import Shell, shell
 from test_data_images import picture, save_classes, to_bytes
 
 import memoro
@@ -22,6 +22,7 @@ from memoro.data.source import read_bytes
 from memoro.errors import DataError
 from memoro.images import Preprocessing
 
+__all__ = ["shell"]  # a fixture
 LABELS = ["cat", "dog"] * 6
 SMALL = Preprocessing(resize=(9, 12))
 
