@@ -4,8 +4,8 @@
     python scripts/measure_data.py --table 300 --photographs 60 --rounds 1 --out /tmp/data.md            # a quick look
 
 The table is a Parquet file of small PNG files, the photographs are JPEG files of 640 x 480 pixels in class folders;
-both are drawn. Each measurement runs in a new process, with an empty cache the first time. To compare two versions, run this
-file with each of them on PYTHONPATH.
+both are drawn. Each measurement runs in a new process, with an empty cache the first time. To compare two versions, run
+this file with each of them on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def first_step(place: str) -> dict[str, float]:
     start = time.perf_counter()
 
     def stop(*given: Any) -> None:
-        raise StopIteration
+        raise SystemExit
 
     register_optimizer_step_pre_hook(stop)
     try:
         memoro.train(place, backbone="memoro-tiny", regime="side", lr=0.001, epochs=1, image_size=64, quiet=True)
-    except StopIteration:
+    except SystemExit:
         return {"seconds": time.perf_counter() - start}
-    raise SystemExit("the training ended without a step")
+    raise RuntimeError("the training ended without a step")
 
 
 def measure(what: str, place: Path, cache: Path) -> dict[str, float]:

@@ -6,6 +6,7 @@ Near-duplicates are images that look the same although their files differ (scale
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -203,13 +204,15 @@ def _hold(images: ImageSet, folder: Path | None) -> Iterator[Memory]:
     stamps = np.array(hashes or [b""] * len(rows), dtype=f"S{_STAMP}")
     with ExitStack() as held:
         path = None
-        with suppress(OSError, NotImplementedError):
+        with suppress(OSError, NotImplementedError):  # also where another process has the lock
             if folder is not None and (stamps != b"").any():
                 for place in (folder, folder / FOLDER):  # the mode is not that of parents
                     place.mkdir(mode=0o700, parents=True, exist_ok=True)
                 about = [{**one, "path": os.path.abspath(str(one.get("path")))} for one in images.source.describe()]
                 file = folder / FOLDER / f"{_hash(about).hex()}{SUFFIX}"
-                held.enter_context(FileLock(file.with_suffix(".lock")))
+                # A worker that imports the script which started it must not wait for that.
+                main = multiprocessing.current_process().name == "MainProcess"
+                held.enter_context(FileLock(file.with_suffix(".lock"), timeout=-1 if main else 0))
                 path = file
         yield Memory(path, stamps)
 
