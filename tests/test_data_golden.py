@@ -1,4 +1,4 @@
-"""Golden records: what a set gives must not change with the way that it is read, or caches and resumed jobs are lost."""
+"""Golden records: what a set gives stays the same however it is read, or caches and resumed jobs are lost."""
 
 from __future__ import annotations
 
