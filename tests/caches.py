@@ -19,7 +19,7 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.data import Augment, ImageSet, Loader, Splits, load_data
 from memoro.engine import featurestore
-from memoro.engine.featurestore import RecordFormat
+from memoro.engine.records import RecordFormat
 from memoro.engine.streams import Features
 from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task, new_task

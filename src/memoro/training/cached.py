@@ -19,7 +19,8 @@ from memoro.backbones import Backbone
 from memoro.console import format_bytes
 from memoro.data import Batch, Loader
 from memoro.engine import featurestore
-from memoro.engine.featurestore import FeatureStore, RecordFormat, StoreDtype, default_folder
+from memoro.engine.featurestore import FeatureStore, default_folder
+from memoro.engine.records import RecordFormat, StoreDtype
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
