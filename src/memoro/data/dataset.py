@@ -134,7 +134,7 @@ class ImageSet(Labelled):
         return self.source.read(self.rows[list(indices)].tolist())
 
     def where(self, index: int) -> str:
-        return self.source.where(self.rows[index : index + 1].tolist()[0])
+        return self.source.where(self.rows[[index]].tolist()[0])
 
     def open(self, index: int, *, draft: Draft = None) -> Image.Image:
         """The image, upright, in RGB. `draft` as in `open_image`."""

@@ -147,7 +147,7 @@ class Chain(Source):
             yield from self.sources[number].stamps([key for _, key in some])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Objects(Source):
     """Images that are objects in memory, or made by a dataset of torch. Keys count them."""
 
