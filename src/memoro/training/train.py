@@ -19,7 +19,7 @@ from memoro.backbones.precision import CHOSEN
 from memoro.data import Augment
 from memoro.data.dataset import MAX_UNREADABLE, ClassFolder
 from memoro.data.open import check_place
-from memoro.engine.parents import check_together
+from memoro.engine.plan import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.files import keep_copy, left_behind
 from memoro.regimes import Regime, TaskPlan
