@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_files import save_classes
 from shell import Shell, shell
-from test_data_images import save_classes
 
 import memoro
 from memoro.backbones import Backbone

@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from test_data_images import picture, save_classes, to_bytes
+from image_files import picture, save_classes, to_bytes
 from test_data_tables import table
 
 from memoro.data import Splits, load_data, screening

@@ -13,8 +13,8 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from image_files import picture, save_classes, to_bytes
 from shell import Shell, shell
-from test_data_images import picture, save_classes, to_bytes
 
 import memoro
 from memoro.data import Loader, Splits, load_data, open_source

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data_images import picture
+from image_files import picture
 
 from memoro.backbones import Backbone
 from memoro.data import Augment, Loader, Splits, load_data, open_source
