@@ -33,7 +33,7 @@ def test_sizes_that_the_backbone_does_not_have(
     def read(*given: Any, **options: Any) -> None:
         raise AssertionError("images were read")
 
-    monkeypatch.setattr("memoro.training.train.load_sources", read)
+    monkeypatch.setattr("memoro.training.sources.load_data", read)
     with pytest.raises(MemoroError, match=message):
         memoro.train(tmp_path / "set", backbone=backbone, task="pets", regime="side", quiet=True, **wrong)
     with pytest.raises(AssertionError, match="images were read"):
@@ -41,7 +41,7 @@ def test_sizes_that_the_backbone_does_not_have(
 
 
 def test_a_folder_that_is_missing_is_all_that_is_told(shell: Shell, tmp_path: Path) -> None:
-    said = shell("train", "nothing/here", code=1)
+    said = shell("train", "nothing-here", code=1)
     assert "there is no such file or folder" in said.err
     assert "backbone" not in said.err
     assert said.out == ""
