@@ -33,7 +33,7 @@ def test_sizes_that_the_backbone_does_not_have(
     def read(*given: Any, **options: Any) -> None:
         raise AssertionError("images were read")
 
-    monkeypatch.setattr("memoro.training.sources.load_data", read)
+    monkeypatch.setattr("memoro.training.plan.load_data", read)
     with pytest.raises(MemoroError, match=message):
         memoro.train(tmp_path / "set", backbone=backbone, task="pets", regime="side", quiet=True, **wrong)
     with pytest.raises(AssertionError, match="images were read"):
