@@ -82,7 +82,7 @@ def test_a_page_can_be_read(show: Any, page: str) -> None:
 def test_search_works_from_files(show: Any) -> None:
     shown = show(SITE / "how.html")
     shown.page.locator("label[for=__search]").first.click(force=True)
-    shown.page.locator(".md-search__input").fill("low-rank weights")
+    shown.page.locator(".md-search__input").press_sequentially("low-rank weights")
     expect(shown.page.locator(".md-search-result__item").first).to_be_visible()
     assert shown.problems == []
     shown.page.close()
