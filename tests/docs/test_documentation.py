@@ -94,7 +94,7 @@ def examples() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", examples())
+@pytest.mark.parametrize("example", list(examples()))
 def test_examples_of_help_run(example: Block, reader: Reader) -> None:
     follow(reader, [example])
 

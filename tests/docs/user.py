@@ -32,7 +32,7 @@ task = result.task
 assert_type(task, memoro.Task)
 assert_type(task.name, str)
 assert_type(result.metrics["accuracy"] > 0.9, bool)
-result.accuracy  # type: ignore[attr-defined]
+accuracy = result.accuracy  # type: ignore[attr-defined]
 
 backbone = memoro.load_backbone("memoro-tiny", device="cpu")
 assert_type(backbone, memoro.Backbone)
@@ -47,7 +47,7 @@ answers = model.predict(["photo.jpg"])
 assert_type(answers, list[dict[str, AnswerDict]])
 assert_type(answers[0]["pets"]["label"], str)
 assert_type(answers[0]["pets"]["probabilities"], dict[str, float])
-answers[0]["pets"]["lable"]  # type: ignore[typeddict-item]
+label = answers[0]["pets"]["lable"]  # type: ignore[typeddict-item]
 assert_type(model(torch.zeros(1, 3, 112, 112)), dict[str, torch.Tensor])
 assert_type(model.verify(torch.zeros(1, 3, 112, 112)), Verification)
 for row in model.predict_stream("photos/"):
