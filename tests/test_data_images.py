@@ -189,5 +189,5 @@ def test_images_are_recognised_by_their_first_bytes(tmp_path: Path) -> None:
 
 def test_a_task_file_among_the_images_is_named(tmp_path: Path) -> None:
     (tmp_path / "pets.safetensors").touch()
-    with pytest.raises(DataError, match="is a task file, not an image: write -t"):
+    with pytest.raises(DataError, match="is a task file, not an image: pass each"):
         list(find_images([tmp_path / "pets.safetensors"]))

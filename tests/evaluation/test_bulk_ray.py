@@ -17,7 +17,7 @@ from memoro.data.unlabelled import Chain, Stream, open_unlabelled
 from memoro.errors import DataError
 from memoro.evaluation import on_ray
 from memoro.evaluation.bulk import Job, begin
-from memoro.evaluation.on_ray import place_workers
+from memoro.evaluation.parallel import place_workers
 from memoro.evaluation.predictions import Predictor
 
 __all__ = ["photos", "predictor", "shell", "tasks"]  # fixtures

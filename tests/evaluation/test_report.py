@@ -20,7 +20,7 @@ from memoro.data.near import near_duplicates
 from memoro.evaluation.metrics import class_figures, find_mistakes
 from memoro.images import open_image
 from memoro.pages.charts import histogram_chart, line_chart, matrix_chart, scatter_chart, shorten, text_width
-from memoro.pages.page import Html, render_page, tag
+from memoro.pages.elements import Html, render_page, tag
 from memoro.tasks.calibration import Calibration, decide_unseen
 
 __all__ = ["shell"]  # a fixture

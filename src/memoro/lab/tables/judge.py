@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from memoro.lab.reproduce.compare import LEAST_PAIRS, Comparison, Verdict, average_comparisons, compare_chain
-from memoro.lab.reproduce.report import NOT_FLAT, Found, Report, Row, markdown_table, was_flat
+from memoro.lab.tables.compare import LEAST_PAIRS, Comparison, Verdict, average_comparisons, compare_chain
+from memoro.lab.tables.report import NOT_FLAT, Found, Report, Row, markdown_table, was_flat
 
 JUDGED = (
     "Differences in test accuracy of runs with the same seed and the same training length, on the same images, ± half "

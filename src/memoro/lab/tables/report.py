@@ -18,7 +18,7 @@ from memoro.lab.reproduce.measure import is_flat
 from memoro.lab.reproduce.methods import Method
 from memoro.lab.reproduce.plan import SCALES, Scale
 from memoro.lab.reproduce.records import Record, Records
-from memoro.plots import Point, draw_differences, draw_panels
+from memoro.lab.tables.plots import Point, draw_differences, draw_panels
 
 NOT_RUN = "–"
 NOT_FLAT = "†"
@@ -106,7 +106,7 @@ class Report:
 
 def write_table(table: str, records: Records, scale: str, out: Path) -> Path:
     """Writes the table's Markdown, CSV and figures from all that is recorded; returns the path of the first."""
-    from memoro.lab.reproduce.tables import REPORTS
+    from memoro.lab.tables.paper import REPORTS
 
     out.mkdir(parents=True, exist_ok=True)
     report = REPORTS[table](records, SCALES[scale])

@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from memoro.lab.reproduce.claims import INTRO
-from memoro.lab.reproduce.compare import LEAST_PAIRS, Comparison, average_comparisons, compare_pair
 from memoro.lab.reproduce.extension import ALONE
-from memoro.lab.reproduce.judge import add_comparisons
 from memoro.lab.reproduce.measure import is_flat
 from memoro.lab.reproduce.methods import FORKED, FORKED_SIZES, HEAD, memory, side
 from memoro.lab.reproduce.plan import CHILDREN, Scale
 from memoro.lab.reproduce.records import Record, Records
-from memoro.lab.reproduce.report import (
+from memoro.lab.tables.claims import INTRO
+from memoro.lab.tables.compare import LEAST_PAIRS, Comparison, average_comparisons, compare_pair
+from memoro.lab.tables.judge import add_comparisons
+from memoro.lab.tables.plots import Point
+from memoro.lab.tables.report import (
     NOT_FLAT,
     NOT_RUN,
     Found,
@@ -31,7 +32,6 @@ from memoro.lab.reproduce.report import (
     spread,
     without_short,
 )
-from memoro.plots import Point
 
 
 def report_forks(records: Records, scale: Scale) -> Report:

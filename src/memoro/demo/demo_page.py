@@ -14,7 +14,7 @@ from memoro.data import Splits
 from memoro.engine.composition import Composition
 from memoro.files import write_whole
 from memoro.pages.charts import Points, bar_chart, line_chart, meter
-from memoro.pages.page import Html, picture, render_page, table, tag
+from memoro.pages.elements import Html, picture, render_page, table, tag
 from memoro.plots import save_figure
 from memoro.training.sweep import SweepResult
 

@@ -11,8 +11,8 @@ from prediction_inputs import tasks
 
 from memoro.engine.answers import list_pictures
 from memoro.errors import DataError
-from memoro.evaluation import on_gpus
-from memoro.evaluation.on_gpus import SharedPredictor, list_devices, share
+from memoro.evaluation import parallel
+from memoro.evaluation.parallel import SharedPredictor, list_devices, share
 from memoro.evaluation.predictions import Predictor
 
 __all__ = ["photos", "predictor", "tasks"]  # fixtures
@@ -30,7 +30,7 @@ def test_cuda_is_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_processes_answer_alike_and_in_order(
     photos: Path, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(on_gpus, "CHUNK", 1)
+    monkeypatch.setattr(parallel, "CHUNK", 1)
     wanted = list(predictor.predict(list_pictures(photos)))
     assert len(wanted) > 3 * predictor.how.batch_size
     with share(predictor, CPUS[:1], 0) as alone:

@@ -14,8 +14,8 @@ from memoro.backbones import load_backbone
 from memoro.clock import best_times
 from memoro.console import bar, make_table, quoted
 from memoro.data import Augment, Splits, load_columns, load_data
+from memoro.demo.demo_page import RESULT_COLUMNS, SAME_IMAGES, Cost, DemoResult, result_rows, write_page
 from memoro.demo.drawings import COLUMNS, draw_letters, write_digits, write_parity_table
-from memoro.demo.page import RESULT_COLUMNS, SAME_IMAGES, Cost, DemoResult, result_rows, write_page
 from memoro.engine.composition import Composition, compose
 from memoro.engine.verify import sample_pixels
 from memoro.evaluation.evaluate import evaluate

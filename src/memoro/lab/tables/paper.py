@@ -6,10 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from memoro.lab.reproduce.beyond_paper import report_extension, report_forks
-from memoro.lab.reproduce.claims import INTRO, PAPER_TABLE2, PAPER_TABLE5
-from memoro.lab.reproduce.compare import compare_pair
-from memoro.lab.reproduce.judge import add_comparisons
 from memoro.lab.reproduce.methods import (
     ADAPTER,
     ADAPTER_MEMORY,
@@ -29,7 +25,12 @@ from memoro.lab.reproduce.methods import (
 )
 from memoro.lab.reproduce.plan import Scale
 from memoro.lab.reproduce.records import Records
-from memoro.lab.reproduce.report import (
+from memoro.lab.tables.beyond_paper import report_extension, report_forks
+from memoro.lab.tables.claims import INTRO, PAPER_TABLE2, PAPER_TABLE5
+from memoro.lab.tables.compare import compare_pair
+from memoro.lab.tables.judge import add_comparisons
+from memoro.lab.tables.plots import Point
+from memoro.lab.tables.report import (
     NOT_RUN,
     Report,
     Row,
@@ -43,7 +44,6 @@ from memoro.lab.reproduce.report import (
     spread,
     without_short,
 )
-from memoro.plots import Point
 
 CELLS = (1, 5, 10, 20)
 ORDERING = (

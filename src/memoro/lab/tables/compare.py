@@ -1,4 +1,4 @@
-"""Two methods compared on the same test images, run by run: which is better, and can it be told?"""
+"""Two methods compared on the same test images, run by run: which is better, if that can be decided."""
 
 from __future__ import annotations
 

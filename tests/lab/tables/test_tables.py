@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from reproducing import METHODS, record_of
 
-from memoro.lab.reproduce.compare import Comparison, average_comparisons, compare_pair
 from memoro.lab.reproduce.measure import Budget, summarise_answers
 from memoro.lab.reproduce.methods import ADAPTER, FORKED, FORKED_SIZES, STABLE, memory, memory_full, side
 from memoro.lab.reproduce.plan import CPU, TABLES, Job
 from memoro.lab.reproduce.records import Record, Records
-from memoro.lab.reproduce.report import select, write_table
-from memoro.lab.reproduce.tables import REPORTS
+from memoro.lab.tables.compare import Comparison, average_comparisons, compare_pair
+from memoro.lab.tables.paper import REPORTS
+from memoro.lab.tables.report import select, write_table
 
 
 def test_table2_is_written_from_records(tmp_path: Path) -> None:
