@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -29,6 +29,7 @@ from memoro.training.checkpoint import read_identity
 from memoro.training.distributed import Processes, find_processes
 from memoro.training.finish import FitResult, evaluate_runs, record_time
 from memoro.training.group import RunSpec
+from memoro.training.keywords import FitSettings
 from memoro.training.loop import Trainer
 from memoro.training.readouts import ReadOuts
 from memoro.training.recipe import Recipe, TrainOptions, find_recipe, merge_options
@@ -45,7 +46,7 @@ def fit(
     regime: str | Regime | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
-    **changes: Any,
+    **changes: Unpack[FitSettings],
 ) -> FitResult:
     """Trains `task` in place on `data` (anything that load_data takes, or Splits) and measures it.
 
@@ -68,7 +69,7 @@ def fit_tasks(
     regime: str | Regime | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
-    **changes: Any,
+    **changes: Unpack[FitSettings],
 ) -> list[FitResult]:
     """Trains several tasks, each on its own data, with one base pass per step; otherwise as `fit`.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 
@@ -26,6 +26,7 @@ from memoro.tasks.taskfile import link_parents, load_tasks
 from memoro.training.distributed import find_processes
 from memoro.training.finish import record_time
 from memoro.training.fit import judge, preprocessing_of, regime_of
+from memoro.training.keywords import BackboneSource, Settings, TaskSource, TrainSettings
 from memoro.training.recipe import RECIPES, SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
 from memoro.training.result import TrainResult
 from memoro.training.sources import choose_folds, cut_validation, load_sources, name_sources
@@ -38,15 +39,17 @@ MOST_BYTES = 80
 
 
 @overload
-def train(data: dict[str, Any], **settings: Any) -> dict[str, TrainResult]: ...
+def train(
+    data: dict[str, Any], *, label_column: str | None = None, **settings: Unpack[TrainSettings]
+) -> dict[str, TrainResult]: ...
 @overload
-def train(data: Any, *, label_column: list[str], **settings: Any) -> dict[str, TrainResult]: ...
+def train(data: Any, *, label_column: list[str], **settings: Unpack[TrainSettings]) -> dict[str, TrainResult]: ...
 @overload
-def train(data: Any, **settings: Any) -> TrainResult: ...
+def train(data: Any, *, label_column: str | None = None, **settings: Unpack[TrainSettings]) -> TrainResult: ...
 def train(
     data: Any,
     *,
-    backbone: Any = TINY,
+    backbone: BackboneSource = TINY,
     device: str | None = None,
     task: str | None = None,
     kind: str | None = None,
@@ -56,8 +59,8 @@ def train(
     from_layer: int | Iterable[int] | None = None,
     lr: float | Iterable[float] | None = None,
     seeds: int = 1,
-    extends: Task | str | Path | Iterable[Task | str | Path] = (),
-    start_from: Task | str | Path | None = None,
+    extends: TaskSource | Iterable[TaskSource] = (),
+    start_from: TaskSource | None = None,
     label_column: str | Sequence[str] | None = None,
     image_column: str | None = None,
     allow_absolute: bool = False,
@@ -65,8 +68,8 @@ def train(
     out: str | Path | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
-    **changes: Any,
-) -> Any:
+    **changes: Unpack[Settings],
+) -> TrainResult | dict[str, TrainResult]:
     """Makes a task from images: `pets = memoro.train("photos/pets", backbone="facebook/dinov2-small").task`.
 
     `data` is anything that load_data takes, or a dict from task names to such: then all are trained in one pass, and a
