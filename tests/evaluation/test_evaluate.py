@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from conftest import random_task
 from PIL import Image
 from shell import Shell, shell
-from test_train_recipe import save_squares
+from squares import save_squares
 
 import memoro
 from memoro.backbones import Backbone

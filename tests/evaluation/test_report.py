@@ -13,7 +13,7 @@ import torch
 from families import CASES
 from PIL import Image, ImageFont
 from shell import Shell, shell
-from test_train_recipe import save_square, save_squares
+from squares import save_square, save_squares
 
 import memoro
 from memoro.data.near import near_duplicates

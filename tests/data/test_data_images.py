@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import struct
-import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pillow_heif
 import pytest
+from image_files import picture, png_header, save_classes, to_bytes
 from PIL import Image
 
 from memoro.data import load_data
 from memoro.data.screening import drop_unreadable
 from memoro.errors import DataError
 from memoro.images import find_images, open_image
-
-
-def picture(number: int, size: tuple[int, int] = (20, 14)) -> Image.Image:
-    """An image unlike that of any other number."""
-    pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
-def to_bytes(image: Image.Image, suffix: str = ".png", **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, {".png": "PNG", ".jpg": "JPEG", ".gif": "GIF"}[suffix], **options)
-    return file.getvalue()
-
-
-def save_classes(root: Path, counts: dict[str, int], first: int = 0) -> int:
-    """Writes `counts[class]` different images into a folder per class; returns the next unused number."""
-    for label, count in counts.items():
-        (root / label).mkdir(parents=True, exist_ok=True)
-        for _ in range(count):
-            (root / label / f"{first:04}.png").write_bytes(to_bytes(picture(first)))
-            first += 1
-    return first
-
-
-def png_header(width: int, height: int) -> bytes:
-    """A PNG that claims a size and has next to nothing in it."""
-
-    def chunk(name: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 99)) + chunk(b"IEND", b"")
-    )
 
 
 def with_one(tmp_path: Path, data: bytes, suffix: str) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 import pytest
-from test_data_images import picture, to_bytes
+from image_files import picture, to_bytes
 
 from memoro.data import load_data
 from memoro.errors import DataError

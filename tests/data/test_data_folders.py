@@ -12,23 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_data_images import picture, save_classes, to_bytes
+from image_files import members, picture, save_classes, to_bytes, zipped
 
 from memoro.data import ImageSet, Splits, load_data
 from memoro.data.folders import ZipImages, read_tree
 from memoro.errors import DataError, ImageError
-
-
-def zipped(path: Path, members: dict[str, bytes]) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    return path
-
-
-def members(*names: str) -> dict[str, bytes]:
-    """A different image under each name."""
-    return {name: to_bytes(picture(at)) for at, name in enumerate(names)}
 
 
 def sizes(splits: Splits) -> list[int | None]:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from run_groups import LABELS, LOAD, root, run_spec, same_result, sweep
-from test_train_fit import FRESH, QUICK, distance, double
-from test_train_recipe import save_squares
+from small_training import FRESH, QUICK, distance, double
+from squares import save_squares
 
 import memoro
 from memoro.backbones import Backbone

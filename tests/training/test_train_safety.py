@@ -15,7 +15,7 @@ import torch
 from conftest import in_fork
 from families import CASES
 from run_groups import root, run_spec, sets, sweep
-from test_train_fit import FRESH, LABELS, QUICK, distance, double, squares
+from small_training import FRESH, LABELS, QUICK, distance, double, squares
 from test_train_resume import at_call, often
 from typer.testing import CliRunner
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import datasets
 import pytest
-from test_data_images import save_classes
+from image_files import save_classes
 from test_data_tables import table
 
 from memoro.data import KNOWN, load_data

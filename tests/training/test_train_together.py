@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from run_groups import LABELS, LOAD, root, run_spec, same_result, sets
-from test_train_fit import FRESH, PLAIN, QUICK, distance, double
+from small_training import FRESH, PLAIN, QUICK, distance, double
 from test_train_resume import at_call, figures, often
 
 from memoro.backbones import Backbone

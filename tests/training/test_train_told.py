@@ -13,7 +13,7 @@ import pytest
 from conftest import random_task
 from families import CASES
 from rich.console import Console
-from test_train_recipe import save_squares
+from squares import save_squares
 from typer.testing import CliRunner
 
 import memoro

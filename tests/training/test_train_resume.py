@@ -22,7 +22,7 @@ import pytest
 import torch
 from families import CASES
 from safetensors import safe_open
-from test_train_recipe import save_squares
+from squares import save_squares
 
 import memoro
 from memoro.backbones import Backbone, load_backbone

@@ -15,8 +15,8 @@ import typer.main
 from conftest import random_task
 from families import CASES
 from run_groups import root
-from test_train_fit import FRESH
-from test_train_recipe import save_squares
+from small_training import FRESH
+from squares import save_squares
 from typer.testing import CliRunner
 
 import memoro

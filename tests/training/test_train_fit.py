@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_task
-from test_train_recipe import save_square, save_squares
+from small_training import FRESH, LABELS, PLAIN, QUICK, distance, double, same, squares, state
+from squares import save_square, save_squares
 from torch import Tensor
 
 import memoro
-from memoro.backbones import Backbone, load_backbone
+from memoro.backbones import Backbone
 from memoro.data import Augment, Splits, load_data
 from memoro.errors import CompositionError, DataError, MemoroError, TrainingError
 from memoro.regimes import REGIMES, TaskPlan, find_regime
@@ -25,34 +26,7 @@ from memoro.training import FitResult, Recipe, RunSpec, fit, train_runs
 from memoro.training.recipe import find_recipe
 from memoro.training.run import Run, build_forward
 
-PLAIN = Augment(crop="none", flip=0.0)
-FRESH: dict[str, Any] = {"workers": 0, "cache": False, "quiet": True}
-QUICK: dict[str, Any] = {"image_size": 20, **FRESH}
-LABELS = ["red", "green", "blue"]
-
-
-@pytest.fixture
-def squares(tmp_path: Path) -> Path:
-    return save_squares(tmp_path / "squares")
-
-
-@pytest.fixture
-def double(vit: Any) -> Backbone:
-    return load_backbone(vit, dtype=torch.float64)
-
-
-def state(module: Any) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return all(torch.equal(value, right[name]) for name, value in left.items())
-
-
-def distance(left: Task, right: Task) -> float:
-    pairs = zip(left.parameters(), right.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs if a.numel())
-
+__all__ = ["double", "squares"]  # fixtures
 
 # ------------------------------------------------------------------------------------------------------- learning
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_task
-from test_train_fit import LABELS, QUICK
-from test_train_recipe import save_squares
+from small_training import LABELS, QUICK
+from squares import save_squares
 from torch import Tensor
 
 from memoro.backbones import Backbone

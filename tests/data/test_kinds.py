@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from families import CASES
-from test_train_recipe import save_square
+from squares import save_square
 from typer.testing import CliRunner
 
 import memoro

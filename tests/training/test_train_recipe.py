@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from memoro.errors import TrainingError
@@ -18,24 +16,6 @@ from memoro.evaluation.metrics import confusion, measure, score
 from memoro.heads import HEADS
 from memoro.training import Recipe
 from memoro.training.recipe import find_recipe, merge_options
-
-COLOURS = {"red": (210, 40, 40), "green": (40, 200, 60), "blue": (50, 60, 210), "grey": (128, 128, 128)}
-
-
-def save_square(path: Path, colour: str, number: int) -> None:
-    """A noisy square of a colour, unlike that of any other number."""
-    noise = np.random.default_rng(number).integers(-30, 31, (24, 24, 3))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.clip(np.array(COLOURS[colour]) + noise, 0, 255).astype(np.uint8)).save(path)
-
-
-def save_squares(root: Path, counts: dict[str, int] | None = None, first: int = 0) -> Path:
-    """A folder of class folders of coloured squares."""
-    for colour, count in (counts or {"red": 8, "green": 8, "blue": 8}).items():
-        for _ in range(count):
-            save_square(root / colour / f"{first:03}.png", colour, first)
-            first += 1
-    return root
 
 
 def rates(recipe: Recipe, total: int) -> list[float]:

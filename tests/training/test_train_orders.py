@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from run_groups import LOAD, root, run_spec
-from test_train_fit import FRESH
-from test_train_recipe import save_square, save_squares
+from small_training import FRESH
+from squares import save_square, save_squares
 from test_train_together_cli import shell, told
 
 from memoro.backbones import Backbone, load_backbone

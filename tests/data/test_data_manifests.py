@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from test_data_images import picture, save_classes, to_bytes
+from image_files import picture, save_classes, to_bytes
 
 from memoro.data import load_columns, load_data
 from memoro.errors import DataError

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from families import CASES
 from PIL import Image
-from test_train_recipe import save_square, save_squares
+from squares import save_square, save_squares
 from typer.testing import CliRunner
 
 import memoro

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from run_groups import LOAD, root, run_spec, same_result
-from test_train_fit import FRESH, PLAIN, double
+from small_training import FRESH, PLAIN, double
 
 from memoro.backbones import Backbone
 from memoro.data import load_columns, load_data, splits

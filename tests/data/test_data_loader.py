@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_data_images import picture, save_classes, to_bytes
+from image_files import picture, save_classes, to_bytes
 
 from memoro.data import Augment, Batch, ImageSet, Loader, load_data, loader
 from memoro.data.decoding import DecodeAhead
@@ -277,7 +277,7 @@ def test_senseless_arguments(images: ImageSet) -> None:
 
 
 def test_real_set() -> None:
-    shared = Path(os.environ.get("MEMORO_SHARED", Path(__file__).parents[2] / "shared"))
+    shared = Path(os.environ.get("MEMORO_SHARED", Path(__file__).parents[3] / "shared"))
     path = shared / "data" / "ants_bees.zip"
     if not path.exists():
         pytest.skip("no shared data: set MEMORO_SHARED to the folder that has data/ants_bees.zip")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_files import picture, to_bytes
 from PIL import Image
-from test_data_images import picture, to_bytes
 
 from memoro.data import Augment
 from memoro.data.augment import Crop, Purpose, order, uniform

@@ -13,7 +13,7 @@ import pytest
 import torch
 from caches import SIZE, answers, cache, counted, curve, far, fill, images, keeper, splits, tasks_of
 from families import CASES, Case
-from test_train_fit import LABELS
+from small_training import LABELS
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import ImageSet, Splits

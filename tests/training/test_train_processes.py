@@ -153,7 +153,7 @@ def learn(root: Path, place: Path, ways: list[str]) -> None:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from families import CASES  # not above: the processes that this file starts have no use for them
-    from test_train_recipe import save_squares
+    from squares import save_squares
 
     root = tmp_path_factory.mktemp("processes")
     CASES[0].model().save_pretrained(root / "vit")
@@ -263,7 +263,7 @@ def test_accelerate_launches_them_too(root: Path) -> None:
 @pytest.mark.slow
 def test_reproduce_runs_on_two_processes(root: Path, tmp_path: Path) -> None:
     """Both processes take the same jobs, and one of them records."""
-    from test_train_recipe import save_squares
+    from squares import save_squares
 
     from memoro.lab.reproduce.records import Records
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train_fit import FRESH, distance
-from test_train_recipe import save_square, save_squares
+from small_training import FRESH, distance
+from squares import save_square, save_squares
 
 from memoro.backbones import Backbone
 from memoro.data import Splits, load_data

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import CASES
-from test_train_recipe import save_squares
+from squares import save_squares
 from typer.testing import CliRunner
 
 import memoro

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import random_task
 from families import CASES
-from test_train_recipe import save_square, save_squares
+from squares import save_square, save_squares
 from typer.testing import CliRunner
 
 import memoro

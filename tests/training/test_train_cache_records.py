@@ -15,8 +15,8 @@ from caches import SIZE, answers, cache, counted, files, fill, header_size, imag
 from conftest import random_task
 from families import CASES
 from safetensors import safe_open
-from test_train_fit import LABELS
-from test_train_recipe import save_square, save_squares
+from small_training import LABELS
+from squares import save_square, save_squares
 
 import memoro
 from memoro.backbones import Backbone, load_backbone
