@@ -100,7 +100,8 @@ def test_the_colours_can_be_switched(show: Any) -> None:
 def test_the_checks_can_fail(show: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(
-        "<!doctype html><html lang=en><title>a</title><main><h1>a</h1><h4 style='color: #999; background: #fff'>pale</h4>"
+        "<!doctype html><html lang=en><title>a</title><main><h1>a</h1>"
+        "<h4 style='color: #999; background: #fff'>pale words</h4>"
         "<img src='https://example.org/a.png' alt='c'></main>"
     )
     shown = show(page)
