@@ -3,7 +3,7 @@
 `type: ignore` marks mistakes that mypy must find: it warns where there is nothing to ignore.
 """
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 
@@ -31,7 +31,7 @@ memoro.train("photos/pets", backbone=3)  # type: ignore[call-overload]
 task = result.task
 assert_type(task, memoro.Task)
 assert_type(task.name, str)
-assert_type(result.metrics["accuracy"] > 0.9, bool)
+assert_type(result.metrics, dict[str, Any])
 accuracy = result.accuracy  # type: ignore[attr-defined]
 
 backbone = memoro.load_backbone("memoro-tiny", device="cpu")

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.console import format_bytes
+from memoro.console import bar, format_bytes, quoted
 from memoro.data import Loader
 from memoro.data.augment import output_size
 from memoro.engine import featurestore
-from memoro.engine.featurestore import FeatureStore, default_folder
+from memoro.engine.featurestore import FeatureStore, default_folder, total_bytes
 from memoro.engine.records import RecordFormat, StoreDtype
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
 from memoro.options import option
+from memoro.processes import Processes
 from memoro.tasks.spec import ReadOut
 
 GIGABYTE = 10**9
@@ -224,6 +225,26 @@ def estimate(loaders: Sequence[CachedLoader]) -> tuple[int, int]:
     return len(absent), sum(loader.store.format.size for loader in absent.values())
 
 
+def compute_missing(
+    loaders: Sequence[CachedLoader], cache: Cache, what: str, processes: Processes, *, quiet: bool
+) -> None:
+    """Computes what is missing on disk: the first process of each machine does, and the others wait for it. A
+    CacheError in all of them where it does not fit."""
+    problem = None
+    if processes.local_rank == 0:
+        count, size = estimate(loaders)
+        try:
+            with bar(f"{what} ({format_bytes(size)})", count, quiet=quiet or not count) as tick:
+                fill_caches(loaders, cache, tick)
+        except CacheError as error:
+            problem = str(error)
+    problems = [problem for problem in processes.all_gather(problem) if problem is not None]
+    if problems:
+        raise CacheError(problems[0])
+    for loader in loaders if processes.local_rank else ():
+        loader.store.refresh()
+
+
 def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str) -> str:
     views, layers = max(len(loader.views) for loader in loaders), loaders[0].store.format.layers
     choices = [f"more space ({option})", "`cache=False`, which computes every pass again"]
@@ -232,3 +253,11 @@ def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str
     if layers > 4:
         choices.insert(0, f"a later fork (4 layers: {format_bytes(size * 4 / layers)})")
     return f"the features take {format_bytes(size)}, and {limit}. Choose {', '.join(choices[:-1])} or {choices[-1]}."
+
+
+def what_is_kept(cache: Cache) -> str:
+    """How many features are on disk, where, and how to remove them."""
+    command = ["memoro", "cache", "--clear", *([] if cache.folder == default_folder() else ["--folder", cache.folder])]
+    size, limit = format_bytes(total_bytes(cache.folder)), format_bytes(cache.limit)
+    where = f"{size} of features are cached in {cache.folder} for later trainings (at most {limit})"
+    return f"{where}. To remove them: {quoted(*command)}"
