@@ -14,7 +14,6 @@ import pytest
 
 import memoro
 from memoro.answer import Answer, AnswerDict
-from memoro.data.dataset import DataOptions
 from memoro.training.keywords import FitSettings, Settings, TrainSettings
 from memoro.training.recipe import Recipe, TrainOptions
 
@@ -57,12 +56,6 @@ def test_an_answer_as_a_dictionary_has_its_fields() -> None:
     assert set(hints(AnswerDict)) == {field.name for field in fields(Answer)}
     for name, kind in hints(AnswerDict).items():
         assert name == "attention" or hints(Answer)[name] == kind | None, name
-
-
-def test_options_of_load_data_are_fields() -> None:
-    hidden = {"measured_only", "drop_unknown", "phases", "task"}
-    text = str(memoro.load_data.__doc__)
-    assert all(f"`{field.name}`" in text for field in fields(DataOptions) if field.name not in hidden)
 
 
 def test_public_functions_have_types() -> None:
