@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ class Finisher:
         if run.stopped is not None:
             notes = (*notes, run.stopped)
         if run.diverged:
-            return TrainResult(run.task, history, {}, options.folder, notes)
+            return TrainResult(cast(Task, run.task), history, {}, options.folder, notes)
         task, (split, images) = run.task, run.final
         seen = bool(task.spec.training.keys() - {"seed"})  # it was trained before, on images that may be these
         for member in members:
@@ -121,7 +121,7 @@ class Finisher:
             add_calibration(task, validated, "validation", seen=seen or was_seen(task, run.splits.val))
         metrics = {"split": split, **measure_task(task, out, targets, fitted_on=fitted_on)}
         task.update_spec(metrics=recorded(task.kind, metrics, out, targets))
-        result = TrainResult(task, history, metrics, options.folder, notes, out, targets, images)
+        result = TrainResult(cast(Task, task), history, metrics, options.folder, notes, out, targets, images)
         return replace(result, notes=(*notes, *self._warn(result)))
 
     def _record_training(self, run: Run) -> None:

@@ -59,8 +59,8 @@ class TrainResult:
     """A trained task and how its training went: the best run, the settings that were tried, the files that were
     written."""
 
-    task: Any
-    """The Task, or what another regime trains, with its best weights."""
+    task: Task
+    """With its best weights. (The laboratory has baselines here.)"""
     history: list[dict[str, Any]] = field(repr=False)
     """One entry per epoch. If folds were held out, `fold_loss` and the like are the means over their runs."""
     metrics: dict[str, Any]
