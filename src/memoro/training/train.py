@@ -365,7 +365,7 @@ def _check_runs(backbone: Backbone, runs: Sequence[Run]) -> None:
 
 
 def build_trainer(backbone: Backbone, runs: Sequence[Run], options: TrainOptions) -> Trainer:
-    """A trainer whose features are computed; without any where they do not fit and are not required."""
+    """A trainer whose features are computed; without any if they do not fit and are not required."""
     cache = _choose_cache(options, backbone, runs)
     trainer = Trainer(backbone, runs, options, cache=cache)
     try:
@@ -379,7 +379,7 @@ def build_trainer(backbone: Backbone, runs: Sequence[Run], options: TrainOptions
 
 
 def _choose_cache(options: TrainOptions, backbone: Backbone, runs: Sequence[Run]) -> Cache | None:
-    """The cache, None where nothing can be kept; an error where it is required and cannot be used."""
+    """The cache, None if nothing can be kept; raises if it is required and cannot be used."""
     cache = options.wanted_cache
     if cache is None:
         return None
