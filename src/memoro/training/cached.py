@@ -104,7 +104,7 @@ class CachedLoader:
         self._digests = [bytes.fromhex(self.images.key(sample)) for sample in range(len(self.images))]
         self.views = range(loader.views or 1)
         self.keys = [[self._key(sample, view) for sample in range(len(self.images))] for view in self.views]
-        """Of every image, a list for each view."""
+        """The keys of every image's record, a list for each view."""
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -170,7 +170,7 @@ class CachedLoader:
 
 
 def _versions(backbone: Backbone) -> dict[str, str]:
-    """Of Pillow and of the libraries that the backbone's parts come from: another one may compute other features."""
+    """The versions of Pillow and of the backbone's libraries: another one may compute other features."""
     names = {"PIL", *(type(part).__module__.partition(".")[0] for part in backbone.module.modules())}
     return {name: str(getattr(sys.modules[name], "__version__", None)) for name in sorted(names)}
 
@@ -186,7 +186,7 @@ def keep_features(backbone: Backbone, pixels: Tensor, format: RecordFormat) -> F
 
 
 def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[int], None]) -> None:
-    """Evicts what the budget has no space for and fills all loaders; a CacheError where they do not fit."""
+    """Evicts what the budget has no space for and fills all loaders; a CacheError if they do not fit."""
     try:
         budget = cache.limit
     except OSError as error:
@@ -227,7 +227,7 @@ def compute_missing(
     loaders: Sequence[CachedLoader], cache: Cache, what: str, processes: Processes, *, quiet: bool
 ) -> None:
     """Computes what is missing on disk: the first process of each machine does, and the others wait for it. A
-    CacheError in all of them where it does not fit."""
+    CacheError in all of them if it does not fit."""
     problem = None
     if processes.local_rank == 0:
         count, size = estimate(loaders)
