@@ -1,7 +1,4 @@
-"""Checks: every image is decoded once, what is known of it is kept, and images that look the same are found.
-
-Near-duplicates are images that look the same although their files differ (scaled, compressed again, renamed).
-"""
+"""Checks: every image is decoded once, what is known of it is kept, and images that look the same are found."""
 
 from __future__ import annotations
 
@@ -36,8 +33,7 @@ from memoro.images import Levels, open_image
 
 _CHUNK = 64
 _DRAFT = 64  # JPEGs are decoded at a fraction of their size: every byte is read all the same
-_STAMP = 16
-"""Bytes of a hash of what changes with an image."""
+_STAMP = 16  # bytes of a hash of what changes with an image
 FOLDER = "checked"
 """In the folder of cached features."""
 
