@@ -1,21 +1,25 @@
-# make demo | test | test-all | check | format | bench | test-slow | test-timm | test-serve | test-browser | test-ray | clean
+# make demo | test | test-all | check | format | bench | test-lab | test-slow | test-timm | test-serve | test-browser | test-ray | clean
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all check format bench test-slow test-timm test-serve test-browser test-ray clean
+.PHONY: demo test test-all check format bench test-lab test-slow test-timm test-serve test-browser test-ray clean
 
 demo: .venv/ready
 	$(BIN)/memoro demo
 
 test: .venv/ready
-	@echo "left out: the tests in a browser (make test-browser), with timm (make test-timm) and others (make test-all)"
+	@echo "left out: the tests of the laboratory (make test-lab), in a browser (make test-browser), with timm (make test-timm) and others (make test-all)"
 	$(BIN)/python -m pytest
 
 # Each of these has an environment or downloads of its own, or takes long.
-test-all: test test-slow test-timm test-serve test-browser test-ray
+test-all: test test-lab test-slow test-timm test-serve test-browser test-ray
 
 test-slow: .venv/ready
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow tests tests/lab tests/scripts
+
+# What is for studying the method: memoro lab, and the scripts behind results/.
+test-lab: .venv/ready
+	$(BIN)/python -m pytest tests/lab tests/scripts
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

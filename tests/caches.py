@@ -25,7 +25,7 @@ from memoro.tasks.task import Task, new_task
 from memoro.tasks.taskspec import ReadOut
 from memoro.training import Cache, cached, fit
 from memoro.training.cached import CachedLoader, fill_caches
-from memoro.training.run import SharedForward
+from memoro.training.run import build_forward
 
 SIZE = 20
 
@@ -114,7 +114,7 @@ def tasks_of(backbone: Backbone, first: int) -> list[Task]:
 
 def answers(backbone: Backbone, loader: CachedLoader, tasks: list[Task]) -> list[tuple[Tensor, Tensor]]:
     """Each task's logits from features, and from pixels."""
-    shared, pairs = SharedForward(backbone, tasks), []
+    shared, pairs = build_forward(backbone, tasks), []
     with torch.no_grad():
         for kept, fresh in zip(loader.epoch(0), loader.loader.epoch(0), strict=True):
             assert torch.equal(kept.index, fresh.index)

@@ -23,7 +23,7 @@ from memoro.regimes import REGIMES, TaskPlan, find_regime
 from memoro.tasks.task import Task, new_task
 from memoro.training import FitResult, Recipe, RunSpec, fit, train_runs
 from memoro.training.recipe import find_recipe
-from memoro.training.run import Run, SharedForward
+from memoro.training.run import Run, build_forward
 
 PLAIN = Augment(crop="none", flip=0.0)
 FRESH: dict[str, Any] = {"workers": 0, "cache": False, "quiet": True}
@@ -100,7 +100,7 @@ def test_only_what_a_regime_trains_gets_a_gradient(name: str, backbone: Backbone
         if key.endswith("_B"):
             torch.nn.init.normal_(tensor)
     run = Run.start(task, Recipe(), find_regime(name).trains(task))
-    [logits] = SharedForward(backbone, [task])(pixels)
+    [logits] = build_forward(backbone, [task])(pixels)
     logits.square().sum().backward()
     assert run.trained
     for key, parameter in task.named_parameters():
@@ -376,7 +376,7 @@ def test_a_child_learns_over_a_parent_that_does_not_move(double: Backbone, squar
     splits = load_data(squares, labels=LABELS, workers=0, quiet=True)
     pixels = torch.stack([double.preprocessing.at(20).to_tensor(splits.val.open(i)) for i in range(4)]).double()  # type: ignore[union-attr]
     composed = memoro.compose(double, loaded)(pixels)
-    live = SharedForward(double, [child, orphan])(pixels)
+    live = build_forward(double, [child, orphan])(pixels)
     for name, logits in zip(("child", "orphan"), live, strict=True):
         assert float((composed[name] - logits).detach().abs().max()) < 1e-10
     assert float((composed["child"] - composed["orphan"]).abs().max()) > 1e-3

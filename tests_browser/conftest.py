@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,6 @@ from rich.console import Console
 
 from memoro.demo import run_demo
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 torch.set_num_threads(1)
 expect.set_options(timeout=60_000)  # on a busy machine; what is expected comes at once on an idle one
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ import pytest
 
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one into the home folder
 import ray
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from conftest import random_task
 from families import CASES
+from prediction_inputs import picture
 from pyarrow import parquet
-from test_predictions import picture
+from random_tasks import random_task
 
 import memoro
 from memoro.data.unlabelled import open_unlabelled

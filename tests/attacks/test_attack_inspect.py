@@ -13,12 +13,14 @@ import pytest
 from conftest import random_task
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_cli_words import Shell, save_images, shell  # noqa: F401
+from shell import Shell, save_images, shell
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.cli import main
 from memoro.evaluation.metrics import COLUMNS
+
+__all__ = ["shell"]  # a fixture
 
 CASES = 30
 SECONDS = 20.0
@@ -75,7 +77,7 @@ def whole(backbone: Backbone, tmp_path: Path) -> Path:
     ],
 )
 def test_odd_metrics_are_shown(
-    shell: Shell,  # noqa: F811
+    shell: Shell,
     whole: Path,
     tmp_path: Path,
     metrics: dict[str, Any],
@@ -89,7 +91,7 @@ def test_odd_metrics_are_shown(
     assert record["tasks"][0]["metrics"] == metrics
 
 
-def test_random_metrics_never_end_in_a_traceback(shell: Shell, whole: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_random_metrics_never_end_in_a_traceback(shell: Shell, whole: Path, tmp_path: Path) -> None:
     draw, started, done = random.Random(13), time.monotonic(), 0
     for _ in range(CASES):
         path = rewrite(whole, tmp_path / "odd.safetensors", odd_record(draw), odd_record(draw))
@@ -103,7 +105,7 @@ def test_random_metrics_never_end_in_a_traceback(shell: Shell, whole: Path, tmp_
 
 
 def test_the_readers_of_a_record_take_any_facts(
-    shell: Shell,  # noqa: F811
+    shell: Shell,
     backbone: Backbone,
     tmp_path: Path,
 ) -> None:

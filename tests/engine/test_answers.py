@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import random_task
 from PIL import Image
-from test_predictions import encoded, picture
+from prediction_inputs import encoded, picture
 
 import memoro
 from memoro.backbones import Backbone

@@ -12,7 +12,7 @@ from conftest import random_task
 from families import CASES, Case
 from oracle import hidden_states, pool_hidden_states
 from PIL import Image
-from test_cli_words import Shell, shell  # noqa: F401
+from shell import Shell, shell
 from trust import add_readout
 
 import memoro
@@ -21,6 +21,8 @@ from memoro.engine.answers import Decoder
 from memoro.engine.explain import READ_OUT, VIEW, read_views
 from memoro.errors import CompositionError, ImageError
 from memoro.images import open_image
+
+__all__ = ["shell"]  # a fixture
 
 
 def save_photo(path: Path, seed: int = 0) -> Path:
@@ -152,7 +154,7 @@ def test_a_read_outs_map_adds_up_to_what_it_reads_of_the_patches(case: Case) -> 
     assert torch.equal(attention.patches, found.patches), "the token attends to the same"
 
 
-def test_the_command_draws_one_overlay(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:  # noqa: F811
+def test_the_command_draws_one_overlay(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:
     memoro.save_task(random_task(backbone, "pets", labels=["cat", "dog"]), tmp_path / "pets.safetensors")
     photo = save_photo(tmp_path / "photo.png")
     said = shell("explain", "photo.png", "-t", "pets.safetensors", "-b", "vit", "-o", "overlay.png")
@@ -167,7 +169,7 @@ def test_the_command_draws_one_overlay(shell: Shell, backbone: Backbone, tmp_pat
     assert "choose a name that ends with .png, .jpg or .webp" in said.err
 
 
-def test_the_command_draws_a_sheet_and_names_heads(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:  # noqa: F811
+def test_the_command_draws_a_sheet_and_names_heads(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:
     memoro.save_task(random_task(backbone, "pets"), tmp_path / "pets.safetensors")
     memoro.save_task(random_task(backbone, "top", from_layer=backbone.depth), tmp_path / "top.safetensors")
     (tmp_path / "photos").mkdir()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from bulk_jobs import COUNT, new_job, photos, predictor
-from test_cli_words import shell
-from test_predictions import tasks
+from prediction_inputs import tasks
+from shell import shell
 
 from memoro.data.tables import Places
 from memoro.data.unlabelled import Chain, Stream, open_unlabelled

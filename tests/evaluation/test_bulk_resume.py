@@ -17,9 +17,9 @@ import pyarrow
 import pytest
 from bulk_jobs import COUNT, NAMES, new_job, photos, png, predictor, read_rows
 from conftest import in_fork, random_task
+from prediction_inputs import mess, tasks
 from pyarrow import parquet
-from test_cli_words import Said, Shell, shell
-from test_predictions import mess, tasks
+from shell import Said, Shell, shell
 
 from memoro.backbones import Backbone
 from memoro.data.unlabelled import open_unlabelled

@@ -12,9 +12,9 @@ import pytest
 import torch
 from bulk_jobs import COUNT, NAMES, new_job, photos, predictor, read_all, read_rows
 from conftest import random_task
+from prediction_inputs import mess, tasks
 from pyarrow import parquet
-from test_cli_words import Shell, shell
-from test_predictions import mess, tasks
+from shell import Shell, shell
 from trust import fit
 
 import memoro

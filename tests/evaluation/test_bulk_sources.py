@@ -13,9 +13,9 @@ import datasets
 import pyarrow
 import pytest
 from bulk_jobs import COUNT, NAMES, new_job, photos, png, predictor, read_all, read_rows
+from prediction_inputs import read_csv, tasks
 from pyarrow import parquet
-from test_cli_words import Shell, shell
-from test_predictions import read_csv, tasks
+from shell import Shell, shell
 
 from memoro.data.unlabelled import Stream, is_endless, open_unlabelled
 from memoro.errors import DataError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import random_task
-from test_cli_words import Shell, save_images, shell
+from shell import Shell, save_images, shell
 
 import memoro
 from memoro.backbones import Backbone

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from conftest import random_task
 from PIL import Image
-from test_cli_words import Shell, shell  # noqa: F401
+from shell import Shell, shell
 from test_train_recipe import save_squares
 
 import memoro
@@ -26,6 +26,8 @@ from memoro.demo.page import Cost, DemoResult, write_page
 from memoro.errors import ImageError
 from memoro.evaluation.metrics import class_figures, measure, warn_of
 from memoro.images import open_image
+
+__all__ = ["shell"]  # a fixture
 
 
 def test_r2_is_the_mean_over_outputs() -> None:
@@ -41,7 +43,7 @@ def test_r2_is_the_mean_over_outputs() -> None:
     assert class_figures("regression", ["constant"], same + 1, same)[1][0][-1] == "-"
 
 
-def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:  # noqa: F811
+def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:
     task = random_task(backbone, "pets", labels=["cat", "dog"])
     other = random_task(backbone, "wide", seed=1)
     memoro.save_task(task, tmp_path / "pets.safetensors")
@@ -114,7 +116,7 @@ def test_control_characters_are_escaped_and_other_text_stays() -> None:
 
 
 def test_the_shell_escapes_labels_names_and_paths(
-    shell: Shell,  # noqa: F811
+    shell: Shell,
     backbone: Backbone,
     tmp_path: Path,
 ) -> None:

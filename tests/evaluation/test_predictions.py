@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
@@ -18,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pillow_heif
 import pytest
 import torch
 from conftest import in_fork, random_task
 from PIL import ExifTags, Image
+from prediction_inputs import READABLE, UNREADABLE, encoded, mess, picture, read_csv, tasks
 from pyarrow import parquet
 from rich.console import Console
-from test_cli_words import Shell, shell  # noqa: F401
+from shell import Shell, shell
 
 import memoro
 from memoro.answer import Answer
@@ -35,59 +34,12 @@ from memoro.errors import ImageError
 from memoro.evaluation.predictions import FORMS, predictions_table, write_predictions
 from memoro.images import open_image
 
-
-def picture(seed: int, width: int = 36, height: int = 24) -> Image.Image:
-    colours = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), dtype=np.uint8)
-    return Image.fromarray(colours).resize((width, height), Image.Resampling.NEAREST)
-
-
-def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    if form == "HEIF":
-        pillow_heif.register_heif_opener()  # to save: memoro opens these without
-    image.save(file, form, **options)
-    return file.getvalue()
-
-
-READABLE = ["a.avif", "b.heic", "c.png", "deep/photo", "deep/wrong.txt"]
-UNREADABLE = {"empty.png": "the file is empty", "junk.jpg": "not a readable image"}
-
-
-@pytest.fixture
-def mess(tmp_path: Path) -> Path:
-    """A folder as people have them: images of all suffixes and none, damaged ones, and other files."""
-    folder = tmp_path / "mess"
-    (folder / "deep").mkdir(parents=True)
-    (folder / ".trash").mkdir()
-    for number, (name, form) in enumerate(zip(READABLE, ["AVIF", "HEIF", "PNG", "JPEG", "WEBP"], strict=True)):
-        (folder / name).write_bytes(encoded(picture(number), form))
-    (folder / "empty.png").write_bytes(b"")
-    (folder / "junk.jpg").write_bytes(b"no image at all")
-    for name in ("notes.txt", "._c.png", ".trash/c.png", "Thumbs.db", "raw.cr2", "BMW.md"):
-        (folder / name).write_bytes({"raw.cr2": b"II*\0" + bytes(60), "BMW.md": b"BMW builds cars."}.get(name, b"P1 x"))
-    return folder
-
-
-@pytest.fixture
-def tasks(backbone: Backbone, tmp_path: Path) -> list[str]:
-    """The -t options of a task of each kind."""
-    kinds = {"pets": "softmax", "tags": "multilabel", "age": "regression"}
-    labels = {"pets": ["cat", "dog", "fish"], "tags": ["red", "old", "wide"], "age": ["years"]}
-    options: list[str] = []
-    for seed, (name, kind) in enumerate(kinds.items()):
-        task = random_task(backbone, name, seed=seed, labels=labels[name], head=kind)
-        options += ["-t", str(memoro.save_task(task, tmp_path / f"{name}.safetensors"))]
-    return options
-
-
-def read_csv(text: str) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(text)))
-
+__all__ = ["mess", "shell", "tasks"]  # fixtures
 
 # ------------------------------------------------------------------------------------------------- rows with errors
 
 
-def test_every_format_has_a_row_for_every_image(shell: Shell, mess: Path, tasks: list[str], tmp_path: Path) -> None:  # noqa: F811
+def test_every_format_has_a_row_for_every_image(shell: Shell, mess: Path, tasks: list[str], tmp_path: Path) -> None:
     names = sorted([*READABLE[:3], *UNREADABLE]) + READABLE[3:]
     common = ("mess", "-b", "vit", *tasks)
     shell("predict", *common, "-o", "out.parquet")
@@ -114,7 +66,7 @@ def test_every_format_has_a_row_for_every_image(shell: Shell, mess: Path, tasks:
     assert all(list(found) == ["pets", "tags", "age"] for found in answers.values())
 
 
-def test_strict_fails_if_an_image_cannot_be_read(shell: Shell, mess: Path, tasks: list[str], tmp_path: Path) -> None:  # noqa: F811
+def test_strict_fails_if_an_image_cannot_be_read(shell: Shell, mess: Path, tasks: list[str], tmp_path: Path) -> None:
     shell("predict", "mess", "-b", "vit", *tasks, "--strict", "-o", "all.csv", code=1)
     assert {row["image"] for row in read_csv((tmp_path / "all.csv").read_text())} >= {"mess/a.avif", "mess/junk.jpg"}
     shell("predict", "mess", "-b", "vit", *tasks, "-o", "all.csv")
@@ -150,7 +102,7 @@ def test_damaged_heic_is_an_image_or_an_image_error() -> None:
 # -------------------------------------------------------------------------------------------------- probabilities
 
 
-def test_csv_gives_every_label_of_a_multilabel_task(shell: Shell, mess: Path, tasks: list[str]) -> None:  # noqa: F811
+def test_csv_gives_every_label_of_a_multilabel_task(shell: Shell, mess: Path, tasks: list[str]) -> None:
     common = ("mess/c.png", "-b", "vit", *tasks)
     rows = read_csv(shell("predict", *common, "-f", "csv").out)
     found = json.loads(shell("predict", *common, "--format", "json").out)["mess/c.png"]
@@ -165,7 +117,7 @@ def test_csv_gives_every_label_of_a_multilabel_task(shell: Shell, mess: Path, ta
 
 
 def test_a_table_shows_a_probability_where_no_label_is_predicted(
-    shell: Shell,  # noqa: F811
+    shell: Shell,
     backbone: Backbone,
     mess: Path,
     tmp_path: Path,
@@ -201,7 +153,7 @@ def test_a_table_wider_than_the_terminal_has_a_row_for_each_task() -> None:
     assert "most likely" in str(table.title)
 
 
-def test_top_gives_the_best_labels(shell: Shell, mess: Path, tasks: list[str], backbone: Backbone) -> None:  # noqa: F811
+def test_top_gives_the_best_labels(shell: Shell, mess: Path, tasks: list[str], backbone: Backbone) -> None:
     common = ("mess/c.png", "-b", "vit", *tasks)
     whole = json.loads(shell("predict", *common, "--format", "json").out)["mess/c.png"]
     short = json.loads(shell("predict", *common, "--format", "json", "--top", 2).out)["mess/c.png"]
@@ -305,7 +257,7 @@ with patch.object(predict, "share_cores", stop):
 
 
 def test_interrupted_predictions_keep_what_was_answered(
-    shell: Shell,  # noqa: F811
+    shell: Shell,
     mess: Path,
     tasks: list[str],
     tmp_path: Path,
@@ -337,7 +289,7 @@ def test_interrupted_predictions_keep_what_was_answered(
 
 
 def test_two_commands_that_write_one_file_never_mix(
-    shell: Shell,  # noqa: F811
+    shell: Shell,
     mess: Path,
     tasks: list[str],
     tmp_path: Path,
@@ -369,7 +321,7 @@ def test_two_commands_that_write_one_file_never_mix(
     assert [Path("out.csv").read_text(), second] == [Path(f"right-{top}.csv").read_text() for top in (1, 2)]
 
 
-def test_out_names_a_file(shell: Shell, mess: Path, tasks: list[str]) -> None:  # noqa: F811
+def test_out_names_a_file(shell: Shell, mess: Path, tasks: list[str]) -> None:
     assert "not an empty folder" in shell("predict", "mess", "-b", "vit", *tasks, "-o", "mess", code=1).err
     assert "--out answers/" in shell("predict", "mess", "-b", "vit", *tasks, "-o", "x.csv", "--resume", code=2).err
     assert "name a file with --out" in shell("predict", "mess", "-b", "vit", *tasks, "-f", "parquet", code=2).err

@@ -12,7 +12,7 @@ import pytest
 import torch
 from families import CASES
 from PIL import Image, ImageFont
-from test_cli_words import Shell, shell  # noqa: F401
+from shell import Shell, shell
 from test_train_recipe import save_square, save_squares
 
 import memoro
@@ -22,6 +22,8 @@ from memoro.images import open_image
 from memoro.pages.charts import histogram_chart, line_chart, matrix_chart, scatter_chart, shorten, text_width
 from memoro.pages.page import Html, render_page, tag
 from memoro.tasks.calibration import Calibration, decide_unseen
+
+__all__ = ["shell"]  # a fixture
 
 HOSTILE = '<script>alert("x")<|script>'
 HOW: dict[str, Any] = {"epochs": 1, "image_size": 20, "workers": 0, "quiet": True, "cache": False}
@@ -45,7 +47,7 @@ def check_page(path: Path) -> str:
     return unescape(re.sub(r"<style>.*?</style>|<[^>]*>", " ", page, flags=re.S))
 
 
-def test_every_training_has_a_report(shell: Shell, tmp_path: Path) -> None:  # noqa: F811
+def test_every_training_has_a_report(shell: Shell, tmp_path: Path) -> None:
     save_squares(tmp_path / "set" / "train", {"red": 8, "green": 8, HOSTILE: 0})
     for number in range(8):
         save_square(tmp_path / "blue" / f"{number}.png", "blue", 90 + number)

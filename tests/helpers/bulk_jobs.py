@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import random_task
+from prediction_inputs import picture
 from pyarrow import parquet
-from test_predictions import picture
+from random_tasks import random_task
 
 from memoro.backbones import Backbone
 from memoro.data.unlabelled import Unlabelled, open_unlabelled

@@ -22,9 +22,11 @@ from trust import fit
 
 import memoro
 from memoro.backbones import Backbone
+from memoro.engine import composition as composition_module
 from memoro.serve.options import ServeOptions
 from memoro.serve.server import address_of, listen, make_server, open_store
 from memoro.serve.store import TaskStore
+from memoro.tasks.taskfile import load_tasks
 
 
 @dataclass
@@ -142,3 +144,33 @@ def folder(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Path
     path = tmp_path_factory.mktemp("served") / "tasks"
     fill(path, backbone)
     return path
+
+
+def file_of(tmp_path: Path, *tasks: memoro.Task) -> bytes:
+    return memoro.save_tasks(tasks, tmp_path / "upload.safetensors").read_bytes()
+
+
+def in_folder(folder: Path) -> dict[str, str]:
+    """Name and content of all tasks that a server would find there."""
+    return {task.name: task.content_hash() for file in folder.glob("*.safetensors") for task in load_tasks(file)}
+
+
+def contents(store: TaskStore) -> dict[str, str]:
+    """The same of what a server has attached."""
+    return {name: info["content"] for name, info in store.current.info.items()}
+
+
+class Gate:
+    """Holds passes back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.opened, self.images = threading.Event(), threading.Event(), list[int]()
+        own = composition_module.run_streams
+
+        def run(anatomy: Any, pixels: Any, *rest: Any, **options: Any) -> Any:
+            self.begun.set()
+            assert self.opened.wait(60)
+            self.images.append(len(pixels[0]))
+            return own(anatomy, pixels, *rest, **options)
+
+        monkeypatch.setattr(composition_module, "run_streams", run)

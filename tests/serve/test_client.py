@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from answering import IMAGES, close, expected, server
 from PIL import ExifTags, Image
 from serving import Running, backbone, folder, picture, serving
-from test_service import IMAGES, close, expected, server
 
 import memoro
 from memoro.backbones import Backbone

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import random_task
-from serving import Running, backbone, folder, multipart, picture, serving, wait_until
-from test_guard import Gate
+from serving import Gate, Running, backbone, folder, multipart, picture, serving, wait_until
 
 import memoro
 from memoro.backbones import Backbone

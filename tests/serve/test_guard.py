@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 from conftest import in_fork
 from PIL import Image
-from serving import Running, backbone, folder, multipart, picture, serving, wait_until
+from serving import Gate, Running, backbone, folder, multipart, picture, serving, wait_until
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.engine import composition as composition_module
 from memoro.errors import ServeError
 from memoro.serve import batching
 from memoro.serve.options import ServeOptions
@@ -37,22 +36,6 @@ def server(backbone: Backbone, folder: Path) -> Iterator[Running]:
     limits: dict[str, Any] = {"max_body": 200_000, "max_images": 3, "max_pixels": 100_000, "max_queue": 16}
     with serving(backbone, folder, **limits) as running:
         yield running
-
-
-class Gate:
-    """Holds passes back until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.opened, self.images = threading.Event(), threading.Event(), list[int]()
-        own = composition_module.run_streams
-
-        def run(anatomy: Any, pixels: Any, *rest: Any, **options: Any) -> Any:
-            self.begun.set()
-            assert self.opened.wait(60)
-            self.images.append(len(pixels))
-            return own(anatomy, pixels, *rest, **options)
-
-        monkeypatch.setattr(composition_module, "run_streams", run)
 
 
 def png(width: int, height: int) -> bytes:

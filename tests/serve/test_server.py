@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import random_task
-from serving import backbone, fill, serving
-from test_store import IMAGE, file_of, in_folder
+from serving import backbone, file_of, fill, in_folder, picture, serving
 
 import memoro
 from memoro.backbones import Backbone
@@ -26,7 +25,7 @@ __all__ = ["backbone"]  # fixtures
 def test_single_files_cannot_be_changed(backbone: Backbone, tmp_path: Path) -> None:
     fill(tmp_path / "tasks", backbone)
     with serving(backbone, tmp_path / "tasks" / "tags.safetensors", tmp_path / "tasks" / "both.safetensors") as server:
-        assert list(server.predict(IMAGE)["images"][0]["answers"]) == ["tags", "pets", "breeds"]
+        assert list(server.predict(picture(1))["images"][0]["answers"]) == ["tags", "pets", "breeds"]
         data = file_of(tmp_path, random_task(backbone, "new"))
         for method, target in (("PUT", "/v1/tasks/new"), ("PUT", "/v1/tasks"), ("DELETE", "/v1/tasks/tags")):
             status, _, found = server.request(method, target, data)
@@ -36,7 +35,7 @@ def test_single_files_cannot_be_changed(backbone: Backbone, tmp_path: Path) -> N
 
 def test_an_empty_folder_and_no_tasks_at_all(backbone: Backbone, tmp_path: Path) -> None:
     with serving(backbone, tmp_path / "new" / "folder") as server:
-        found = server.predict(IMAGE, "?base=true")["images"][0]
+        found = server.predict(picture(1), "?base=true")["images"][0]
         assert found["answers"] == {}
         assert len(found["base"]) == 7
         assert server.request("PUT", "/v1/tasks", file_of(tmp_path, random_task(backbone, "new")))[0] == 201

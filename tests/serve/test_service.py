@@ -7,10 +7,10 @@ import io
 import json
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from answering import IMAGES, close, expected, server
 from conftest import random_task
 from PIL import Image
 from serving import Running, backbone, folder, know, multipart, picture, serving, wait_until
@@ -23,29 +23,7 @@ from memoro.serve import batching, bodies
 from memoro.serve.batching import Batcher
 from memoro.serve.guard import Metrics
 
-__all__ = ["backbone", "folder"]  # fixtures
-
-
-IMAGES = [picture(seed) for seed in range(5)]
-
-
-@pytest.fixture(scope="module")
-def server(backbone: Backbone, folder: Path) -> Iterator[Running]:
-    with serving(backbone, folder, max_batch=4, max_delay_ms=20) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def expected(server: Running) -> list[dict[str, Any]]:
-    """What the library itself answers, image by image."""
-    return server.store.current.model.predict(IMAGES, batch_size=1)
-
-
-def close(found: Any, right: Any) -> bool:
-    """Equal but for rounding: another batch size sums in another order, by less than 1e-5 in float32 here."""
-    if isinstance(right, dict):
-        return set(found) == set(right) and all(close(found[key], right[key]) for key in right)
-    return found == pytest.approx(right, abs=1e-5) if isinstance(right, float) else bool(found == right)
+__all__ = ["backbone", "expected", "folder", "server"]  # fixtures
 
 
 def test_all_forms_of_a_request_give_the_answers_of_the_library(
@@ -144,7 +122,7 @@ def test_images_share_passes(server: Running, monkeypatch: pytest.MonkeyPatch) -
     own = composition_module.run_streams
 
     def count(anatomy: Any, pixels: Any, *rest: Any, **options: Any) -> Any:
-        sizes.append(len(pixels))
+        sizes.append(len(pixels[0]))
         return own(anatomy, pixels, *rest, **options)
 
     monkeypatch.setattr(composition_module, "run_streams", count)
@@ -164,7 +142,7 @@ def test_requests_share_passes(server: Running, monkeypatch: pytest.MonkeyPatch)
     own = composition_module.run_streams
 
     def wait(anatomy: Any, pixels: Any, *rest: Any, **options: Any) -> Any:
-        sizes.append(len(pixels))
+        sizes.append(len(pixels[0]))
         begun.set()
         assert go_on.wait(30)
         return own(anatomy, pixels, *rest, **options)

@@ -16,7 +16,7 @@ import pytest
 from conftest import in_fork, random_task
 from families import CASES
 from safetensors.torch import load, save
-from serving import Running, backbone, fill, know, picture, serving, wait_until
+from serving import Running, backbone, contents, file_of, fill, in_folder, know, picture, serving, wait_until
 
 import memoro
 from memoro.backbones import Backbone
@@ -38,20 +38,6 @@ def server(backbone: Backbone, tmp_path: Path) -> Iterator[Running]:
     fill(tmp_path / "tasks", backbone)
     with serving(backbone, tmp_path / "tasks") as running:
         yield running
-
-
-def file_of(tmp_path: Path, *tasks: memoro.Task) -> bytes:
-    return memoro.save_tasks(tasks, tmp_path / "upload.safetensors").read_bytes()
-
-
-def in_folder(folder: Path) -> dict[str, str]:
-    """Name and content of all tasks that a server would find there."""
-    return {task.name: task.content_hash() for file in folder.glob("*.safetensors") for task in load_tasks(file)}
-
-
-def contents(store: TaskStore) -> dict[str, str]:
-    """The same of what a server has attached."""
-    return {name: info["content"] for name, info in store.current.info.items()}
 
 
 def test_attach_replace_detach_and_restart(server: Running, backbone: Backbone, tmp_path: Path) -> None:

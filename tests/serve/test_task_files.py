@@ -11,8 +11,7 @@ from conftest import random_task
 from families import CASES
 from safetensors import safe_open
 from safetensors.torch import save
-from serving import backbone, fill, picture, serving
-from test_store import contents, file_of, in_folder
+from serving import backbone, contents, file_of, fill, in_folder, picture, serving
 from typer.testing import CliRunner
 
 import memoro

@@ -27,16 +27,13 @@ from memoro.engine.answers import (
     list_pictures,
     read_predictions,
 )
-from memoro.engine.bank import Bank, build_bank
-from memoro.engine.explain import Explanation, Trace, explain_tasks, read_views
+from memoro.engine.explain import Explanation, explain_tasks, read_views
+from memoro.engine.forward import Forward
 from memoro.engine.parents import check_parents
-from memoro.engine.plan import Plan, build_plan
-from memoro.engine.readouts import ReadOutBank
-from memoro.engine.streams import BaseTokens, read_head, run_streams
+from memoro.engine.streams import Ends, run_streams
 from memoro.engine.verify import Verification, verify_composition
 from memoro.errors import CompositionError
 from memoro.images import Preprocessing
-from memoro.tasks.ensemble import split_members
 from memoro.tasks.familiarity import FALSE_ALARMS, FamiliarityBank
 from memoro.tasks.task import Task
 
@@ -84,16 +81,7 @@ class Composition(nn.Module):
         self.base = backbone.module
         for number, task in enumerate(self._list):
             self.add_module(str(number), task)
-        self._streams = tuple(member for task in self._list for member in split_members(task))
-        self._stream_lineage, self._members = self._lineage.split([task.members for task in self._list])
-        # Memory does not depend on the image: its keys and values are computed here, once.
-        self._frozen_bank: Bank | None = None
-        self._frozen_readouts: ReadOutBank | None = None
-        if not live:
-            with torch.no_grad():
-                self._frozen_bank = build_bank(backbone.anatomy, self._streams)
-                self._frozen_readouts = ReadOutBank(self._list)
-        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._forward = Forward(backbone, self._list, self._lineage, live=live)
         self._compiled: dict[str, Any] | None = None
 
     @property
@@ -146,27 +134,21 @@ class Composition(nn.Module):
         *,
         pool: int = 0,
         seconds: list[float] | None = None,
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], BaseTokens]:
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Ends]:
         """What `forward` gives, the final-normed tokens (b, members * dim) that each task's head reads, and what else
         is read of the base, with statistics of the last `pool` layers at least."""
         pixels, wanted = self.backbone.check_pixels(pixel_values), self._pick(tasks)
         if not any_size:
             self.check_size(tasks, (pixels.shape[-2], pixels.shape[-1]))
-        plan = self._plan(wanted)
-        readouts = self._readouts()
-        pool_from = min(readouts.first_layer(wanted, self.backbone.depth), self.backbone.depth - pool)
-        how: dict[str, Any] = {"pool_from": pool_from, "seconds": seconds}
-        base, stream, ends = run_streams(self.backbone.anatomy, pixels, plan, self._bank(), **how)
-        read = {} if ends.pooled is None else readouts.answer(ends.pooled, wanted)
-        answers: dict[str, Tensor] = {"base": base}
-        tokens: dict[str, Tensor] = {}
-        row = {member: position for position, member in enumerate(plan.order)}
-        for i in wanted:
-            assert stream is not None
-            name, own = self._list[i].name, [row[member] for member in self._members[i]]
-            tokens[name], answers[name] = read_head(self._list[i].head, stream, own)
-            if i in read:
-                answers[name] = answers[name] + read[i]
+        forward = self._forward
+        pool_from = min(forward.pool_from(wanted), self.backbone.depth - pool)
+        how: dict[str, Any] = {"pool_from": pool_from, "with_base": True, "seconds": seconds}
+        [ends] = run_streams(self.backbone.anatomy, [pixels], [forward.stream(wanted)], **how)
+        assert ends.base is not None
+        answers, tokens = {"base": ends.base}, {}
+        for number, (token, logits) in zip(wanted, forward.read(wanted, ends), strict=True):
+            name = self._list[number].name
+            tokens[name], answers[name] = token, logits
         return answers, tokens, ends
 
     if TYPE_CHECKING:
@@ -292,10 +274,8 @@ class Composition(nn.Module):
     def _explain(self, pixel_values: Any, names: Sequence[str]) -> dict[str, Explanation]:
         pixels, wanted = self.backbone.check_pixels(pixel_values), self._pick(names)
         self.check_size(names, (pixels.shape[-2], pixels.shape[-1]))
-        traces = {i: Trace.of(i, self._list, self._members, self._stream_lineage) for i in wanted}
-        forward = (self._plan(wanted), self._bank(), self._readouts())
         with torch.no_grad():
-            return explain_tasks(self.backbone.anatomy, pixels, *forward, self._streams, traces)
+            return explain_tasks(self._forward, wanted, pixels)
 
     def verify(self, pixel_values: Tensor) -> Verification:
         """Runs the original model and each task alone beside the composition, and says what differs."""
@@ -345,12 +325,6 @@ class Composition(nn.Module):
     def _refuse(self) -> NoReturn:
         raise CompositionError("a composition cannot be changed: train tasks with fit(), then compose them again.")
 
-    def _bank(self) -> Bank:
-        return build_bank(self.backbone.anatomy, self._streams) if self._frozen_bank is None else self._frozen_bank
-
-    def _readouts(self) -> ReadOutBank:
-        return ReadOutBank(self._list) if self._frozen_readouts is None else self._frozen_readouts
-
     def _pick(self, names: Sequence[str] | None) -> tuple[int, ...]:
         if names is None:
             return tuple(range(len(self._list)))
@@ -360,16 +334,6 @@ class Composition(nn.Module):
         if unknown:
             raise CompositionError(f"no task {unknown[0]!r}; the tasks are: {', '.join(self.names) or 'none'}.")
         return tuple(dict.fromkeys(self._index[name] for name in names))
-
-    def _plan(self, wanted: tuple[int, ...]) -> Plan:
-        plan = self._plans.get(wanted)
-        if plan is None:
-            members = [member for i in wanted for member in self._members[i]]
-            backbone = self.backbone
-            plan = build_plan(self._stream_lineage, self._streams, members, backbone.depth, backbone.device)
-            if len(self._plans) < 256:  # threads may build the same plan twice; either one is right
-                self._plans[wanted] = plan
-        return plan
 
     def check_size(self, tasks: Sequence[str] | None, size: tuple[int, int]) -> None:
         """Raises if one of the tasks was trained on images of another (height, width)."""

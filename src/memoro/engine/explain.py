@@ -15,11 +15,10 @@ from torch import Tensor
 
 from memoro.answer import Attention
 from memoro.backbones import Anatomy, Block, Context
-from memoro.engine.bank import Bank
+from memoro.engine.forward import Forward
 from memoro.engine.plan import Plan
-from memoro.engine.readouts import ReadOutBank
 from memoro.engine.streams import Attention as GroupAttention
-from memoro.engine.streams import BaseLayer, TaskStream, layer_bias, read_head
+from memoro.engine.streams import BaseLayer, layer_bias, read_head
 from memoro.errors import DataError, ImageError
 from memoro.images import Picture, Preprocessing, open_image
 from memoro.tasks.mask import Lineage
@@ -199,23 +198,17 @@ class Trace:
         self.evidence = part if self.evidence is None else self.evidence + part
 
 
-def explain_tasks(
-    anatomy: Anatomy,
-    pixels: Tensor,
-    plan: Plan,
-    bank: Bank,
-    readouts: ReadOutBank,
-    streams: Sequence[Task],
-    traces: Mapping[int, Trace],
-) -> dict[str, Explanation]:
+def explain_tasks(forward: Forward, wanted: tuple[int, ...], pixels: Tensor) -> dict[str, Explanation]:
     """Where tasks, by number, looked in these images, from one pass."""
+    anatomy, plan, readouts = forward.backbone.anatomy, forward.plan(wanted), forward.readouts
+    traces = {number: Trace.of(number, forward.tasks, forward.members, forward.lineage) for number in wanted}
 
     def watch(layer: int, attention: GroupAttention) -> None:
         for trace in traces.values():
-            trace.watch(layer, attention, plan, streams)
+            trace.watch(layer, attention, plan, forward.streams)
 
     tokens, context = anatomy.embed(pixels)
-    stream = TaskStream(anatomy, plan, bank, watch)
+    stream = forward.stream(wanted, watch)
     with_heads = any(trace.task.from_layer == anatomy.depth for trace in traces.values())
     first = readouts.first_layer(list(traces), anatomy.depth)
     base: list[Tensor] = []

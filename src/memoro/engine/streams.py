@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
@@ -49,13 +50,17 @@ class BaseLayer(NamedTuple):
         return BaseLayer(self.token[rows], self.keys[rows], self.values[rows], self.bias)
 
 
-class BaseTokens(NamedTuple):
-    """What else is read of a base pass."""
+class Ends(NamedTuple):
+    """What a pass gives for a set of tasks."""
 
+    stream: Tensor | None
+    """(b, t, dim) the tasks' final-normed tokens, in plan order; None without tasks."""
     last: Tensor
-    """(b, dim) the token that forks start from, after the last layer and before the final norm."""
+    """(b, dim) the base's token that forks start from, after the last layer and before the final norm."""
     pooled: Tensor | None = None
     """(b, layers, statistics, dim) of the tokens after the last layers, see `Anatomy.pool`; None where not asked for"""
+    base: Tensor | None = None
+    """The base's own answer; None where not asked for."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Features:
     entering: Tensor | None = None
     """The token that enters the last layer, where that is not among `layers`."""
     pooled: Tensor | None = None
-    """(b, layers, statistics, dim), see `BaseTokens`."""
+    """(b, layers, statistics, dim), see `Ends`."""
 
 
 class BasePass:
@@ -148,24 +153,42 @@ class TaskStream:
 
 def run_streams(
     anatomy: Anatomy,
-    pixels: Tensor,
-    plan: Plan,
-    bank: Bank,
+    inputs: Sequence[Tensor | Features],
+    streams: Sequence[TaskStream],
     *,
     pool_from: int | None = None,
-    watch: Watch | None = None,
+    with_base: bool = False,
     seconds: list[float] | None = None,
-) -> tuple[Tensor, Tensor | None, BaseTokens]:
-    """The base's own answer, the tasks' final-normed tokens (b, t, dim) in plan order (None without tasks), and what
-    else is read of the base: with `pool_from`, statistics of the tokens after that layer and all later ones.
+) -> list[Ends]:
+    """Takes each stream through its own images, given as pixels or as features; pixels of one size share a base pass.
 
-    `seconds` receives the time that each of the backbone's layers took; on a GPU, the time to launch it.
+    With `pool_from`, the tokens after that layer and all later ones are pooled; `with_base` asks for the base's own
+    answer. `seconds` receives the time that each of the backbone's layers took; on a GPU, the time to launch it.
     """
-    base, stream = BasePass(anatomy, pixels, pool_from), TaskStream(anatomy, plan, bank, watch)
-    for layer, found in enumerate(base if seconds is None else _timed(base, seconds)):
-        stream.read(layer, found)
-    rows = stream.finish(base.token)
-    return base.answer(), rows, BaseTokens(base.token, base.pooled)
+    ends: dict[int, Ends] = {}
+    sizes: dict[torch.Size, dict[int, Tensor]] = {}
+    for number, given in enumerate(inputs):
+        if isinstance(given, Tensor):
+            sizes.setdefault(given.shape[1:], {})[number] = given
+            continue
+        for layer, found in enumerate(given.layers, start=given.first):
+            streams[number].read(layer, found)
+        ends[number] = Ends(streams[number].finish(given.token), given.token, given.pooled)
+    for parts in sizes.values():
+        pixels, rows = list(parts.values()), dict.fromkeys(parts, slice(None))
+        if len(pixels) > 1:
+            stops = list(accumulate(len(part) for part in pixels))
+            rows = dict(zip(parts, map(slice, [0, *stops[:-1]], stops), strict=True))
+        base = BasePass(anatomy, pixels[0] if len(pixels) == 1 else torch.cat(pixels), pool_from)
+        for layer, found in enumerate(base if seconds is None else _timed(base, seconds)):
+            for number, own in rows.items():
+                streams[number].read(layer, found if len(rows) == 1 else found.part(own))
+        answer = base.answer() if with_base else None
+        for number, own in rows.items():
+            last = base.token[own]
+            pooled, mine = (part if part is None else part[own] for part in (base.pooled, answer))
+            ends[number] = Ends(streams[number].finish(last), last, pooled, mine)
+    return [ends[number] for number in range(len(inputs))]
 
 
 def pool_pass(anatomy: Anatomy, pixels: Tensor, pool_from: int) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from memoro.backbones import Backbone
 from memoro.data import ImageSet, Loader, Splits
+from memoro.engine.forward import Part
 from memoro.errors import TrainingError
 from memoro.evaluation.logits import AnyBatch, Batches
 from memoro.heads import HEADS, Scale
@@ -25,7 +26,7 @@ from memoro.tasks.task import Task
 from memoro.training.cached import Buffers, Cache, CachedLoader
 from memoro.training.distributed import Processes
 from memoro.training.recipe import Recipe, check_views
-from memoro.training.run import Run, SharedForward, ancestors
+from memoro.training.run import Run, ancestors, join_tasks
 
 LEFT_OUT = "leave-one-out"
 """The split of a read-out without any other: each training image is answered by a solution without it."""
@@ -133,7 +134,7 @@ class RunGroup:
 
     def __post_init__(self) -> None:
         self._batches: Iterator[AnyBatch] | None = None
-        self._forward: SharedForward | None = None
+        self._forward: Part | None = None
         self._began, self._images = 0.0, 0
 
     @property
@@ -173,10 +174,10 @@ class RunGroup:
             self._began, self._images = time.perf_counter(), 0
         return list(islice(self._batches, self.recipe.accumulate))
 
-    def forward(self, backbone: Backbone) -> SharedForward:
+    def forward(self, backbone: Backbone) -> Part:
         """The forward pass of the active runs' tasks."""
-        if self._forward is None or len(self._forward.rows) > len(self.active):
-            self._forward = SharedForward(backbone, [run.task for run in self.active if isinstance(run.task, Task)])
+        if self._forward is None or len(self._forward[1]) > len(self.active):
+            self._forward = join_tasks(backbone, [run.task for run in self.active if isinstance(run.task, Task)])
         return self._forward
 
     def count_step(self, batches: Sequence[AnyBatch]) -> float:

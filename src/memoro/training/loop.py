@@ -16,6 +16,7 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.console import bar, format_bytes
 from memoro.data import Batch
+from memoro.engine.forward import Part, answer_together
 from memoro.errors import CacheError, TaskFileError, TrainingError
 from memoro.evaluation.logits import AnyBatch, collect_logits, inputs_of
 from memoro.evaluation.metrics import measure, score
@@ -26,7 +27,7 @@ from memoro.training.distributed import ALONE, Processes
 from memoro.training.group import Loaders, RunGroup, RunSpec, build_groups
 from memoro.training.interrupts import deferred_interrupts
 from memoro.training.recipe import TrainOptions
-from memoro.training.run import Run, SharedForward, build_forward, forward_together, standardised
+from memoro.training.run import Run, build_forward, standardised
 
 
 class Callback(Protocol):
@@ -212,7 +213,7 @@ class Trainer:
         """One optimiser step of every active run over its group's batches."""
         sums = [_StepSums.over(group, batches, self.processes) for group, batches in taken]
         for batches_now in zip_longest(*(batches for _, batches in taken)):
-            shared: list[tuple[SharedForward, AnyBatch, _StepSums]] = []
+            shared: list[tuple[Part, AnyBatch, _StepSums]] = []
             for (group, _), batch, found in zip(taken, batches_now, sums, strict=True):
                 if batch is None or not len(batch.targets):  # no batch left, or no image of it for this process
                     continue
@@ -226,11 +227,11 @@ class Trainer:
         for (group, batches), found in zip(taken, sums, strict=True):
             self._update(group, batches, found)
 
-    def _backward_together(self, entries: Sequence[tuple[SharedForward, AnyBatch, _StepSums]]) -> None:
+    def _backward_together(self, entries: Sequence[tuple[Part, AnyBatch, _StepSums]]) -> None:
         """Runs have disjoint parameters, so one backward pass gives each run its own gradient."""
         inputs = [inputs_of(batch, self.backbone) for _, batch, _ in entries]
         with self.autocast():
-            logits = forward_together([forward for forward, _, _ in entries], inputs)
+            logits = answer_together([forward for forward, _, _ in entries], inputs)
         losses = [
             found.loss(number, batch, out)
             for (_, batch, found), own in zip(entries, logits, strict=True)

@@ -1,4 +1,4 @@
-"""Runs, each the training of one task, and the forward pass that tasks share."""
+"""Runs, each the training of one task."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Backbone
-from memoro.engine.bank import build_bank
-from memoro.engine.plan import build_plan
-from memoro.engine.readouts import ReadOutBank
-from memoro.engine.streams import BasePass, Features, TaskStream, read_head
+from memoro.engine.forward import Forward, Part, answer_together
 from memoro.errors import TrainingError
 from memoro.evaluation.logits import Batches
 from memoro.heads import Scale
-from memoro.tasks.ensemble import split_members
 from memoro.tasks.mask import trace_lineage
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
@@ -108,43 +103,18 @@ def standardised(runs: Sequence[Run]) -> Iterator[None]:
         scale.fold(task.head)
 
 
-class SharedForward:
-    """The forward pass of several tasks over the same images: one base pass for all, and for the tasks they extend."""
-
-    def __init__(self, backbone: Backbone, tasks: Sequence[Task]) -> None:
-        self.backbone = backbone
-        older = ancestors(tasks)
-        names = {id(task): str(number) for number, task in enumerate([*tasks, *older])}
-        lineage, members = trace_lineage(
-            list(names.values()),
-            [[names[id(parent)] for parent in task.extends] for task in [*tasks, *older]],
-            [task.from_layer for task in [*tasks, *older]],
-        ).split([task.members for task in [*tasks, *older]])
-        # Copies, so that ancestors get no gradient and keep their own flags.
-        copies = [deepcopy(task).requires_grad_(False).to(backbone.device) for task in older]
-        self.tasks = list(tasks)
-        self.streams = [member for task in [*tasks, *copies] for member in split_members(task)]
-        own = members[: len(tasks)]
-        self.plan = build_plan(lineage, self.streams, [*chain(*own)], backbone.depth, backbone.device)
-        self.rows = [[self.plan.order.index(member) for member in one] for one in own]
-        self._readouts = ReadOutBank(self.tasks)
-        self.pool_from = self._readouts.first_layer(range(len(self.tasks)), backbone.depth)
-        """The first layer whose tokens the tasks' read-outs read."""
-
-    def __call__(self, inputs: Tensor | Features) -> list[Tensor]:
-        """Each task's logits for a batch of pixels or features, with gradients to its parameters."""
-        return forward_together([self], [inputs])[0]
-
-    def stream(self) -> TaskStream:
-        return TaskStream(self.backbone.anatomy, self.plan, build_bank(self.backbone.anatomy, self.streams))
-
-    def heads(self, tokens: Tensor, pooled: Tensor | None) -> list[Tensor]:
-        """The logits of each task from the final tokens of its stream, and the statistics that read-outs read."""
-        logits = [read_head(task.head, tokens, rows)[1] for task, rows in zip(self.tasks, self.rows, strict=True)]
-        if pooled is not None:
-            for number, added in self._readouts.answer(pooled, range(len(logits))).items():
-                logits[number] = logits[number] + added
-        return logits
+def join_tasks(backbone: Backbone, tasks: Sequence[Task]) -> Part:
+    """The forward pass of tasks that are trained, with those that they extend. Runs may have tasks of the same name."""
+    older = ancestors(tasks)
+    together = [*tasks, *older]
+    names = {id(task): str(number) for number, task in enumerate(together)}
+    parents = [[names[id(parent)] for parent in task.extends] for task in together]
+    lineage = trace_lineage(list(names.values()), parents, [task.from_layer for task in together])
+    # Copies, so that ancestors get no gradient and keep their own flags; their read-outs are not asked.
+    copies = [deepcopy(task).requires_grad_(False).to(backbone.device) for task in older]
+    for copy in copies:
+        copy.detach_readout()
+    return Forward(backbone, [*tasks, *copies], lineage, live=True), tuple(range(len(tasks)))
 
 
 def build_forward(backbone: Backbone, tasks: Sequence[Model]) -> Callable[[Any], list[Tensor]]:
@@ -152,40 +122,9 @@ def build_forward(backbone: Backbone, tasks: Sequence[Model]) -> Callable[[Any],
     composed = [task for task in tasks if isinstance(task, Task)]
     if composed:
         assert len(composed) == len(tasks)
-        return SharedForward(backbone, composed)
+        part = join_tasks(backbone, composed)
+        return lambda inputs: answer_together([part], [inputs])[0]
     return lambda pixels: [model(pixels) for model in tasks]
-
-
-def forward_together(forwards: Sequence[SharedForward], inputs: Sequence[Tensor | Features]) -> list[list[Tensor]]:
-    """The logits of several sets of tasks, each on its own images; pixels of one size share a base pass."""
-    streams = [forward.stream() for forward in forwards]
-    finals: dict[int, tuple[Tensor, Tensor | None]] = {}
-    sizes: dict[torch.Size, list[int]] = {}
-    for number, given in enumerate(inputs):
-        if isinstance(given, Tensor):
-            sizes.setdefault(given.shape[1:], []).append(number)
-            continue
-        for layer, found in enumerate(given.layers, start=given.first):
-            streams[number].read(layer, found)
-        finals[number] = given.token, given.pooled
-    for numbers in sizes.values():
-        pixels = [given for number in numbers if isinstance(given := inputs[number], Tensor)]
-        ends = torch.tensor([len(part) for part in pixels], device="cpu").cumsum(0).tolist()
-        own = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        together, pool_from = pixels[0] if len(pixels) == 1 else torch.cat(pixels), min(f.pool_from for f in forwards)
-        base = BasePass(forwards[0].backbone.anatomy, together, pool_from)
-        for layer, found in enumerate(base):
-            for number, rows in zip(numbers, own, strict=True):
-                streams[number].read(layer, found if len(own) == 1 else found.part(rows))
-        for number, rows in zip(numbers, own, strict=True):
-            finals[number] = base.token[rows], None if base.pooled is None else base.pooled[rows]
-    logits = []
-    for number, (forward, stream) in enumerate(zip(forwards, streams, strict=True)):
-        token, pooled = finals[number]
-        tokens = stream.finish(token)
-        assert tokens is not None
-        logits.append(forward.heads(tokens, pooled))
-    return logits
 
 
 def ancestors(tasks: Sequence[Model]) -> list[Task]:

@@ -14,7 +14,7 @@ from memoro.backbones import Backbone
 from memoro.clock import best_times
 from memoro.console import make_table
 from memoro.engine.composition import compose
-from memoro.engine.readouts import ReadOutBank
+from memoro.engine.forward import ReadOutBank
 from memoro.lab.bench.dense import DenseMask
 from memoro.lab.bench.models import CLASSES
 from memoro.tasks.familiarity import FamiliarityBank, Others, fit_familiarity

@@ -17,7 +17,7 @@ from memoro.lab.baselines import REGIMES, BaselinePlan
 from memoro.lab.reproduce.measure import FOLDS, Budget
 from memoro.lab.reproduce.methods import Method
 from memoro.lab.reproduce.plan import Job
-from memoro.training.run import SharedForward
+from memoro.training.run import build_forward
 
 # In plain base passes per image, from `memoro lab bench train` (results/train.md).
 KEPT, SHARED, RUN = 0.1, 1.0, 0.05
@@ -132,6 +132,6 @@ def training_bytes(backbone: Backbone, method: Method, batch: int, image_size: i
 
     pixels = torch.zeros(2, backbone.channels, image_size, image_size).to(backbone.device, backbone.dtype)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = SharedForward(backbone, [model])(pixels)[0] if method.composes else model(pixels)
+        out = build_forward(backbone, [model])(pixels)[0]
     del out
     return int(weights + own + states + sum(kept.values()) * math.ceil(batch / 2))

@@ -16,7 +16,8 @@ from conftest import in_fork, random_task
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import save
+from task_files import assert_same, rewrite
 
 import memoro
 from memoro.backbones import Backbone
@@ -29,13 +30,6 @@ def task(backbone: Backbone) -> Task:
     task = random_task(backbone, "pets", cells=2, labels=["cat", "dog", "öre"])
     task.update_spec(training={"epochs": 3}, metrics={"accuracy": 0.5})
     return task
-
-
-def assert_same(first: Task, second: Task) -> None:
-    assert first.spec == second.spec
-    assert first.parents == second.parents
-    for name, tensor in first.state_dict().items():
-        assert torch.equal(tensor, second.state_dict()[name])
 
 
 @pytest.mark.parametrize("kind", ["softmax", "multilabel", "regression"])
@@ -170,16 +164,6 @@ def test_nan_is_neither_saved_nor_loaded(task: Task, tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------- files of strangers
-
-
-def rewrite(path: Path, change: Any) -> Path:
-    """The file with its record and tensors passed through `change`, in a valid safetensors shell."""
-    with safe_open(path, "pt") as file:
-        record = json.loads(file.metadata()["memoro"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    change(record, tensors)
-    save_file(tensors, path, metadata={"memoro": json.dumps(record)})
-    return path
 
 
 ATTACKS: dict[str, tuple[Any, str]] = {

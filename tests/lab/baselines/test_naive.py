@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from baseline_models import LABELS, build, class_token, families, images, shaken
 from dense_oracle import run_dense_oracle
 from families import Case
-from test_baselines import LABELS, build, class_token, families, images, shaken
 
 import memoro
 from memoro.backbones import Backbone

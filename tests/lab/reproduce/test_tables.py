@@ -301,7 +301,7 @@ def test_degrees_of_freedom_follow_what_dominates() -> None:
 @pytest.mark.parametrize("table", REPORTS)
 def test_committed_records_are_those_that_the_plan_asks_for(table: str) -> None:
     """A new field of a method or budget would make all of them another measurement."""
-    folder = Path(__file__).parents[1] / "results" / "cpu"
+    folder = Path(__file__).parents[3] / "results" / "cpu"
     if not folder.is_dir():
         pytest.skip("the results are only in the repository")
     assert REPORTS[table](Records.read(folder), CPU).used

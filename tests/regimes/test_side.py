@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 from conftest import random_task
 from families import CASES, Case
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from task_files import rewrite
 from test_train_recipe import save_squares
 
 import memoro
@@ -126,14 +125,6 @@ def test_files_keep_low_rank_weights(backbone: Backbone, pixels: torch.Tensor, t
     with torch.no_grad():
         close = memoro.compose(backbone, [memoro.load_task(half)])(pixels)["side"].float()
     assert (close - expected).abs().max() < 0.05
-
-
-def rewrite(path: Path, change: Any) -> None:
-    with safe_open(path, "pt") as file:
-        record = json.loads(file.metadata()["memoro"])
-    tensors = load_file(path)
-    change(record, tensors)
-    save_file(tensors, path, metadata={"memoro": json.dumps(record)})
 
 
 @pytest.mark.parametrize(

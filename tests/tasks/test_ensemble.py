@@ -10,8 +10,9 @@ import pytest
 import torch
 from conftest import random_task
 from families import CASES, Case
+from random_tasks import SIZES, members_of
 from safetensors import safe_open
-from test_side import rewrite
+from task_files import rewrite
 from test_train_recipe import save_squares
 from test_train_told import rendered
 
@@ -24,13 +25,6 @@ from memoro.tasks.ensemble import join_members, split_members
 from memoro.tasks.mask import trace_lineage
 from memoro.tasks.task import Task
 from memoro.training.warmstart import start_from
-
-SIZES: dict[str, Any] = {"cells": 2, "rank": 2, "from_layer": 1}
-
-
-def members_of(backbone: Backbone, name: str = "three", **options: Any) -> list[Task]:
-    """Three tasks of one name that answer differently."""
-    return [random_task(backbone, name, seed=seed, **{**SIZES, **options}) for seed in range(3)]
 
 
 def as_tasks(members: list[Task]) -> list[Task]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from baseline_models import build, class_token, families, images, pairs, shaken
 from dense_oracle import run_dense_oracle
 from families import CASES, Case
-from test_baselines import build, class_token, families, images, pairs, shaken
 from torch import Tensor
 from torch.nn import functional as F
 

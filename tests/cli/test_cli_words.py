@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import io
 import logging
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from conftest import random_task
-from PIL import Image
 from rich.console import Console
+from shell import Shell, save_images, shell
 
 import memoro
 from memoro.answer import Answer
 from memoro.backbones import Backbone
-from memoro.cli import main
 from memoro.console import bar, format_bytes, plain_console, quiet_libraries
 from memoro.data import Augment, load_data
 from memoro.engine import verify
@@ -34,49 +31,15 @@ from memoro.training.result import TrainResult, fit_table
 from memoro.training.runfolder import ProgressBar
 from memoro.training.sweep import SweepRow, sweep_table
 
+__all__ = ["shell"]  # a fixture
+
 STRANGE = "x[bold]y:cat:"
-
-
-class Said(NamedTuple):
-    out: str
-    err: str
-
-
-Shell = Callable[..., Said]
-
-
-@pytest.fixture
-def shell(
-    vit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., Said]:
-    """Runs a command in a folder with the backbone `vit`, wide enough for every line."""
-    vit.save_pretrained(tmp_path / "vit")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "300")
-
-    def run(*arguments: object, code: int = 0) -> Said:
-        monkeypatch.setattr(sys, "argv", ["memoro", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = Said(*capfd.readouterr())
-        assert (end.value.code or 0) == code, said
-        return said
-
-    return run
 
 
 @pytest.fixture
 def pets(backbone: Backbone, tmp_path: Path) -> Path:
     task = random_task(backbone, "pets", labels=["cat", "dog"])
     return memoro.save_task(task, tmp_path / "pets.safetensors")
-
-
-def save_images(folder: Path, *places: str) -> Path:
-    for at, place in enumerate(places):
-        (folder / place).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (20, 20), (40 * at, 90, 200 - 40 * at)).save(folder / place)
-    return folder
 
 
 def rendered(*things: Any, console: Console | None = None) -> str:

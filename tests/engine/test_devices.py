@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from baseline_models import build
 from conftest import random_task
 from families import FAMILIES, Case
 from reproduction_checkpoint import save_checkpoint
-from test_baselines import build
 from test_train_numbers import save_table
 from test_train_recipe import save_squares
 from torch import nn

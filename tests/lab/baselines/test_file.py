@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from baseline_models import build, images, pairs, shaken, train
 from conftest import in_fork
 from families import FAMILIES, Case
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_baselines import build, images, pairs, shaken, train
 
 import memoro
 from memoro.backbones import Backbone

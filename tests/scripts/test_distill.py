@@ -17,7 +17,7 @@ from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 
 from memoro import load_backbone
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 SIZES = {"hidden_size": 12, "num_attention_heads": 1, "num_hidden_layers": 2, "intermediate_size": 24}
 STEPS = 7
 

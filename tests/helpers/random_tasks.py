@@ -20,3 +20,11 @@ def random_task(backbone: Backbone, name: str, *, seed: int = 0, **options: Any)
             scale = 0.2 if name.startswith("lora.") else 1.0  # a product of two of these is added to the weights
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     return task
+
+
+SIZES: dict[str, Any] = {"cells": 2, "rank": 2, "from_layer": 1}
+
+
+def members_of(backbone: Backbone, name: str = "three", **options: Any) -> list[Task]:
+    """Three tasks of one name that answer differently."""
+    return [random_task(backbone, name, seed=seed, **{**SIZES, **options}) for seed in range(3)]

@@ -13,48 +13,24 @@ from conftest import random_task
 from PIL import Image
 from run_groups import LOAD
 from safetensors import safe_open
+from solved import SOLVED, logits, pixels_of, read
 from test_train_fit import LABELS, QUICK, TABLES, write_table
 from test_train_recipe import save_square, save_squares
-from torch import Tensor
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.data import ImageSet, load_data
+from memoro.data import load_data
 from memoro.data.near import near_groups
 from memoro.engine.featurestore import total_bytes
-from memoro.engine.streams import pool_pass
 from memoro.errors import TaskError, TrainingError
-from memoro.regimes import find_regime
 from memoro.tasks.ridge import RidgeSystem
-from memoro.tasks.task import Task, new_task
+from memoro.tasks.task import new_task
 from memoro.training import fit, readouts, statistics
-
-SOLVED: dict[str, Any] = {"regime": "readout", "image_size": 20, "workers": 0, "quiet": True}
-SHARE = find_regime("joint").readout
 
 
 @pytest.fixture
 def squares(tmp_path: Path) -> Path:
     return save_squares(tmp_path / "squares")
-
-
-def pixels_of(backbone: Backbone, images: ImageSet) -> Tensor:
-    steps = backbone.preprocessing.at(20)
-    return torch.stack([steps.to_tensor(images.open(at)) for at in range(len(images))]).to(backbone.dtype)
-
-
-def read(backbone: Backbone, task: Task, pixels: Tensor) -> Tensor:
-    """What a task's read-out adds to its logits, written out."""
-    assert task.readout is not None
-    assert task.spec.readout is not None
-    with torch.no_grad():
-        pooled = pool_pass(backbone.anatomy, pixels, task.spec.readout.from_layer).flatten(1)
-        return pooled @ task.readout.weight.T + task.readout.bias
-
-
-def logits(backbone: Backbone, *tasks: Task, pixels: Tensor) -> dict[str, Tensor]:
-    with torch.no_grad():
-        return memoro.compose(backbone, tasks)(pixels)
 
 
 # ------------------------------------------------------------------------------------------------------------ solving

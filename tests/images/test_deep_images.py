@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from answering import close
 from PIL import Image
 from serving import serving
-from test_service import close
 
 import memoro
 from memoro.backbones import Backbone

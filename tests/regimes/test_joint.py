@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import random_task
 from families import CASES
+from random_tasks import members_of
 from safetensors import safe_open
-from test_ensemble import members_of
-from test_readout import SHARE, SOLVED, logits, pixels_of, read
+from solved import SHARE, SOLVED, logits, pixels_of, read
 from test_train_fit import LABELS, QUICK, double
 from test_train_recipe import save_squares
 from torch import Tensor

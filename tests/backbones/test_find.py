@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import random_task
 from PIL import Image
-from test_cli_words import Shell, shell
+from shell import Shell, shell
 
 import memoro
 from memoro.backbones import Backbone

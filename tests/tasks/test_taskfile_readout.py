@@ -12,7 +12,7 @@ import torch
 from conftest import random_task
 from families import CASES
 from safetensors import safe_open
-from test_taskfile import assert_same, rewrite
+from task_files import assert_same, rewrite
 from trust import add_readout
 
 import memoro

@@ -13,7 +13,7 @@ import torch
 from test_train_recipe import save_squares
 from transformers import ViTConfig, ViTForImageClassification
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 SIZES = {"hidden_size": 12, "num_attention_heads": 1, "num_hidden_layers": 2, "intermediate_size": 24, "patch_size": 4}
 
 pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="the scripts are only in the repository")
