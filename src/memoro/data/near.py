@@ -30,6 +30,8 @@ SAME = 0.95
 Copies as above are over 0.99."""
 MAX_PAIRS = 500_000_000
 MAX_OPENED = 500
+MOST_GROUPED = 100_000
+"""Images all of whose pairs are compared on request."""
 _SMALL = 32
 """Pixels of an edge of the small versions."""
 LARGEST = 0.75
@@ -105,6 +107,18 @@ def near_groups(images: ImageSet) -> NearGroups:
     if images not in _groups:  # it is asked for when a split is chosen, made and described
         _groups[images] = _find_groups(images)
     return _groups[images]
+
+
+def look_alikes(images: ImageSet) -> list[Index]:
+    """The groups of two or more images that are copies or look the same, whatever their classes, the largest first;
+    copies alone where the images were not screened, or are more than 100,000."""
+    numbers = first_copies(images)
+    unique = np.unique(numbers)
+    for group in _connected(images, unique) if images.looks is not None and len(unique) <= MOST_GROUPED else []:
+        numbers[np.isin(numbers, group)] = group[0]
+    order = np.argsort(numbers, kind="stable")
+    parts = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
+    return sorted((part for part in parts if len(part) > 1), key=len, reverse=True)
 
 
 def _find_groups(images: ImageSet) -> NearGroups:
