@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -14,8 +15,10 @@ import torch
 from random_tasks import random_task as random_task
 
 from memoro.backbones import Backbone, load_backbone
+from memoro.backbones import precision as precision_module
 
 _NUMBERS = itertools.count()
+_CPU = precision_module._describe_cpu()
 
 torch.set_num_threads(1)  # tiny models, and two test processes
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
@@ -35,11 +38,19 @@ def shared() -> Path:
     return path
 
 
+def prefer_bfloat16(cache: Path, preferred: bool) -> None:
+    """As if it had been measured on this CPU: what `auto` is does not depend on where tests run."""
+    path = cache / "memoro" / precision_module.FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({_CPU: preferred}))
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kept features stay out of the user's own folder."""
+    """Kept features stay out of the user's own folder; `auto` is float32."""
     path = tmp_path_factory.getbasetemp() / "caches" / str(next(_NUMBERS))  # mktemp would list all others each time
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    prefer_bfloat16(path, os.environ.get("MEMORO_TEST_PRECISION") == "bfloat16")
     return path / "memoro" / "features"
 
 

@@ -60,7 +60,6 @@ def test_warm_up_can_be_left_out_or_be_longer_than_the_training() -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "adam"}, "unknown optimizer 'adam': choose one of sgd, adamw"),
-    ({"precision": "fp16"}, "unknown precision 'fp16': choose one of no, bf16"),
     ({"epochs": 0}, "epochs 0: choose a whole number, 1 or more"),
     ({"epochs": 2.5}, "epochs 2.5: choose a whole number"),
     ({"steps": 0}, "steps 0"),

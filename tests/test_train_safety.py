@@ -204,11 +204,11 @@ def test_what_a_killed_write_left_beside_the_output_is_removed(shell: Any, root:
 
 def test_a_float16_backbone_is_not_trained_on(vit: Any, squares: Path, root: Path, shell: Any) -> None:
     half = load_backbone(vit, dtype=torch.float16)
-    with pytest.raises(TrainingError, match=r"is in float16, .* load it with `dtype='float32'`"):
+    with pytest.raises(TrainingError, match=r"is in float16, .*: choose `precision='bfloat16'`"):
         fit(half, new_task(half, "t", LABELS), squares, **SHORT, **QUICK)
     copy.deepcopy(vit).half().save_pretrained("vit")
-    assert "--set dtype=float32" in shell("train", root / "many", "--lr", 0.1, code=1)
-    shell("train", root / "many", "--lr", 0.1, "--set", "dtype=float32")
+    assert "--precision bfloat16" in shell("train", root / "many", "--lr", 0.1, "--precision", "float16", code=1)
+    shell("train", root / "many", "--lr", 0.1)
 
 
 def test_a_seed_is_recorded_only_where_it_made_the_weights(backbone: Backbone, squares: Path) -> None:

@@ -21,6 +21,12 @@ LOCK = ".lock"
 """Of a folder, while a process has it: see `hold_folder`."""
 
 
+def cache_folder() -> Path:
+    """Where memoro keeps what can be computed again."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "memoro"
+
+
 def free_names(files: Sequence[Path]) -> list[Path]:
     """A name beside each file: all get the same number, the first that none of them has."""
     for number in itertools.count(1):

@@ -59,7 +59,7 @@ def test_the_help_of_train_is_short(capfd: pytest.CaptureFixture[str], monkeypat
     page = printed(capfd, monkeypatch, "train", "--help")
     assert len(page.splitlines()) <= SCREENS
     options = [parameter for parameter in command_of("train").params if parameter.param_type_name == "option"]
-    assert len(options) + 1 <= 24, "with --help"
+    assert len(options) + 1 <= 25, "with --help"
     assert "--set help" in " ".join(page.replace("│", " ").split())
 
 

@@ -58,6 +58,8 @@ class Backbone:
     channels: int = 3
     functions: tuple[str, ...] = field(default=(), repr=False)
     """See `name_functions`: these are not part of the fingerprint, since each library has its own names for them."""
+    checkpoint: Fingerprint | None = field(default=None, repr=False)
+    """The fingerprint of the weights before they were rounded to a precision: tasks go by it."""
 
     @cached_property
     def anatomy(self) -> Anatomy:
@@ -83,9 +85,14 @@ class Backbone:
     def device(self) -> torch.device:
         return self.anatomy.tensors["patch.weight"].device
 
-    @cached_property
+    @property
     def fingerprint(self) -> Fingerprint:
-        """Taken once, at first use: a task file is bound to it."""
+        """What a task file is bound to: the same in every precision."""
+        return self._taken if self.checkpoint is None else self.checkpoint
+
+    @cached_property
+    def _taken(self) -> Fingerprint:
+        """Of these weights, at first use."""
         vars(self)["_versions"] = self._count_versions()
         return take_fingerprint(self.anatomy.tensors, self.anatomy.heads)
 
@@ -110,9 +117,19 @@ class Backbone:
     def convert(self, change: Callable[[Tensor], Tensor]) -> Backbone:
         """The backbone with every weight passed through a function, which may return it as it is."""
         new = replace(self, module=frozen_view(self.module, change, keeps_grad=lambda _: True))
-        if new.dtype == self.dtype and "fingerprint" in vars(self):
+        if new.dtype == self.dtype and "_taken" in vars(self):
             self.check_unchanged()
-            vars(new).update(fingerprint=self.fingerprint, _versions=new._count_versions())  # of the same weights
+            vars(new).update(_taken=self._taken, _versions=new._count_versions())  # of the same weights
+        return new
+
+    def in_precision(self, dtype: torch.dtype) -> Backbone:
+        """The backbone with its weights rounded to another dtype, for tasks of this one. Buffers, such as rotary
+        frequencies, keep theirs, as when `transformers` loads a checkpoint in a dtype."""
+        if dtype == self.dtype:
+            return self
+        module = frozen_view(self.module, _mover(None, dtype), lambda buffer: buffer, keeps_grad=lambda _: True)
+        new = replace(self, module=module, checkpoint=self.fingerprint)
+        vars(new)["_versions"] = new._count_versions()
         return new
 
     def trainable_copy(self, dtype: torch.dtype | None = None) -> TrainableCopy:
@@ -126,10 +143,12 @@ class Backbone:
         It asks torch whether they were written to. That takes no time, but misses writes through `.data`:
         `read_weights` takes the fingerprint again.
         """
-        taken = self.fingerprint
+        known: Fingerprint | None = vars(self).get("_taken")
         changed = vars(self).get("_versions") not in {None, self._count_versions()}
-        if read_weights and not changed:
-            changed = take_fingerprint(self.anatomy.tensors, self.anatomy.heads).digest != taken.digest
+        if known is None and not changed and (read_weights or self.checkpoint is None):
+            known = self._taken
+        elif known is not None and read_weights and not changed:
+            changed = take_fingerprint(self.anatomy.tensors, self.anatomy.heads).digest != known.digest
         if changed:
             raise BackboneError(
                 f"the weights of {self.name} have changed since it was loaded: load the backbone again."

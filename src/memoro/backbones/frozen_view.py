@@ -10,10 +10,12 @@ from torch import Tensor, nn
 def frozen_view(
     module: nn.Module,
     change: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    change_buffer: Callable[[Tensor], Tensor] | None = None,
     *,
     keeps_grad: Callable[[nn.Module], bool] = lambda module: False,
 ) -> nn.Module:
-    """A copy of the module tree that shares its storage, except where `change` returns another tensor.
+    """A copy of the module tree that shares its storage, except where `change` returns another tensor, or for buffers
+    `change_buffer`, if that is given.
 
     The original is only read. Configs are shared, so the view follows a later change of the attention implementation;
     modes, `requires_grad` and hooks are its own, so nothing that is done to it shows in the original. `keeps_grad`
@@ -39,7 +41,7 @@ def frozen_view(
                 else nn.Parameter(change(parameter.detach()), keep and parameter.requires_grad)
             )
         for name, buffer in old._buffers.items():
-            new._buffers[name] = None if buffer is None else change(buffer.detach())
+            new._buffers[name] = None if buffer is None else (change_buffer or change)(buffer.detach())
         for name, child in old._modules.items():
             new._modules[name] = None if child is None else visit(child, keep)
         new._non_persistent_buffers_set = set(old._non_persistent_buffers_set)

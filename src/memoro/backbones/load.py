@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memoro.backbones.backbone import Backbone, BackboneRecord
+from memoro.backbones.precision import Precision, choose_dtype
 from memoro.backbones.processor import read_processor
 from memoro.errors import BackboneError, first_line
 
@@ -33,6 +34,7 @@ def load_backbone(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     processor: Any = None,
+    precision: Precision | None = None,
 ) -> Backbone:
     """A frozen view of a Vision Transformer: of a hub id, a folder, or a model of `transformers` or `timm`.
 
@@ -40,22 +42,41 @@ def load_backbone(
     pretrained model of this name, such as `timm:vit_small_patch14_dinov2`. For `task.spec.backbone` it finds the one
     that a task was made for (see `find_backbone`). Code that comes with a checkpoint is never run.
 
-    A model object is read, never changed, and its weights are shared, not copied, unless `dtype` or `device` ask for
-    others. `processor` (an image processor of `transformers`, or memoro's Preprocessing) overrides the checkpoint's.
+    A model object is read, never changed, and its weights are shared, not copied, unless `dtype`, `precision` or
+    `device` ask for others. `processor` (an image processor of `transformers`, or memoro's Preprocessing) overrides the
+    checkpoint's.
+
+    `precision` is what the backbone computes in: float32, bfloat16, float16, or auto, which is bfloat16 for a
+    checkpoint on a device that is faster in it, and float32 on others; a model object stays as it is. Weights are
+    rounded after the fingerprint was taken, so a task fits the backbone in every precision. With `dtype`, the rounded
+    weights are a backbone of their own. Without either, weights keep the checkpoint's dtype.
     """
     kind = _dtype(dtype)
+    if kind is not None and precision is not None:
+        raise BackboneError("`dtype` and `precision` both say what to compute in: leave one of them out.")
     if isinstance(source, Backbone):
         if processor is not None:
             source = replace(source, preprocessing=read_processor(processor, source.preprocessing))
-        return source.to(device, kind)
+        return _in_precision(source.to(device, kind), precision)
     if isinstance(source, nn.Module):
         model = getattr(source, "_orig_mod", source)  # what torch.compile was given
-        return _wrap(model, type(model).__name__, processor).to(device, kind)
+        return _in_precision(_wrap(model, type(model).__name__, processor).to(device, kind), precision)
     if isinstance(source, BackboneRecord):
         from memoro.backbones.find import find_backbone
 
-        return find_backbone(source, dtype=kind, device=device, processor=processor)
-    return load_checkpoint(str(source), kind, device, processor)
+        found = find_backbone(source, dtype=kind, device=device, processor=processor)
+    else:
+        found = load_checkpoint(str(source), kind, device, processor)
+    if precision is None:
+        return found
+    rounded = found.in_precision(choose_dtype(precision, found.device))
+    return replace(rounded, model=rounded.module) if rounded is not found else found  # nobody else has the other
+
+
+def _in_precision(backbone: Backbone, precision: Precision | None) -> Backbone:
+    """A user's backbone, rounded only if a precision was named."""
+    dtype = None if precision is None else choose_dtype(precision, torch.device("meta"))
+    return backbone if dtype is None or precision == "auto" else backbone.in_precision(dtype)
 
 
 def load_checkpoint(

@@ -11,6 +11,7 @@ from memoro.cli.options import (
     DeviceOption,
     Json,
     OthersOption,
+    PrecisionOption,
     TaskBackboneOption,
     TaskFiles,
     keep_old,
@@ -38,6 +39,7 @@ def evaluate_tasks(
     tasks: TaskFiles,
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
+    precision: PrecisionOption = "auto",
     others: Annotated[
         list[str] | None,
         typer.Option("--others", help="Other images, which the task should flag as unfamiliar; repeat for more."),
@@ -74,7 +76,7 @@ def evaluate_tasks(
     changes = read_settings("eval", settings)
     reading: dict[str, Any] = {"workers": None, **flags, **changes[DataOptions]}
     reading["batch_size"] = AnswerOptions(**changes[AnswerOptions]).batch_size
-    frozen, loaded = load_models(tasks, backbone, device)
+    frozen, loaded = load_models(tasks, backbone, device, precision)
     errors = plain_console(stderr=True, soft_wrap=True)
     log = shell_log(errors, context)
     page = out or (Path("report.html") if report else None)
@@ -104,6 +106,7 @@ def calibrate_task(
     data: Annotated[str, typer.Argument(help="Labelled images that the task was not trained on.", show_default=False)],
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
+    precision: PrecisionOption = "auto",
     extends: Annotated[
         list[str] | None,
         typer.Option("--extends", help="Task file or hub id that it extends; repeat for more.", show_default=False),
@@ -132,7 +135,7 @@ def calibrate_task(
     task = load_task(file)
     parents = [parent for path in extends or [] for parent in load_tasks(path)]
     console = plain_console(soft_wrap=True)
-    frozen, before = load(backbone, device, task.spec.backbone), task.spec
+    frozen, before = load(backbone, device, task.spec.backbone, precision), task.spec
     calibrate(frozen, task, data, parents=parents, others=others, log=shell_log(console, context), **reading)
     if task.spec is before:
         raise typer.Exit(1)

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from memoro.cli.options import DeviceOption, Json, TaskBackboneOption, TaskFiles, gather_tasks, load, print_json
+from memoro.cli.options import (
+    DeviceOption,
+    Json,
+    PrecisionOption,
+    TaskBackboneOption,
+    TaskFiles,
+    gather_tasks,
+    load,
+    print_json,
+)
 from memoro.console import Cell, plain_console
 
 app = typer.Typer()
@@ -22,6 +31,7 @@ def explain(
     ),
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
+    precision: PrecisionOption = "auto",
     as_json: Json = False,
 ) -> None:
     """memoro explain photo.jpg -t pets.safetensors -o overlay.png
@@ -39,7 +49,7 @@ def explain(
 
     picture_format(out)  # an error before the work
     members = gather_tasks(tasks)
-    model = compose(load(backbone, device, members[0].spec.backbone), members)
+    model = compose(load(backbone, device, members[0].spec.backbone, precision), members)
     found = draw_overlays(model, list(find_images(images)))
     errors = plain_console(stderr=True, soft_wrap=True)
     for reason in found.skipped.values():

@@ -6,15 +6,18 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from memoro.console import plain_console, quoted, to_json
+from memoro.console import PlainConsole, plain_console, quoted, to_json
 from memoro.errors import CompositionError, DataError
 
 if TYPE_CHECKING:
+    import torch
+
     from memoro.backbones import Backbone, BackboneRecord
+    from memoro.backbones.precision import Precision
     from memoro.tasks.task import Task
 
 Number = TypeVar("Number", int, float)
@@ -46,6 +49,14 @@ OthersOption = Annotated[
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or mps.", show_default="a GPU if there is one")
 ]
+PrecisionOption = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(
+        "--precision",
+        metavar="NAME",
+        help="float32, bfloat16, float16 or auto: bfloat16 if the device is faster in it, else float32.",
+    ),
+]
 Files = Annotated[list[str], typer.Argument(help="Task files, bundles or hub ids.", show_default=False)]
 TaskFiles = Annotated[
     list[str],
@@ -66,20 +77,50 @@ def share_cores() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def load(backbone: str | None, device: str | None = None, made_for: BackboneRecord | None = None) -> Backbone:
+def load(
+    backbone: str | None,
+    device: str | None = None,
+    made_for: BackboneRecord | None = None,
+    precision: Precision | None = None,
+) -> Backbone:
     """The backbone of a command, on this device or on the GPU if there is one.
 
-    Without a name, the one that a task was made for, or the shipped one.
+    Without a name, the one that a task was made for, or the shipped one. Without a precision, in the checkpoint's
+    dtype.
     """
     from memoro.backbones import load_backbone
     from memoro.backbones.load import TINY, own_device
 
-    name = name_backbone(backbone)
+    name, place = name_backbone(backbone), own_device(device)
+    console = plain_console(stderr=True, soft_wrap=True)
+    allow_tf32(place, precision)
     if backbone is not None or made_for is None:
-        return load_backbone(name, device=own_device(device))
-    if made_for.name != TINY:
-        plain_console(stderr=True, soft_wrap=True).print(f"backbone: {made_for.name}")
-    return load_backbone(made_for, device=own_device(device))
+        found = load_backbone(name, device=place, precision=precision)
+    else:
+        if made_for.name != TINY:
+            console.print(f"backbone: {made_for.name}")
+        found = load_backbone(made_for, device=place, precision=precision)
+    tell_precision(found, precision, console)
+    return found
+
+
+def tell_precision(backbone: Backbone, precision: Precision | None, console: PlainConsole) -> None:
+    """Says what `auto` chose, if it is not float32."""
+    import torch
+
+    from memoro.backbones.precision import CHOSEN
+
+    if precision == "auto" and backbone.checkpoint is not None and backbone.dtype == torch.bfloat16:
+        console.print(CHOSEN.replace("`precision=float32`", "--precision float32"))
+
+
+def allow_tf32(device: torch.device, precision: str | None) -> None:
+    """Lets a GPU round what stays in float32 to TF32 before products, unless float32 was asked for."""
+    import torch
+
+    if device.type == "cuda" and precision != "float32":
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
 
 
 def name_backbone(backbone: str | None, *, hint: bool = False) -> str:
@@ -117,10 +158,12 @@ def gather_tasks(files: Iterable[str], option: str = "-t") -> list[Task]:
     return _checked(found, option)
 
 
-def load_models(files: Iterable[str], backbone: str | None, device: str | None) -> tuple[Backbone, list[Task]]:
+def load_models(
+    files: Iterable[str], backbone: str | None, device: str | None, precision: Precision
+) -> tuple[Backbone, list[Task]]:
     """The backbone of some files or hub ids, and their tasks."""
     tasks = gather_tasks(files)
-    return load(backbone, device, tasks[0].spec.backbone), tasks
+    return load(backbone, device, tasks[0].spec.backbone, precision), tasks
 
 
 def _checked(found: Sequence[tuple[str, Task]], option: str) -> list[Task]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from memoro.cli.options import DeviceOption, TaskBackboneOption, TaskFiles, load_models, share_cores
+from memoro.cli.options import DeviceOption, PrecisionOption, TaskBackboneOption, TaskFiles, load_models, share_cores
 from memoro.cli.settings import Settings, read_settings, shell_log
 from memoro.console import Bar, format_count, format_time, plain_console
 
@@ -40,6 +40,7 @@ def predict(
     tasks: TaskFiles,
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
+    precision: PrecisionOption = "auto",
     form: Annotated[
         Literal["table", "json", "jsonl", "csv", "parquet"] | None,
         typer.Option(
@@ -138,7 +139,9 @@ def predict(
     workers = reading.pop("workers", None)
     source = open_unlabelled(images, streaming=streaming, **reading)
     count = None if folder else _count(source)
-    frozen, models = load_models(tasks, backbone, "cpu" if cluster.wanted else device)
+    if cluster.wanted:  # all machines have to answer alike
+        device, precision = "cpu", "float32" if precision == "auto" else precision
+    frozen, models = load_models(tasks, backbone, device, precision)
     predictor = Predictor(
         frozen, tuple(models), AnswerOptions(**changes[AnswerOptions], top=top, routing=routing, embeddings=embeddings)
     )

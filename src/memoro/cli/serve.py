@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from memoro.cli.options import DeviceOption, TaskBackboneOption, load, share_cores
+from memoro.cli.options import DeviceOption, PrecisionOption, TaskBackboneOption, load, share_cores
 from memoro.cli.settings import Settings, add_flags, read_settings, shell_log
 from memoro.console import format_count, plain_console, quiet_libraries
 from memoro.serve.options import ServeOptions
@@ -38,6 +38,7 @@ def serve(
     ] = None,
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
+    precision: PrecisionOption = "auto",
     browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     settings: Settings = None,
     **flags: Any,
@@ -65,7 +66,7 @@ def serve(
     options = ServeOptions(allowed_hosts=tuple(flags.pop("allow_host") or ()), **flags, **limits)
     quiet_libraries()
     console = plain_console(stderr=True, soft_wrap=True)
-    store = open_store(tasks or [], partial(load, backbone, device))
+    store = open_store(tasks or [], partial(load, backbone, device, precision=precision))
     model = store.current.model
     console.print(f"{format_count(len(model.names), 'task')} on {model.backbone.name}: {', '.join(model.names) or '-'}")
     for name, reason in store.skipped.items():

@@ -69,7 +69,7 @@ def _serve() -> Sequence[type]:
 _READ = ("image_column", "allow_absolute", "max_unreadable", "batch_size", "workers")
 FIELDS: Mapping[str, Fields] = {
     "train": Fields(
-        _train, ("kind", "label_column", "image_size", "lr", "epochs", "seed", "folder", "resume", "track")
+        _train, ("kind", "label_column", "image_size", "lr", "epochs", "seed", "precision", "folder", "resume", "track")
     ),
     "eval": Fields(_data, ("label_column",), _READ),
     "calibrate": Fields(_data, ("label_column",), _READ[:-1]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,6 +12,7 @@ from memoro.cli.options import (
     DeviceOption,
     Files,
     Json,
+    PrecisionOption,
     TaskBackboneOption,
     TaskFiles,
     gather_tasks,
@@ -74,6 +75,7 @@ def verify(
     tasks: TaskFiles,
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
+    precision: PrecisionOption = "auto",
     images: Annotated[
         list[Path] | None,
         typer.Argument(help="Images to run on; without any, random pixels are used.", show_default=False),
@@ -95,7 +97,7 @@ def verify(
     from memoro.images.finding import find_images
 
     members = gather_tasks(tasks)
-    loaded = load(backbone, device, members[0].spec.backbone)
+    loaded = load(backbone, device, members[0].spec.backbone, precision)
     model = compose(loaded, members)
     receipt = model.verify(sample_pixels(loaded, list(find_images(images)) if images else [], members))
     if as_json:
@@ -114,8 +116,9 @@ def export(
     images: Annotated[
         bool, typer.Option("--images", help="Take resized images as uint8 (NHWC) and normalise them in the graph.")
     ] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the weights, such as float32.", show_default="the checkpoint's")
+    precision: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(metavar="NAME", help="float32, bfloat16 or float16.", show_default="the checkpoint's"),
     ] = None,
 ) -> None:
     """memoro export -t pets.safetensors -t rooms.safetensors -o model.onnx
@@ -128,14 +131,13 @@ def export(
     the backbone's fingerprint are in the file's metadata, as JSON under the
     key memoro.
     """
-    from memoro.backbones import load_backbone
     from memoro.console import format_bytes, format_count
     from memoro.engine.composition import compose
 
     if out.suffix.lower() != ".onnx":
         raise typer.BadParameter(f"--out {out}: the file is an ONNX file, so name it .onnx")
     members = gather_tasks(tasks)
-    loaded = load_backbone(load(backbone, "cpu", members[0].spec.backbone), dtype=dtype)
+    loaded = load(backbone, "cpu", members[0].spec.backbone, precision)
     errors = plain_console(stderr=True, soft_wrap=True)
     errors.print(f"exporting {format_count(len(members), 'task')}; this may take a minute")
     compose(loaded, members).export(out, images=images)

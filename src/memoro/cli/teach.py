@@ -8,7 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from memoro.cli.options import BackboneOption, DeviceOption, Json, LabelColumn, share_cores
+from memoro.cli.options import (
+    BackboneOption,
+    DeviceOption,
+    Json,
+    LabelColumn,
+    PrecisionOption,
+    allow_tf32,
+    share_cores,
+    tell_precision,
+)
 from memoro.cli.settings import Settings, read_settings
 from memoro.console import format_count, make_table, plain_console, quiet_libraries, to_json
 
@@ -37,6 +46,7 @@ def teach(
     start_from: Annotated[str | None, typer.Option(help="Earlier task to go on with: a file or hub id.")] = None,
     image_size: Annotated[int | None, typer.Option(min=16, help="Pixels of an image's edge.")] = None,
     device: DeviceOption = None,
+    precision: PrecisionOption = "auto",
     label_column: LabelColumn = None,
     settings: Settings = None,
     finish: Annotated[
@@ -74,10 +84,12 @@ def teach(
     names = [name for name in (labels or "").split(",") if name.strip()]
     reading: dict[str, Any] = {"label_column": label_column, **read_settings("teach", settings)[DataOptions]}
     session = open_session(
-        photos, task=task, labels=names, kind=kind, backbone=backbone, device=device, image_size=image_size,
-        labels_file=labels_file, start_from=start_from, read_only=finish, **reading,
+        photos, task=task, labels=names, kind=kind, backbone=backbone, device=device, precision=precision,
+        image_size=image_size, labels_file=labels_file, start_from=start_from, read_only=finish, **reading,
     )  # fmt: skip
     console = plain_console(stderr=True, soft_wrap=True)
+    allow_tf32(session.backbone.device, precision)
+    tell_precision(session.backbone, precision, console)
     with session:
         if finish:
             file = out or tasks / f"{session.name}.safetensors"
@@ -93,6 +105,7 @@ def teach(
 
         given = {
             "--task": session.name, "--labels": labels, "--kind": kind, "--backbone": backbone, "--device": device,
+            "--precision": None if precision == "auto" else precision,
             "--labels-file": session.table.path, "--start-from": start_from, "--image-size": image_size,
             "--label-column": label_column,
         }  # fmt: skip
@@ -121,6 +134,7 @@ def suspects(
     ] = None,
     backbone: BackboneOption = None,
     device: DeviceOption = None,
+    precision: PrecisionOption = "auto",
     label_column: LabelColumn = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="CSV file to write.")] = None,
@@ -142,7 +156,7 @@ def suspects(
     from memoro.teach.suspects import suspects_csv
 
     reading: dict[str, Any] = {"label_column": label_column, **read_settings("suspects", settings)[DataOptions]}
-    found = find(data, task=task, backbone=backbone, device=device, **reading)
+    found = find(data, task=task, backbone=backbone, device=device, precision=precision, **reading)
     if out is not None:
         write_whole(out, suspects_csv(found).encode("utf-8", "surrogateescape"))
     if as_json:

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from memoro.backbones.load import own_device
+from memoro.backbones.precision import PRECISION_HELP
 from memoro.cli.options import (
     BackboneOption,
     DeviceOption,
     Json,
+    allow_tf32,
     gather_tasks,
     name_backbone,
     numbers,
@@ -49,6 +51,7 @@ TASK, RUNS, OUTPUT = "Data and task", "Training", "Output"
     },
     epochs={"rich_help_panel": RUNS},
     seed={"rich_help_panel": RUNS},
+    precision={"rich_help_panel": RUNS, "metavar": "NAME", "help": PRECISION_HELP},
     folder={"rich_help_panel": OUTPUT},
     resume={"rich_help_panel": OUTPUT},
     track={"rich_help_panel": OUTPUT, "show_default": False},
@@ -156,6 +159,7 @@ def train(
     sizes = {"cells": cells, "rank": rank, "from_layer": from_layer}
     varied = {name: numbers(text) for name, text in sizes.items() if text is not None}
     lr = flags.pop("lr")
+    allow_tf32(own_device(device), flags["precision"])
     here = find_processes(own_device(device))
     errors = plain_console(stderr=True, soft_wrap=True, quiet=not here.main)
     changes = {**flags, **found[Recipe], **found[TrainOptions], **found[DataOptions], **varied}

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from memoro.engine.streams import BaseLayer, Features
 from memoro.errors import CacheError
+from memoro.files import cache_folder
 
 StoreDtype = Literal["float16", "bfloat16", "float32"]
 
@@ -43,8 +44,7 @@ INDEX = "index checksum"
 
 def default_folder() -> Path:
     """Where features are kept unless the user names another folder."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "memoro" / "features"
+    return cache_folder() / "features"
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ class Predictor:
         how = self.how
         return {
             "backbone": self.backbone.fingerprint.digest,
+            "precision": str(self.backbone.dtype).removeprefix("torch."),
             "tasks": {model.name: _hash(model) for model in self.models},
             "top": how.top,
             "unfamiliar": how.routing.unfamiliar,

@@ -13,6 +13,7 @@ import torch
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
+from memoro.backbones.precision import Precision
 from memoro.errors import TeachError
 from memoro.heads import HeadKind, find_kind
 from memoro.tasks.spec import check_name
@@ -288,6 +289,7 @@ def teach(
     kind: str | None = None,
     backbone: Any = None,
     device: str | None = None,
+    precision: Precision = "auto",
     image_size: int | None = None,
     labels_file: str | Path | None = None,
     start_from: Task | str | Path | None = None,
@@ -299,7 +301,8 @@ def teach(
     `photos` is a folder, a zip or a table, labelled, half labelled or not at all. Decisions are appended to
     `labels_file`, which is `labels.csv` beside the photographs unless another is given. `kind` says what labels are:
     `class`, `labels` (several for an image) or `number`. `start_from` is an earlier task, or its file, to go on with.
-    `read_only` reads labels beside a process that writes them. `reading` are options of `load_data`.
+    `precision` is as in `load_backbone`. `read_only` reads labels beside a process that writes them. `reading` are
+    options of `load_data`.
     """
     start = None if start_from is None else read_start(start_from, task)
     asked: HeadKind | None = find_kind(kind) if kind is not None else None if start is None else start.kind
@@ -313,7 +316,7 @@ def teach(
     try:
         source = start.spec.backbone if backbone is None and start is not None else backbone
         if not isinstance(source, Backbone):
-            source = load_backbone(TINY if source is None else source, device=own_device(device))
+            source = load_backbone(TINY if source is None else source, device=own_device(device), precision=precision)
         name = task or (start.name if start is not None else found.name.replace("/", "-").replace("\\", "-"))
         return Session(found, table, source, name, names, start, image_size)
     except BaseException:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone, load_backbone
+from memoro.backbones.precision import Precision
 from memoro.data import load_data
 from memoro.data.dataset import ImageSet, Splits
 from memoro.errors import TeachError
@@ -114,13 +115,19 @@ def overlaps(learned: Learned) -> list[tuple[str, str, int]]:
 
 
 def suspects(
-    data: Any, *, task: Task | str | Path | None = None, backbone: Any = None, device: str | None = None, **reading: Any
+    data: Any,
+    *,
+    task: Task | str | Path | None = None,
+    backbone: Any = None,
+    device: str | None = None,
+    precision: Precision = "auto",
+    **reading: Any,
 ) -> list[Suspect]:
     """The labels of a data set that are likely to be wrong, most likely first: answers without an image and its
     near-duplicates say something else.
 
     `data` is anything that `load_data` takes, `reading` its options. A `task` names the backbone, the image size and
-    the labels; without one, `backbone` is anything that `load_backbone` takes.
+    the labels; without one, `backbone` is anything that `load_backbone` takes, and `precision` as there.
     """
     known = load_task(task) if isinstance(task, (str, Path)) else task
     if known is not None:
@@ -129,7 +136,7 @@ def suspects(
     images = splits.train or splits.val or splits.test
     assert images is not None
     source = known.spec.backbone if backbone is None and known is not None else backbone
-    chosen: Backbone = load_backbone(*([] if source is None else [source]), device=device)
+    chosen: Backbone = load_backbone(*([] if source is None else [source]), device=device, precision=precision)
     steps = chosen.preprocessing if known is None else known.spec.preprocessing
     options = TrainOptions(quiet=True)
     flat = StatisticsReader(chosen, options, ALONE).read(images, steps or chosen.preprocessing)

@@ -213,6 +213,7 @@ def run_identity(backbone: Backbone, specs: Sequence[RunSpec], cache: Cache | No
             for spec in specs
         ],
         "backbone": backbone.fingerprint.digest,
+        "precision": str(backbone.dtype).removeprefix("torch."),
         "data": [
             {
                 "train": digests[id(spec.splits.train)],

@@ -81,7 +81,7 @@ def evaluate_runs(trainer: Trainer, readouts: ReadOuts, describer: Describer) ->
         out, targets = answers[id(task), split]
         seen = bool(task.spec.training.keys() - {"seed"})  # it was trained before, on images that may be these
         seen = seen or was_seen(task, spec.splits.val)
-        _describe(spec, run, None if not spec.regime.readout else readouts.solve(spec))
+        _describe(spec, run, None if not spec.regime.readout else readouts.solve(spec), trainer.backbone.dtype)
         validated = answers.get((id(task), "val"))
         if spec.regime.readout == 1:
             held_out = readouts.solve(spec).held_out, spec.train.targets
@@ -129,7 +129,7 @@ def _answer_held_out(trainer: Trainer, readouts: ReadOuts) -> dict[tuple[int, st
     return answers
 
 
-def _describe(spec: RunSpec, run: Run | None, readout: SolvedReadOut | None) -> None:
+def _describe(spec: RunSpec, run: Run | None, readout: SolvedReadOut | None, computed: torch.dtype) -> None:
     """Records in the task how it was trained."""
     images, task, facts = spec.train, spec.task, dict[str, Any]()
     known = task.spec.training  # of an earlier training, or where a sweep made the task
@@ -152,6 +152,7 @@ def _describe(spec: RunSpec, run: Run | None, readout: SolvedReadOut | None) -> 
             "data": spec.splits.name,
             "images": len(images),
             "regime": spec.regime.name,
+            "precision": str(computed).removeprefix("torch."),
             **facts,
             **({"balance": True} if spec.recipe.balance else {}),
             "trained_parameters": trained,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memoro.backbones import Backbone, require_backbone
+from memoro.backbones import Backbone, load_backbone, require_backbone
 from memoro.console import format_bytes, quoted
 from memoro.data import Splits, load_data
 from memoro.data.augment import output_size
@@ -193,11 +193,13 @@ def train_runs(
     from memoro.training.runfolder import lock_folder
 
     need("accelerate")
+    options = replace(options or TrainOptions(), **changes)
+    if any(spec.regime.composes for spec in specs):
+        backbone = load_backbone(backbone, precision=options.precision)
     _check_specs(backbone, specs)
     for spec in specs:
         spec.task.prepare_training(backbone)
     processes = find_processes(backbone.device)
-    options = replace(options or TrainOptions(), **changes)
     if not processes.main:
         options = replace(options, quiet=True, log=None)
     with lock_folder(options.folder) if options.folder is not None and processes.main else nullcontext():
@@ -255,8 +257,7 @@ def _check_specs(backbone: Backbone, specs: Sequence[RunSpec]) -> None:
             raise TrainingError(f"{task.name!r} is an ensemble: continue its members with train(…, start_from=task).")
     if backbone.dtype == torch.float16:
         raise TrainingError(
-            f"{backbone.name} is in float16, in which gradients underflow: load it with "
-            "`dtype='float32'` or 'bfloat16'."
+            f"{backbone.name} is in float16, in which gradients underflow: choose `precision='bfloat16'` or 'float32'."
         )
     backbone.check_unchanged(read_weights=True)
     older = ancestors(tasks)

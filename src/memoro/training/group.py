@@ -30,7 +30,7 @@ from memoro.training.run import Run, ancestors, join_tasks
 
 LEFT_OUT = "leave-one-out"
 """The split of a read-out without any other: each training image is answered by a solution without it."""
-IN_COMMON = ("epochs", "steps", "batch_size", "accumulate", "views", "precision", "data_seed")
+IN_COMMON = ("epochs", "steps", "batch_size", "accumulate", "views", "data_seed")
 """Fields of the recipe that are the same for all runs of a group."""
 
 
@@ -238,9 +238,6 @@ class Loaders:
 
 def build_groups(specs: Sequence[RunSpec], loaders: Loaders) -> tuple[list[RunGroup], list[Run]]:
     """The groups that the runs form, and the runs in the order of the specs."""
-    precisions = {spec.recipe.precision for spec in specs}
-    if len(precisions) > 1:
-        raise TrainingError(f"all runs of a pass need the same precision, not {' and '.join(sorted(precisions))}.")
     together: dict[Any, list[RunSpec]] = {}
     for spec in specs:
         together.setdefault(spec.group_key, []).append(spec)

@@ -80,7 +80,8 @@ class Trainer:
 
     def autocast(self) -> torch.autocast:
         # Not Accelerate's own: that is one setting for the whole life of a process.
-        low = self.groups[0].recipe.precision == "bf16"
+        # Tasks compute in the backbone's dtype; a baseline may train the backbone's weights, which stay in float32.
+        low = self.options.precision == "bfloat16" and not self.trained[0].regime.composes
         return torch.autocast(self.backbone.device.type, dtype=torch.bfloat16, enabled=low)
 
     def fill_cache(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memoro.arguments import plain_int
+from memoro.backbones.precision import PRECISION_HELP, Precision, check_precision
 from memoro.console import plain_console
 from memoro.data import Augment
 from memoro.errors import TrainingError
@@ -21,7 +22,6 @@ from memoro.regimes import Regime, find_regime
 from memoro.training.cached import Cache
 
 OptimizerName = Literal["sgd", "adamw"]
-Precision = Literal["no", "bf16"]  # fp16 would need loss scaling; bf16 does not
 
 MINIMUM = {
     "epochs": 1,
@@ -75,7 +75,6 @@ class Recipe:
     """New views in every epoch, as in the paper, leave nothing for a cache to keep."""
     patience: int = option(0, "Stop a run after this many epochs without a better validation score; 0: never.")
     accumulate: int = option(1, "Batches per optimiser step (gradient accumulation).")
-    precision: Precision = option("no", "Mixed precision: bf16, or no for the backbone's dtype.")
     seed: int = option(0, "Seed of the initial weights.")
     """Of tasks that `train` makes; a task given to `fit` has its own."""
     data_seed: int = option(0, "Seed of image order, augmentation and validation split.")
@@ -85,10 +84,6 @@ class Recipe:
         if self.optimizer not in get_args(OptimizerName):
             raise TrainingError(
                 f"unknown optimizer {self.optimizer!r}: choose one of {', '.join(get_args(OptimizerName))}."
-            )
-        if self.precision not in get_args(Precision):
-            raise TrainingError(
-                f"unknown precision {self.precision!r}: choose one of {', '.join(get_args(Precision))}."
             )
         if not isinstance(self.augment, Augment):
             raise TrainingError(f"augment {self.augment!r}: pass a memoro.data.Augment, such as Augment(flip=0.5).")
@@ -188,7 +183,8 @@ class TrainOptions:
         "Cross-validation folds, to compare runs and to calibrate; 0: a validation split.",
         shown="4 for small datasets",
     )
-    dtype: str | None = option(None, "Dtype of the backbone, such as float32.", shown="the checkpoint's")
+    precision: Precision = option("auto", PRECISION_HELP)
+    """`auto` leaves a model object as it is; what is trained, read-outs, losses and the optimiser are in float32."""
     folder: Path | None = option(
         None, "Run folder for metrics, settings, checkpoint and report.", shown="runs/TASK", typed=str | None
     )
@@ -209,6 +205,7 @@ class TrainOptions:
             object.__setattr__(self, "folder", Path(self.folder))  # a string is accepted
         if self.folds is not None and (self.folds < 0 or self.folds == 1):
             raise TrainingError(f"{self.folds} folds: choose 2 or more, or 0 for a validation split.")
+        check_precision(self.precision)
 
     @property
     def checkpoint(self) -> Path | None:
@@ -231,6 +228,7 @@ class TrainOptions:
 REMOVED = {
     "streaming": "data sets of the hub are downloaded; leave it out",
     "halving": "all runs are trained to the end; try fewer values, or stop runs with patience",
+    "dtype": "precision says what the backbone computes in",
 }
 """Options of earlier versions, and what to do without each."""
 

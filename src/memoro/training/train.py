@@ -9,9 +9,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, overload
 
+import torch
+
 from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
+from memoro.backbones.precision import CHOSEN
 from memoro.data import Augment
 from memoro.data.dataset import MAX_UNREADABLE
 from memoro.engine.parents import check_together
@@ -70,7 +73,7 @@ def train(
     dict of results is returned. A list of label columns does the same for the columns of one table. `kind` says what
     the labels are: `class`, `labels` (several for an image) or `number`; by default the data decides. `image_column`,
     `allow_absolute` and `max_unreadable` are as in `load_data`. `backbone` is a Backbone, or anything that
-    load_backbone takes; then `device` (None: a GPU if there is one) and the option `dtype` are used.
+    load_backbone takes; then `device` (None: a GPU if there is one) is used. `precision` is as there.
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
 
@@ -137,11 +140,14 @@ def train(
     if target is not None:
         check_target(target, several=len(sources) > 1)
     stays = isinstance(backbone, Backbone) and device is None
-    backbone = load_backbone(backbone, device=None if stays else own_device(device), dtype=options.dtype)
+    rounds = options.precision if chosen.composes else None
+    backbone = load_backbone(backbone, device=None if stays else own_device(device), precision=rounds)
     main = find_processes(backbone.device).main
     if not main:
         options = replace(options, quiet=True, log=None)
 
+    if options.precision == "auto" and backbone.checkpoint is not None and backbone.dtype == torch.bfloat16:
+        options.note(CHOSEN)
     if not own_recipe and recipe.views == 1 and "views" not in changes and _asks_for_views(recipe.augment):
         recipe = replace(recipe, views=RECIPES["paper"][1].views)
         options.note(f"random crops and flips need several views of an image: using {recipe.views} (`views`).")
@@ -217,7 +223,7 @@ def train(
 
 def _check_solved(sizes: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     """Raises where options were given that mean nothing for a read-out."""
-    gradients = {field.name for field in fields(Recipe)} - {"balance", "data_seed", "precision", "val_fraction"}
+    gradients = {field.name for field in fields(Recipe)} - {"balance", "data_seed", "val_fraction"}
     usual = RECIPES["default"][1]
     given = [name for name, value in sizes.items() if value is not None]
     given += [name for name, value in changes.items() if name in gradients and value != getattr(usual, name)]

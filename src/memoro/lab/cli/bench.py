@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,7 +28,7 @@ def bench_engine_command(
     cells: Annotated[int, typer.Option(help="Memory cells of each task in each layer.")] = 5,
     rank: Annotated[int, typer.Option(help="Rank of each task's low-rank weights (regime side).")] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the fastest is reported.")] = 5,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    precision: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(metavar="NAME")] = "float32",
     device: DeviceOption = None,
     as_json: Json = False,
 ) -> None:
@@ -43,13 +43,13 @@ def bench_engine_command(
     results: dict[str, Any] = {}
     for size in patch:
         with bar(f"ViT-B/{size}", rounds * candidate_count(counts, starts, rank)) as tick:
-            backbone = load_backbone(random_vit(size), dtype=dtype, device=own_device(device))
+            backbone = load_backbone(random_vit(size), precision=precision, device=own_device(device))
             sizes = {"cells": cells, "rank": rank, "batch": batch}
             rows = bench_engine(backbone, counts=counts, forks=starts, rounds=rounds, tick=tick, **sizes)
         results[f"ViT-B/{size}"] = [asdict(row) for row in rows]
         if not as_json:
             own = f"{cells} cells" + (f", rank {rank}" if rank else "")
-            plain_console().print(engine_table(f"ViT-B/{size} at 224, batch {batch}, {dtype}, {own}", rows))
+            plain_console().print(engine_table(f"ViT-B/{size} at 224, batch {batch}, {precision}, {own}", rows))
     if as_json:
         print_json(results)
 
