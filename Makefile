@@ -63,10 +63,44 @@ test-serve: .venv/ready .venv-serve/ready
 	.venv-timm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
+.venv-oldest/ready: pyproject.toml scripts/oldest.py
+	$(PYTHON) -m venv .venv-oldest
+	$(PYTHON) scripts/oldest.py > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt -e '.[dev]'
+	touch $@
+
+.venv-release/ready:
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --quiet --disable-pip-version-check build twine pytest
+	touch $@
+
+.venv-integrations/ready: pyproject.toml tests_integrations/requirements.txt
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/pip install --quiet --disable-pip-version-check -r tests_integrations/requirements.txt
+	.venv-integrations/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
 .venv-serve/ready: tests_serve/requirements.txt
 	$(PYTHON) -m venv .venv-serve
 	.venv-serve/bin/pip install --quiet --disable-pip-version-check -r tests_serve/requirements.txt
 	touch $@
 
+# The oldest versions that pyproject.toml allows.
+test-oldest: .venv-oldest/ready
+	.venv-oldest/bin/python -m pytest
+
+# Wheel and sdist in dist/; then both in clean environments, the core and each extra (several gigabytes).
+dist: .venv-release/ready
+	rm -rf dist
+	.venv-release/bin/python -m build
+	.venv-release/bin/twine check --strict dist/*
+
+test-release: dist
+	.venv-release/bin/python -m pytest tests_release
+
+# Other people's libraries with memoro, each as the guide shows it (docs/integrations.md).
+test-integrations: .venv-integrations/ready
+	.venv-integrations/bin/python -m pytest tests_integrations
+
 clean:
-	rm -rf .venv .venv-timm .venv-serve .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-timm .venv-serve .venv-oldest .venv-release .venv-integrations dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

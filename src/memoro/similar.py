@@ -76,7 +76,9 @@ class ImageIndex:
         """The index of a folder, zip, table or hub id, or of a list of images. Statistics are kept on disk."""
         images = _open(photos, workers)
         if len(images) > LARGEST:
-            raise DataError(f"{len(images):,} images: an index holds {LARGEST:,}. Pass memoro.embed() to FAISS or LanceDB.")
+            raise DataError(
+                f"{len(images):,} images: an index holds {LARGEST:,}. Pass memoro.embed() to FAISS or LanceDB."
+            )
         chosen = open_backbone(backbone, device)
         read = statistics_of(images, chosen, image_size=image_size, cache=cache, workers=workers, quiet=quiet)
         weight, bias = _find_projection(read, len(images))
@@ -177,7 +179,7 @@ def _find_projection(read: Read, count: int) -> tuple[Tensor, Tensor]:
     chosen = torch.zeros(len(system.values), len(kept), dtype=torch.double)
     chosen[kept, torch.arange(len(kept))] = spread / spread.min()
     weight, bias = system.unfold(chosen, torch.zeros(len(kept), dtype=torch.double))
-    return weight.half(), bias.half()
+    return weight.half().contiguous(), bias.half()
 
 
 def _project(read: Read, count: int, weight: Tensor, bias: Tensor) -> Tensor:

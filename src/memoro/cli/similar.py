@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,7 +61,7 @@ def similar(
         picture_format(out)  # an error before the work
     errors = plain_console(stderr=True, soft_wrap=True)
     name = name_backbone(backbone)
-    rows: list[tuple[str, list[tuple[str, float | None]]]]
+    rows: list[tuple[str, Sequence[tuple[str, float | None]]]]
     if find_duplicates:
         from memoro.similar import duplicates
 
@@ -87,7 +88,10 @@ def similar(
     if out is not None and rows:
         shown = [[(image, None), *matches[:top]] for image, matches in rows]
         titles = [
-            [draw_cell(open_image(at, draft=512), Path(at).name, "" if score is None else f"{score:.3f}") for at, score in row]
+            [
+                draw_cell(open_image(at, draft=512), Path(at).name, "" if score is None else f"{score:.3f}")
+                for at, score in row
+            ]
             for row in shown
         ]
         save_picture(draw_sheet(titles), out)
@@ -97,6 +101,8 @@ def similar(
     elif as_json:
         print_json({image: [{"image": one, "similarity": score} for one, score in matches] for image, matches in rows})
     else:
-        lines = [(image, one, "" if score is None else f"{score:.3f}") for image, matches in rows for one, score in matches]
+        lines = [
+            (image, one, "" if score is None else f"{score:.3f}") for image, matches in rows for one, score in matches
+        ]
         columns = ["image", "looks like", *([] if find_duplicates else ["similarity"])]
         plain_console().print(make_table(columns, [line[: len(columns)] for line in lines], left=2))
