@@ -1,8 +1,9 @@
-# make demo | test | test-all | check | format | bench | test-lab | test-slow | test-timm | test-serve | test-browser | test-ray | clean
+# make demo | test | docs | test-all | check | format | bench | test-lab | test-slow | test-timm | test-serve | test-browser | test-ray | test-oldest | test-integrations | dist | test-release | clean
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all check format bench test-lab test-slow test-timm test-serve test-browser test-ray clean
+.PHONY: demo test docs test-all check format bench test-lab test-slow test-timm test-serve test-browser test-ray \
+	test-oldest test-integrations dist test-release clean
 
 demo: .venv/ready
 	$(BIN)/memoro demo
@@ -11,8 +12,14 @@ test: .venv/ready
 	@echo "left out: the tests of the laboratory (make test-lab), in a browser (make test-browser), with timm (make test-timm) and others (make test-all)"
 	$(BIN)/python -m pytest
 
+# The site: build/site/index.html. Building and reading it need no network, once .venv-docs is there.
+docs: .venv/ready .venv-docs/ready
+	rm -rf build/reference
+	PYTHONPATH=scripts $(BIN)/python -m website build/reference
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+
 # Each of these has an environment or downloads of its own, or takes long.
-test-all: test test-lab test-slow test-timm test-serve test-browser test-ray
+test-all: test test-lab test-slow test-timm test-serve test-browser test-ray test-oldest test-integrations test-release
 
 test-slow: .venv/ready
 	$(BIN)/python -m pytest -m slow tests tests/lab tests/scripts
@@ -80,6 +87,11 @@ test-serve: .venv/ready .venv-serve/ready
 	.venv-integrations/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
+.venv-docs/ready: docs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	touch $@
+
 .venv-serve/ready: tests_serve/requirements.txt
 	$(PYTHON) -m venv .venv-serve
 	.venv-serve/bin/pip install --quiet --disable-pip-version-check -r tests_serve/requirements.txt
@@ -103,4 +115,4 @@ test-integrations: .venv-integrations/ready
 	.venv-integrations/bin/python -m pytest tests_integrations
 
 clean:
-	rm -rf .venv .venv-timm .venv-serve .venv-oldest .venv-release .venv-integrations dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-timm .venv-serve .venv-docs .venv-oldest .venv-release .venv-integrations build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -27,7 +27,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.data import ImageSet, Loader
 from memoro.engine.streams import pool_pass
-from memoro.tasks.taskspec import ReadOut
+from memoro.tasks.spec import ReadOut
 from memoro.teach.learning import Lesson, find_groups, solve, used_labels
 from memoro.teach.suggestions import Scene, suggest
 from memoro.teach.suspects import rank

@@ -28,8 +28,8 @@ from memoro.evaluation.calibrate import read_photographs
 from memoro.evaluation.evaluate import auroc
 from memoro.evaluation.metrics import measure
 from memoro.tasks.familiarity import FALSE_ALARMS, Familiarity, FamiliarityBank, Others, fit_familiarity
+from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
-from memoro.tasks.taskspec import ReadOut
 from memoro.training import Cache, TrainOptions
 from memoro.training.distributed import ALONE
 from memoro.training.statistics import StatisticsReader

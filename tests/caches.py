@@ -21,8 +21,8 @@ from memoro.data import Augment, ImageSet, Loader, Splits, load_data
 from memoro.engine import featurestore
 from memoro.engine.featurestore import RecordFormat
 from memoro.engine.streams import Features
+from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task, new_task
-from memoro.tasks.taskspec import ReadOut
 from memoro.training import Cache, cached, fit
 from memoro.training.cached import CachedLoader, fill_caches
 from memoro.training.run import build_forward

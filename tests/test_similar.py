@@ -123,7 +123,9 @@ def test_is_kept_in_a_file(photos: Path, tmp_path: Path, backbone: Backbone) -> 
 def copies(folder: Path) -> None:
     """Of one photograph: the same file, half its size, compressed; and one that only looks a little like it."""
     rng = np.random.default_rng(5)
-    smooth = Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)).resize((256, 256), Image.Resampling.BICUBIC)
+    smooth = Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)).resize(
+        (256, 256), Image.Resampling.BICUBIC
+    )
     smooth.save(folder / "a.png")
     (folder / "b.png").write_bytes((folder / "a.png").read_bytes())
     smooth.resize((128, 128)).save(folder / "c.png")

@@ -93,7 +93,9 @@ def test_the_core_alone(pattern: str, tmp_path: Path) -> None:
     assert "photo.png,colours," in said
     assert "memoro similar" in run(tmp_path, memoro, "--help")
     installed = run(tmp_path, python, "-m", "pip", "list", "--format", "freeze")
-    assert not {"torchvision", "datasets", "accelerate", "scikit-learn"} & {line.partition("==")[0] for line in installed.split()}
+    assert not {"torchvision", "datasets", "accelerate", "scikit-learn"} & {
+        line.partition("==")[0] for line in installed.split()
+    }
 
 
 def test_every_extra_has_a_use() -> None:

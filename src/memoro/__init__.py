@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from memoro.similar import ImageIndex as ImageIndex
     from memoro.similar import duplicates as duplicates
     from memoro.similar import similar as similar
-    from memoro.tasks.reproduction import import_tasks as import_tasks
+    from memoro.tasks.importing import import_tasks as import_tasks
     from memoro.tasks.task import Task as Task
     from memoro.tasks.task import new_task as new_task
     from memoro.tasks.taskfile import load_task as load_task
@@ -74,7 +74,7 @@ _PUBLIC = {
     "images": ["Preprocessing"],
     "serve.client": ["Client"],
     "similar": ["ImageIndex", "duplicates", "similar"],
-    "tasks.reproduction": ["import_tasks"],
+    "tasks.importing": ["import_tasks"],
     "tasks.task": ["Task", "new_task"],
     "tasks.taskfile": ["load_task", "load_tasks", "save_task", "save_tasks"],
     "teach.session": ["teach"],

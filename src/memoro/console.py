@@ -59,7 +59,7 @@ def plain_column(field: str) -> TextColumn:
 
 LONG_WORD = 16
 Cell = str | list[str]
-"""Of a table: a text, or its lines."""
+"""A cell of a table: a text, or its lines."""
 
 
 def make_table(
@@ -86,15 +86,15 @@ def make_table(
 
 
 def fits(table: Table, width: int) -> bool:
-    """Whether a terminal of this many columns shows all of a table."""
+    """Whether the whole table fits into a terminal of this many columns."""
     lines = Segment.split_lines(plain_console(width=width).render(table))
     return max(map(Segment.get_line_length, lines)) <= width
 
 
 NARROW = 110
-"""Columns of a terminal, below which a bar is short."""
+"""A terminal with fewer columns gets a short bar."""
 LINE_SECONDS = 10.0
-"""If stderr is not a terminal, progress is a line of text every this many seconds."""
+"""Seconds between lines of progress if stderr is not a terminal."""
 
 
 class Bar:

@@ -2,7 +2,7 @@
 
 
 def first_line(error: BaseException | None) -> str:
-    """What another library's error says, for a message of memoro; the name of its type where it says nothing."""
+    """What another library's error says, for a message of memoro; the name of its type if it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -18,7 +18,7 @@ from filelock import FileLock
 from memoro.errors import TaskFileError
 
 LOCK = ".lock"
-"""Of a folder, while a process has it: see `hold_folder`."""
+"""The name of the lock file of a folder: see `hold_folder`."""
 
 
 def cache_folder() -> Path:
@@ -89,17 +89,17 @@ def open_whole(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise _explain(error, path, temporary) from None
     finally:
-        with suppress(OSError):  # where its folder is not a folder
+        with suppress(OSError):  # if its folder is not a folder
             temporary.unlink(missing_ok=True)
 
 
 def _new_name(path: Path) -> Path:
-    """A hidden name beside the path that nobody else writes to."""
+    """A hidden path beside the file that no other process writes to."""
     return path.parent / f".{path.name[:40]}.{uuid.uuid4().hex}.part"
 
 
 def left_behind(place: Path) -> list[Path]:
-    """What a process that was killed while it wrote left beside a file, or in a folder."""
+    """What a killed process left half-written beside a file, or in a folder."""
     folder, name = (place, "*") if place.is_dir() else (place.parent, glob.escape(place.name[:40]))
     return [part for part in folder.glob(f".{name}.*.part") if re.fullmatch(r".*\.[0-9a-f]{32}\.part", part.name)]
 
@@ -161,7 +161,7 @@ def _explain(error: OSError, path: Path, temporary: Path) -> Exception:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes sure that a renamed or removed file stays so after a power failure, where the system allows it."""
+    """Makes sure that a renamed or removed file stays so after a power failure, if the system allows it."""
     with suppress(OSError):  # Windows does not open folders
         handle = os.open(folder, os.O_RDONLY)
         try:

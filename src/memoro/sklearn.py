@@ -18,8 +18,8 @@ from memoro.heads import HEADS, HeadKind
 from memoro.images import PICTURE_TYPES
 from memoro.tasks.readout import SolvedReadOut, solve_readout
 from memoro.tasks.ridge import BLOCK, RidgeSystem
+from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task, new_task
-from memoro.tasks.taskspec import ReadOut
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, TransformerMixin
@@ -273,7 +273,7 @@ def find_images(given: Any) -> Any:
 
 
 def smallest(rows: Rows) -> Rows:
-    """A copy of the rows, in float16 where that changes nothing, as for statistics that were kept on disk."""
+    """A copy of the rows, in float16 if that changes nothing, as for statistics that were kept on disk."""
     with np.errstate(over="ignore"):
         half = rows.astype(np.float16)
     return half if np.array_equal(half, rows) else rows.copy()

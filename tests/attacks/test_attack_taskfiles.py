@@ -21,7 +21,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.errors import CompositionError, TaskFileError
 from memoro.evaluation.inspect import inspect_tables, inspect_tasks
-from memoro.tasks.card import write_card
+from memoro.tasks.hub import write_card
 from memoro.tasks.task import Task
 
 TRAINING: dict[str, Any] = {

@@ -55,14 +55,14 @@ def test_a_test_split_of_training_images_only_is_none(leaky: Path, backbone: Bac
     assert train(leaky, backbone, regime="side").metrics["split"] == "val"
     told: list[str] = []
     train(leaky, backbone, regime="side", val_fraction=0, log=told.append)
-    assert any("nothing tells how good it is" in text for text in told)
+    assert any("there is no estimate of its accuracy" in text for text in told)
 
 
 def test_an_evaluation_leaves_out_what_was_learned(leaky: Path, backbone: Backbone, tmp_path: Path) -> None:
     task, told = train(leaky, backbone, regime="head").task, list[str]()
     found = memoro.evaluate(backbone, task, leaky, workers=0, log=told.append)["leaky"]
     assert (found["images"], found["learned_images"]) == (8, 8)
-    assert any("8 images of leaky:test, such as" in text and "were learned from" in text for text in told)
+    assert any("8 images of leaky:test, such as" in text and "were trained on" in text for text in told)
     page = memoro.evaluate(backbone, task, leaky, workers=0, report=tmp_path / "report.html")["leaky"]
     assert page == found
     for path in leaky.rglob("copy-*"):
@@ -80,7 +80,7 @@ def test_an_evaluation_leaves_out_copies_of_more_images_than_a_file_records(
     for more in ({}, {"report": tmp_path / "report.html"}):
         found = memoro.evaluate(backbone, task, leaky, workers=0, log=told.append, **more)["leaky"]
         assert (found["images"], found["learned_images"]) == (8, 8)
-        assert any("8 images of leaky:test, such as" in text and "were learned from" in text for text in told)
+        assert any("8 images of leaky:test, such as" in text and "were trained on" in text for text in told)
         assert not any("overestimates" in text for text in told)
     # Copies of images that are not in train of this set: which ones is not known.
     told.clear()

@@ -17,8 +17,8 @@ from memoro.backbones import Backbone
 from memoro.cli import app
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import Familiarity, Others, fit_familiarity
+from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
-from memoro.tasks.taskspec import ReadOut
 
 
 def draw(count: int, dim: int, classes: int, seed: int, shift: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -25,8 +25,7 @@ from memoro.cli import app
 from memoro.data import ImageSet, Splits, load_data
 from memoro.demo.drawings import draw_letters
 from memoro.errors import TrainingError
-from memoro.tasks.ensemble import join_members
-from memoro.tasks.task import Task, new_task
+from memoro.tasks.task import Task, join_members, new_task
 from memoro.training import fit
 from memoro.training.fit import regime_of
 

@@ -21,9 +21,8 @@ from memoro.backbones import Backbone
 from memoro.errors import CompositionError, TaskError, TaskFileError, TrainingError
 from memoro.evaluation.inspect import describe_task, inspect_file, inspect_tables
 from memoro.lab.baselines import BASELINES
-from memoro.tasks.ensemble import join_members, split_members
 from memoro.tasks.mask import trace_lineage
-from memoro.tasks.task import Task
+from memoro.tasks.task import Task, join_members, split_members
 from memoro.training.warmstart import start_from
 
 

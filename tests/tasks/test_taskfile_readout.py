@@ -19,9 +19,8 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.errors import CompositionError, TaskFileError
 from memoro.tasks.calibration import Calibration
-from memoro.tasks.ensemble import join_members
-from memoro.tasks.task import Task
-from memoro.tasks.taskspec import ReadOut
+from memoro.tasks.spec import ReadOut
+from memoro.tasks.task import Task, join_members
 
 
 def written_format(path: Path) -> int:

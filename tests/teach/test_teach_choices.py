@@ -12,7 +12,7 @@ from sessions import COLOURS, backbone, draw, kept_elsewhere
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import TeachError
-from memoro.tasks.taskspec import ReadOut
+from memoro.tasks.spec import ReadOut
 from memoro.teach.learning import Lesson, advise, solve
 from memoro.teach.suggestions import WAYS, Scene, suggest
 from memoro.teach.suspects import Suspect, doubts, overlaps, suspects_csv

@@ -1,4 +1,4 @@
-"""The one small protocol through which memoro sees every Vision Transformer."""
+"""The protocol through which memoro sees every Vision Transformer."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Block:
     mlp_parts: MlpParts
     scale2: Map
     attention_norm: Map = identity
-    """Between attention and `project`, where the model has a norm there."""
+    """Between attention and `project`, if the model has a norm there."""
     residual_first: bool = False
     """The order of the operands in the original's sums: a sum takes its memory layout from the first, and by that
     torch picks the order in which a later mean over tokens is added up."""
@@ -139,7 +139,7 @@ class Anatomy:
     finish_token: Map
     """Task tokens (…, dim) after the last layer through the class token's final norm."""
     class_token: Tensor | None
-    """The pre-trained class token (dim) without its position, None where the family has none."""
+    """The pre-trained class token (dim) without its position, None if the family has none."""
     tensors: Mapping[str, Tensor]
     """The encoder's weights under memoro's own names, without heads and poolers."""
 
@@ -148,7 +148,7 @@ class Anatomy:
         return len(self.blocks)
 
     def base_token(self, tokens: Tensor) -> Tensor:
-        """Where a fork starts from, (b, dim): the base's class token, or the mean of its tokens where it has none."""
+        """Where a fork starts from, (b, dim): the base's class token, or the mean of its tokens if it has none."""
         return tokens.mean(dim=1) if self.class_token is None else tokens[:, 0]
 
     @property

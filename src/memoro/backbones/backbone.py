@@ -97,14 +97,14 @@ class Backbone:
         return take_fingerprint(self.anatomy.tensors, self.anatomy.heads)
 
     def _count_versions(self) -> tuple[int, ...]:
-        """How often torch has written to each weight, where it counts that."""
+        """How often torch has written to each weight, if it counts that."""
         tensors = self.anatomy.tensors.values()
         return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
     def original(self, pixel_values: Tensor) -> Tensor:
         """What the untouched model's own forward returns, by memoro's rule of what `"base"` is.
 
-        It runs the user's own object where that computes with these weights as in eval mode, else `module`.
+        It runs the user's own object if that computes with these weights as in eval mode, else `module`.
         """
         theirs, ours = next(self.model.parameters()), next(self.module.parameters())
         same = theirs.data_ptr() == ours.data_ptr() and not any(part.training for part in self.model.modules())

@@ -49,7 +49,7 @@ def find_backbone(
 
 
 def _check_config(record: BackboneRecord) -> None:
-    """Raises where a model of the hub has another shape than the record says, before its weights are downloaded."""
+    """Raises if a model of the hub has another shape than the record says, before its weights are downloaded."""
     from huggingface_hub import hf_hub_download
 
     try:

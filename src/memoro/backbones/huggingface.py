@@ -17,7 +17,7 @@ from memoro.backbones.processor import read_processor
 
 
 def find_trunk(model: Model) -> Model | None:
-    """The encoder inside a model with heads around it, None where there is none that memoro knows."""
+    """The encoder inside a model with heads around it, None if there is none that memoro knows."""
     for name in ("", "vision_model", getattr(model, "base_model_prefix", "")):
         trunk: Model = getattr(model, name, None) if name else model
         # A backbone class of transformers (out_features) answers with feature maps, not with tokens.
@@ -196,7 +196,7 @@ def _patch_projection(trunk: Model) -> Model:
 
 
 def wrap_huggingface(model: Model, name: str, processor: Any) -> Backbone | None:
-    """The backbone of a `transformers` model, None where the family is not supported."""
+    """The backbone of a `transformers` model, None if the family is not supported."""
     if find_trunk(model) is None:
         return None
     frozen = frozen_view(model, keeps_grad=picks_kernel)

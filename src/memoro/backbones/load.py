@@ -25,7 +25,7 @@ TIMM = "timm:"
 """What precedes the name of a pretrained model of timm."""
 WEIGHTS = Path(__file__).parents[1] / "weights" / TINY
 """Where it ships."""
-"""The small backbone that memoro ships; what is used where nobody names one."""
+"""The small backbone that memoro ships; used if none is named."""
 
 
 def load_backbone(
@@ -104,7 +104,7 @@ def is_hub_id(text: str, tail: str = "") -> bool:
 
 
 def address_of(name: str) -> str:
-    """What `-b` takes for a backbone of this name: a folder's name does not tell where the folder is."""
+    """What `-b` takes for a backbone of this name: a folder's name does not say where the folder is."""
     return name if name == TINY or name.startswith(TIMM) or is_hub_id(name) else "FOLDER"
 
 

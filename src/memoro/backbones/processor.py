@@ -71,7 +71,7 @@ def _read_config(source: str) -> Any:
 
 
 def _is_on_hub(source: str, name: str) -> bool:
-    """Whether a model of the hub has a file; an error where the hub does not tell, as its processor may be needed."""
+    """Whether a model of the hub has a file; raises if the hub does not say, as its processor may be needed."""
     from huggingface_hub import file_exists
 
     try:

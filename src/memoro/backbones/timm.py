@@ -215,7 +215,7 @@ def _run_forward(model: Model, module: Model, pixels: Tensor) -> Tensor:
 
 
 def _answer(model: Model, out: Tensor) -> Tensor:
-    """What the forward returns, or, where that is neither classified nor pooled, its class token or mean."""
+    """What the forward returns, or, if that is neither classified nor pooled, its class token or mean."""
     if model.num_classes > 0 or out.ndim == 2:
         return out
     return out.mean(dim=1) if model.cls_token is None else out[:, 0]

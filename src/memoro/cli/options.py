@@ -69,7 +69,7 @@ LabelColumn = Annotated[str | None, typer.Option(help="Column of a table with th
 
 
 def share_cores() -> None:
-    """Lets torch's threads sleep where they wait for each other, unless the user chose otherwise.
+    """Lets torch's threads sleep while they wait for each other, unless the user chose otherwise.
 
     By default they spin, which takes the cores from decoders and from the server's event loop. OpenMP reads this once,
     when torch is imported: call it before.
@@ -147,7 +147,7 @@ def read_data(arguments: Sequence[str]) -> str | dict[str, str]:
 
 
 def gather_tasks(files: Iterable[str], option: str = "-t") -> list[Task]:
-    """The tasks of some files or hub ids; an error for the shell where they do not go together.
+    """The tasks of some files or hub ids; raises an error for the shell if they do not go together.
 
     `option` is what precedes a file there, nothing for an argument.
     """

@@ -161,7 +161,7 @@ def predict(
 
 
 def _count(source: Unlabelled) -> int | None:
-    """Of images, where that is known; an error where there are none."""
+    """The number of images, if it is known; raises if there are none."""
     from memoro.data.unlabelled import is_endless
     from memoro.errors import DataError
 
@@ -174,7 +174,7 @@ def _count(source: Unlabelled) -> int | None:
 
 
 def _explain_passes(predictor: Predictor) -> None:
-    """Says what costs more than one pass, and whose images cannot be told from others."""
+    """Says if more than one pass is needed, and which tasks cannot call images unfamiliar."""
     errors = plain_console(stderr=True, soft_wrap=True)
     passes = len(predictor.passes)
     if passes > 1:

@@ -198,7 +198,7 @@ def import_checkpoint(
 
     Import tasks from a checkpoint of the paper's public reproduction.
     """
-    from memoro.tasks.reproduction import import_tasks
+    from memoro.tasks.importing import import_tasks
     from memoro.tasks.taskfile import save_tasks
 
     tasks = import_tasks(load(backbone, "cpu"), checkpoint, names=None if names is None else names.split(","))

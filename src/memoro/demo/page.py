@@ -38,7 +38,7 @@ class DemoResult:
     sweep: SweepResult
     composed: float
     head: float
-    """Of a linear head on the frozen backbone."""
+    """The accuracy of a linear head on the frozen backbone."""
     noticed: float | None = None
     """The share of the other set's images that the task calls unfamiliar."""
 

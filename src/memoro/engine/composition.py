@@ -199,7 +199,7 @@ class Composition(nn.Module):
         an array with one more axis for a batch. `top` limits `probabilities` to that many labels. Tasks with the same
         preprocessing share a pass; `passes` tells which do.
 
-        `unfamiliar` says what happens where an image looks unlike those that a task was trained on: `mark` adds
+        `unfamiliar` says what happens if an image looks unlike those that a task was trained on: `mark` adds
         `unfamiliar` to each answer, `drop` leaves out the answer, `keep` does neither. `false_alarms` is the share of a
         task's own images that may be called unfamiliar. An image that cannot be read is an error: for rows with
         errors, and for more images than fit into memory, use `predict_stream`.
@@ -218,7 +218,7 @@ class Composition(nn.Module):
         false_alarms: float = FALSE_ALARMS,
     ) -> Iterator[Prediction]:
         """The same as it goes: yields for each image its `image` (path), its `answers` by task, and its `error`, which
-        is None where it could be read."""
+        is None if it could be read."""
         names = [self._list[i].name for i in self._pick(tasks)]
         how = AnswerOptions(batch_size, top, Routing(unfamiliar, false_alarms))
         return answer_pictures(list_pictures(images), self.prediction_passes(names), names, how)

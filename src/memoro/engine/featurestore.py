@@ -39,7 +39,7 @@ KEY_BYTES = 32
 LOG = logging.getLogger("memoro")
 TENSORS = ("keys", "checksums", "tokens", "pooled", "pairs")
 INDEX = "index checksum"
-"""Of the first two tensors: they are checked when a file is opened, each record when it is first read."""
+"""The name of the first two tensors' checksum: they are checked when a file is opened, records when they are read."""
 
 
 def default_folder() -> Path:
@@ -123,7 +123,7 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path, format: RecordFormat) -> Shard | None:
-        """The records of a file that have this format, from whatever layer on; None where the file is damaged."""
+        """The records of a file that have this format, from whatever layer on; None if the file is damaged."""
         try:
             with safe_open(path, "pt") as file:
                 parts = [file.get_tensor(name) for name in TENSORS]
@@ -300,7 +300,7 @@ class Writer:
                 os.fsync(file.fileno())
             os.replace(part, path)
             self._store.add(path, verified=True)
-        except (OSError, RuntimeError) as error:  # the latter where it cannot be mapped
+        except (OSError, RuntimeError) as error:  # the latter if it cannot be mapped
             raise cannot_keep(folder, error) from None
         finally:
             with suppress(OSError):

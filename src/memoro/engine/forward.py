@@ -12,9 +12,8 @@ from memoro.backbones import Backbone
 from memoro.engine.bank import Bank, build_bank
 from memoro.engine.plan import Plan, build_plan
 from memoro.engine.streams import Ends, Features, TaskStream, Watch, read_head, run_streams
-from memoro.tasks.ensemble import split_members
 from memoro.tasks.mask import Lineage
-from memoro.tasks.task import Task
+from memoro.tasks.task import Task, split_members
 
 MAX_PLANS = 256
 

@@ -21,9 +21,9 @@ class Group:
     rows: Tensor
     """(g) rows of the task stream."""
     tokens: Tensor | None
-    """(g, p) rows whose tokens each one sees, itself first; None where it sees no other."""
+    """(g, p) rows whose tokens each one sees, itself first; None if it sees no other."""
     cells: Tensor | None
-    """(g, m) places in the layer's bank that each one sees, its own cells first; None where there are none."""
+    """(g, m) places in the layer's bank that each one sees, its own cells first; None if there are none."""
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,9 @@ class Ends(NamedTuple):
     last: Tensor
     """(b, dim) the base's token that forks start from, after the last layer and before the final norm."""
     pooled: Tensor | None = None
-    """(b, layers, statistics, dim) of the tokens after the last layers, see `Anatomy.pool`; None where not asked for"""
+    """(b, layers, statistics, dim) of the tokens after the last layers, see `Anatomy.pool`; None if not asked for"""
     base: Tensor | None = None
-    """The base's own answer; None where not asked for."""
+    """The base's own answer; None if not asked for."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Features:
     layers: Sequence[BaseLayer]
     token: Tensor
     entering: Tensor | None = None
-    """The token that enters the last layer, where that is not among `layers`."""
+    """The token that enters the last layer, if that is not among `layers`."""
     pooled: Tensor | None = None
     """(b, layers, statistics, dim), see `Ends`."""
 
@@ -115,7 +115,7 @@ def layer_bias(context: Context, layer: int) -> Tensor | None:
 
 
 class TaskStream:
-    """The thin stream of one plan over a base pass. It has gradients where the bank or the pixels do."""
+    """The thin stream of one plan over a base pass. It has gradients if the bank or the pixels have."""
 
     def __init__(self, anatomy: Anatomy, plan: Plan, bank: Bank, watch: Watch | None = None) -> None:
         self._anatomy, self._plan, self._bank, self._watch = anatomy, plan, bank, watch
@@ -235,7 +235,7 @@ def step_stream(
 
 
 def _find_update(plan: LayerPlan, lora: Mapping[int, LowRank]) -> Update | None:
-    """What the low-rank weights add for each row of the stream; None where no row has any."""
+    """What the low-rank weights add for each row of the stream; None if no row has any."""
     if not plan.ranks:
         return None
     groups = [

@@ -96,7 +96,7 @@ def verify_composition(model: Composition, pixel_values: Tensor) -> Verification
 
 
 def sample_pixels(backbone: Backbone, images: Sequence[str | Path], tasks: Iterable[TaskModule[Any]] = ()) -> Tensor:
-    """The images as the backbone takes them, or two of random pixels where there are none.
+    """The images as the backbone takes them, or two of random pixels if there are none.
 
     Images of more than 8 bits have the scale of the first of the tasks that has one.
     """

@@ -1,1 +1,1 @@
-"""What reads tasks and writes for people: metrics, predictions, tables."""
+"""Evaluation: metrics, calibration, reports, and predictions as files."""

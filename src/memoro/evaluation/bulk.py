@@ -94,7 +94,7 @@ class Todo(NamedTuple):
     """What is left of a job."""
 
     images: int | None
-    """Images of the source; None where that is not known in advance."""
+    """Images of the source; None if that is not known in advance."""
     answered: int
     """Images in shards that exist."""
     done: frozenset[int]

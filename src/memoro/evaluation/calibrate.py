@@ -30,15 +30,15 @@ from memoro.files import write_whole
 from memoro.images import Preprocessing
 from memoro.tasks.calibration import decide_unseen, describe_calibration, fit_calibration
 from memoro.tasks.familiarity import Others, fit_familiarity
+from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
-from memoro.tasks.taskspec import ReadOut
 
 FILE = "photographs.safetensors"
 """Beside the weights of a backbone that ships with memoro."""
 FOLDER = "photographs"
 """In the folder of cached features."""
 FEWEST = 50
-"""Fewer photographs do not tell what is ordinary."""
+"""The fewest photographs that show what is ordinary."""
 ENOUGH = 2000
 """More than this many change nothing."""
 
@@ -99,7 +99,7 @@ def _kept_at(folder: Path, key: str) -> Path:
 
 
 def _read(path: Path, key: str) -> Others | None:
-    """The statistics of a file, None where there is none or it is for another backbone or preprocessing."""
+    """The statistics of a file, None if there is none or it is for another backbone or preprocessing."""
     with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
         if (file.metadata() or {}).get("key") == key:
             return Others(file.get_tensor("mean"), file.get_tensor("directions"))
@@ -120,8 +120,8 @@ def calibrate(
 ) -> None:
     """Gives a task a new calibration and familiarity, from images that look like those it is for.
 
-    The calibration is fitted on the validation split, or on all images of `data` where there is none, never on a test
-    split. Where the task was trained on some of those images, it is left as it is, and so is a familiarity that the
+    The calibration is fitted on the validation split, or on all images of `data` if there is none, never on a test
+    split. If the task was trained on some of those images, it is left as it is, and so is a familiarity that the
     task has. `others` are ordinary photographs, from which it is learned what is unfamiliar (see
     `find_photographs`). `reading` are options of `load_data`.
     """

@@ -175,7 +175,7 @@ def together_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _check_levels(images: ImageSet, preprocessing: Preprocessing, names: Sequence[str]) -> str | None:
-    """What to know if the tasks of a pass have another scale for pixels of more than 8 bits than these images."""
+    """A note if the tasks of a pass have another scale for pixels of more than 8 bits than these images."""
     levels, white = images.levels, preprocessing.white
     if levels is None or (white is not None and levels.high <= white):
         return None
@@ -225,7 +225,7 @@ def load_test_images(
 
 
 def check_labels(task: Model, splits: Splits) -> None:
-    """Raises where a set has other labels than the task, or another kind of them."""
+    """Raises if a set has other labels than the task, or another kind of them."""
     if splits.kind != task.kind:
         raise TrainingError(f"{task.name!r} has a {task.kind} head, but {splits.name} is a {splits.kind} set.")
     if tuple(task.labels) != splits.labels:
@@ -286,13 +286,13 @@ def evaluate_others(
 
 
 def name_sets(places: Sequence[str]) -> dict[str, str]:
-    """Sets by name: that of the file or folder, or the whole path where several have the same name."""
+    """Sets by name: that of the file or folder, or the whole path if several have the same name."""
     stems = [Path(place).stem for place in places]
     return {stem if stems.count(stem) == 1 else place: place for stem, place in zip(stems, places, strict=True)}
 
 
 def _calibration_of(task: Task, logits: Tensor, targets: Tensor) -> dict[str, Any]:
-    """Of a softmax task: accuracy, calibration error before and after, accuracy over coverage, reliability."""
+    """For a softmax task: accuracy, calibration error before and after, accuracy over coverage, reliability."""
     found: dict[str, Any] = {"images": len(targets)}
     if task.kind != "softmax":
         return found

@@ -13,8 +13,8 @@ from memoro.backbones import Backbone
 from memoro.console import Cell, format_bytes, format_count, make_table
 from memoro.evaluation.metrics import format_worst
 from memoro.evaluation.training_images import SKETCH
-from memoro.tasks.facts import describe_fact
 from memoro.tasks.familiarity import Familiarity
+from memoro.tasks.record import describe_fact
 from memoro.tasks.spec import ModelSpec
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks

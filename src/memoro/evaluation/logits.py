@@ -1,4 +1,4 @@
-"""What models give over all images of a set: what metrics are computed from."""
+"""The logits of models over all images of a set, from which metrics are computed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def collect_logits(
 def collect_outputs(
     model: Composition, images: ImageSet, names: Sequence[str], *, batch_size: int = 32, workers: int | None = None
 ) -> tuple[Outputs, Tensor]:
-    """What tasks give for all images of a set, and the targets; one pass for each preprocessing."""
+    """The logits of tasks for all images of a set, and the targets; one pass for each preprocessing."""
     logits: dict[str, Tensor] = {}
     recognition: dict[str, Recognition] = {}
     targets = torch.empty(0, device="cpu")

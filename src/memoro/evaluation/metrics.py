@@ -16,7 +16,7 @@ from memoro.console import format_count, make_table, printable
 from memoro.heads import HEADS, HeadKind
 from memoro.plots import MAX_CONFUSION
 from memoro.tasks.calibration import Calibration, decide_unseen
-from memoro.tasks.facts import finite_number
+from memoro.tasks.record import finite_number
 from memoro.tasks.spec import TaskModule
 
 COLUMNS = {
@@ -34,7 +34,7 @@ COLUMNS = {
 """The metrics that are shown, in this order, and what they are called everywhere."""
 
 UNEVEN = 10
-"""Where the largest class has this many times the images of the smallest, accuracy is mostly that of the large ones."""
+"""If the largest class has this many times the images of the smallest, accuracy mostly measures the large ones."""
 
 NO_BETTER = 0.05
 """An R² below this is no better than always predicting the mean."""
@@ -50,7 +50,7 @@ def measure(kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tens
 
 
 def measure_task(task: TaskModule[Any], logits: Tensor, targets: Tensor, *, fitted_on: bool = False) -> dict[str, Any]:
-    """The metrics of what `predict` answers: calibrated, where the task has a calibration. The loss is that of the
+    """The metrics of what `predict` answers: calibrated if the task is. The loss is that of the
     logits.
 
     `fitted_on`: the calibration was fitted on these very answers, so it is judged by others like it (`decide_unseen`).
@@ -100,7 +100,7 @@ def reported(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Of the metrics those that people are shown, the most telling one first."""
+    """The metrics to show to people, the most informative one first."""
     keys = [key for key in COLUMNS if metrics.get(key) is not None]
     if _is_uneven(metrics):
         keys.sort(key=lambda key: key != "balanced_accuracy")
@@ -117,8 +117,8 @@ def warn_of(metrics: dict[str, Any], *, balanced: bool = False) -> str | None:
     split, most = name_split(metrics.get("split", "")), metrics.get("majority_accuracy")
     if split == "train":
         return (
-            f"all {format_count(metrics['images'], 'image')} were learned from, so nothing tells how good it is: add "
-            "test images, or more images of each class, so that some can be held out (`val_fraction` above 0)."
+            f"all {format_count(metrics['images'], 'image')} were trained on, so there is no estimate of its accuracy: "
+            "add test images, or more images of each class, so that some can be held out (`val_fraction` above 0)."
         )
     advice = "" if balanced else " `balance=True` gives rare classes more weight."
     if most is not None and metrics["accuracy"] <= most < 1:  # 1: all images are of one class

@@ -23,11 +23,11 @@ from memoro.extras import need
 from memoro.options import option
 
 CPUS = 4
-"""Of a worker, where there are no GPUs."""
+"""CPUs per worker on machines without GPUs."""
 PATIENCE = 60.0
-"""Seconds without a worker that is ready, after which the user is told."""
+"""Seconds without a ready worker after which the user is told."""
 MAX_DEATHS = 3
-"""Workers that may die over the same shard, or before they are ready."""
+"""How many workers may die on the same shard, or before they are ready."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,10 @@ def check_ray(job: Job) -> None:
 
 
 class Placement(NamedTuple):
+    """How many workers there are, and what each of them gets."""
+
     workers: int
     cpus: int
-    """Of each worker, as `gpus`."""
     gpus: int
 
 

@@ -79,7 +79,7 @@ class Predictor:
 
 
 def _hash(model: Task) -> str:
-    """Of a model's weights and of what is reported besides its logits."""
+    """A hash of the model's weights and of everything that turns its logits into answers."""
     calibration, familiarity = model.spec.calibration, model.spec.familiarity
     record = {
         "content": model.content_hash(),
@@ -174,7 +174,7 @@ def check_form(form: str, embeddings: bool = False) -> None:
 
 
 _FORMULA = re.compile(r"(?![+-]?[0-9]+(\.[0-9]+)?\Z)[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
-"""How a cell begins that a spreadsheet may take for a formula. Numbers are none."""
+"""The first characters of cells that a spreadsheet may take for a formula. Numbers are not."""
 
 
 def no_formula(cell: Any) -> Any:
@@ -262,11 +262,11 @@ def read_errors(path: Path, form: str) -> Iterator[tuple[str, str]]:
 
 
 UNFAMILIAR = "unfamiliar to all tasks"
-"""In the place of answers that were all dropped."""
+"""Shown instead of answers that were all dropped."""
 
 
 def predictions_table(predictions: Sequence[Prediction], total: int, top: int | None = None, width: int = 80) -> Table:
-    """A row for each of the first images and a column for each task; where that is wider than the terminal, a row for
+    """A row for each of the first images and a column for each task; if that is wider than the terminal, a row for
     each image and task, with the task that the image most likely belongs to first, if all have a score."""
     names = list(dict.fromkeys(name for one in predictions for name in one.answers))
     title = format_count(total, "image")

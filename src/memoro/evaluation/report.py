@@ -22,8 +22,8 @@ from memoro.files import write_whole
 from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
 from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
 from memoro.tasks.calibration import Calibration, decide_unseen
-from memoro.tasks.facts import finite_number, short_facts
 from memoro.tasks.familiarity import FALSE_ALARMS
+from memoro.tasks.record import finite_number, short_facts
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 
@@ -32,27 +32,27 @@ MISTAKES = 12
 DUPLICATES = 6
 """Pairs of near-duplicates that are shown; the others are listed."""
 CLASSES = 15
-"""In the confusion matrix; with more, those with the most mistakes."""
+"""The most classes in a confusion matrix; of more, those with the most mistakes are shown."""
 DOTS = 1500
-"""Of a scatter plot, which would otherwise be the most of the page."""
+"""The most dots in a scatter plot; with more, they would take up most of the page."""
 
 
 @dataclass(frozen=True)
 class TaskReport:
-    """What the page tells about one task. What is empty is left out."""
+    """What the page says about one task. What is empty is left out."""
 
     task: Model
     metrics: Mapping[str, Any]
-    """With `split`: the images that `logits` and `targets` are of."""
+    """Their `split` names the images that `logits` and `targets` belong to."""
     logits: Tensor
     targets: Tensor
     images: ImageSet
     splits: Splits
     notes: Sequence[str] = ()
     model: Composition | None = None
-    """Contains the task, to show where it looked; None for what is not a Task."""
+    """Contains the task, to show where it looked; None if it is not a Task."""
     history: Sequence[Mapping[str, Any]] = ()
-    """Of the chosen run, by epoch; empty for an evaluation."""
+    """The chosen run, epoch by epoch; empty for an evaluation."""
     settings: Table | None = None
     """The settings that were compared."""
     file: Path | None = None

@@ -20,10 +20,10 @@ SKETCH_SIZE = 256
 
 
 def sketch_images(images: ImageSet, earlier: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The training fact that tells which images a task learned from: the smallest of their hashes, a few kilobytes.
+    """The training fact that says which images a task learned from: the smallest of their hashes, a few kilobytes.
 
     Any set that shares many images with them contains some of these. `earlier` are the facts of the task's earlier
-    training, if it had one. Empty where the images are not known: those of a training before there was such a fact.
+    training, if it had one. Empty if the images are not known: those of a training before there was such a fact.
     """
     old = earlier.get(SKETCH, [] if not earlier.keys() - {"seed"} else None)
     if images.digests is None or not isinstance(old, list):
@@ -49,9 +49,9 @@ def learned_from(
     *,
     parents_only: bool = False,
 ) -> str | None:
-    """That a task, or one that it extends, learned from some images of a set, or may have; None where none did.
+    """A clause saying that a task, or one that it extends, learned from some images of a set, or may have; or None.
 
-    `others` are tasks among which its ancestors are found where it has mere records of them. With `parents_only`, what
+    `others` are tasks among which its ancestors are found if it has mere records of them. With `parents_only`, what
     the task itself learned from does not count.
     """
     if images is None:
@@ -69,7 +69,7 @@ def on_record(task: Model, others: Iterable[Model] = ()) -> bool:
 
 
 def learned_images(task: Model, images: ImageSet, others: Iterable[Model] = ()) -> npt.NDArray[np.bool_] | None:
-    """(n,) which images a task or its ancestors learned from; None where only some of them are recorded."""
+    """(n,) which images a task or its ancestors learned from; None if only some of them are recorded."""
     sketches = [one.spec.training.get(SKETCH) for one in _lineage(task, others)]
     if not all(isinstance(sketch, list) and len(sketch) < SKETCH_SIZE for sketch in sketches):
         return None
@@ -133,7 +133,7 @@ def learned_some(model: Task, images: ImageSet, tasks: Sequence[Task]) -> bool:
 def describe_learned(images: ImageSet, learned: npt.NDArray[np.bool_]) -> str:
     count = format_count(int(learned.sum()), "image")
     first = images.where(int(learned.argmax()))
-    return f"{count} of {images.name}, such as {first}, were learned from: the metrics are those of the others."
+    return f"{count} of {images.name}, such as {first}, were trained on: the metrics leave them out."
 
 
 def warn_learned(
@@ -142,7 +142,7 @@ def warn_learned(
     models: Sequence[Task],
     tasks: Sequence[Task],
 ) -> str | None:
-    """What to know if a model may have been trained on the images; None if there is nothing to say."""
+    """A warning if a model may have been trained on the images, else None."""
     if not models:
         return None
     names = [model.name for model in models]

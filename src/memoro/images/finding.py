@@ -37,7 +37,7 @@ def is_heif(head: bytes) -> bool:
 
 
 def is_image(path: str, read_head: Callable[[], bytes]) -> bool:
-    """Whether a file's suffix or, where that is none of an image, its first bytes are those of a known format."""
+    """Whether the file is an image, by its suffix or, if that is unknown, by its first bytes."""
     return PurePosixPath(path).suffix.lower() in IMAGE_SUFFIXES or _SIGNATURE.match(read_head()) is not None
 
 

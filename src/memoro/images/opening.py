@@ -207,7 +207,7 @@ class Levels(NamedTuple):
         return float(2 ** max(8, int(self.high).bit_length()) - 1)
 
     def join(self, other: Levels | None) -> Levels:
-        """Of both together."""
+        """The levels of both sets of images together."""
         if other is None:
             return self
         low, high = min(self.low, other.low), max(self.high, other.high)

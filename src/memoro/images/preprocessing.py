@@ -15,9 +15,9 @@ from torch import Tensor
 from memoro.errors import DataError, TaskFileError
 
 MAX_SIDE = 2048
-"""Of images as models take them: a task file decides, and a batch of 32 has 1.6 GB already."""
+"""The longest edge of a model's input: task files choose it, and a batch of 32 already takes 1.6 GB."""
 MAX_PIXEL = 1e4
-"""Of normalised pixels, which are usually below 3 and at most 255 without scaling; large ones overflow in a network."""
+"""The largest normalised pixel: they are usually below 3, at most 255 without scaling; large ones overflow."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Preprocessing:
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     white: float | None = None
-    """The value that becomes white in images of more than 8 bits, of the data set that a task was trained on; None
-    where it has no such images."""
+    """The value that becomes white in images of more than 8 bits, taken from the task's training set; None if that has
+    no such images."""
 
     def __post_init__(self) -> None:
         resize = self.resize if self.resize is None else _side_or_pair(self.resize, "resize")
@@ -63,14 +63,14 @@ class Preprocessing:
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """(height, width) of what comes out, None where that depends on the image."""
+        """(height, width) of a preprocessed image; None if that depends on the image."""
         if self.crop is not None:
             return self.crop
         return self.resize if isinstance(self.resize, tuple) else None
 
     @property
     def nbytes(self) -> int:
-        """Of an image that comes out; where its size depends on the image, of a square one."""
+        """Bytes of a preprocessed image; if its size depends on the image, those of a square one."""
         side = self.resize if isinstance(self.resize, int) else MAX_SIDE
         height, width = self.size or (side, side)
         return 3 * height * width * torch.float32.itemsize
@@ -136,7 +136,7 @@ class Preprocessing:
         return (self.resize, longest) if width <= height else (longest, self.resize)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields; white only where there is one, so that other tasks keep their hash."""
+        """All fields; white only if there is one, so that other tasks keep their hash."""
         return {name: value for name, value in asdict(self).items() if name != "white" or value is not None}
 
     @classmethod

@@ -11,7 +11,7 @@ from memoro.pages.page import Html, tag
 WIDTH, HEIGHT = 310, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 10, 36
 BINS = 24
-"""Of a histogram."""
+"""The number of bars in a histogram."""
 _CELL, _NAMES = 26, 104
 
 Points = Sequence[tuple[float, float]]

@@ -21,7 +21,7 @@ MANY = 5
 
 
 class Html(str):
-    """Text that is HTML already; any other text is escaped where it becomes part of a page."""
+    """Text that is HTML already; any other text is escaped when it becomes part of a page."""
 
     __slots__ = ()
 
@@ -76,7 +76,7 @@ def render_page(title: str, *parts: object) -> str:
 
 
 def table(columns: Sequence[object], rows: Iterable[Sequence[object]], *, left: int = 1) -> Html:
-    """A table that scrolls by itself where the screen is narrow. The first `left` columns are aligned left.
+    """A table that scrolls by itself on a narrow screen. The first `left` columns are aligned left.
 
     With many columns, a narrow screen shows each row as a list of names and values.
     """

@@ -70,7 +70,7 @@ BODIES = 8
 """How many bodies of the largest size may be in memory at once."""
 MAX_TARGET = 16 << 10
 PROXY_HEADERS = (b"forwarded", b"x-forwarded-", b"via")
-"""How the names of the headers that proxies add begin."""
+"""The prefixes of the headers that proxies add."""
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ PROXIED = "attaching through a proxy needs a token: start the server with a `tok
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Limits and access. The defaults suit one machine; whoever may attach tasks is decided by host and token."""
+    """Limits and access. The defaults suit one machine; host and token decide who may attach tasks."""
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all networks.")
     port: int = option(8000, "Port to listen on; 0: any free port.")

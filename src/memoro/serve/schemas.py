@@ -62,8 +62,10 @@ class PredictQuery(BaseModel):
     tasks: list[str] | None = Field(
         None, description="The tasks to ask: repeat it, or separate names by commas. All without it."
     )
-    top_k: int = Field(5, ge=1, le=100_000, description="Probabilities of how many labels, best first.")
-    base: bool = Field(False, description="Also what the backbone itself answers.")
+    top_k: int = Field(
+        5, ge=1, le=100_000, description="Number of labels to answer with their probabilities, best first."
+    )
+    base: bool = Field(False, description="Also give the backbone's own answer.")
     unfamiliar: Unfamiliar = Field(
         "mark", description="Answers about images unlike a task's own: mark, drop or keep them."
     )
@@ -98,7 +100,7 @@ class Predictions(BaseModel):
     images: list[ImageAnswers]
     tasks: dict[str, Version]
     passes: int
-    """Of the backbone: one for each preprocessing, and more where images do not fit one batch."""
+    """Passes of the backbone: one for each preprocessing, and more if the images do not fit into one batch."""
     seconds: dict[str, float]
 
 

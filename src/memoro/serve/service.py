@@ -159,7 +159,7 @@ class Service:
 
 
 def check_descriptors() -> None:
-    """Raises BusyError where a change would fail halfway because the process has too many files open."""
+    """Raises BusyError if a change would fail halfway because the process has too many files open."""
     opened: list[int] = []
     try:
         while len(opened) < DESCRIPTORS:
@@ -193,7 +193,7 @@ def explain_pixels(model: Composition, pixels: Tensor, names: list[str]) -> dict
 
 
 def _raw_items(question: Question, pixels: Tensor) -> list[Item]:
-    """Items of pixels that a client has prepared. They share a pass with others where the preprocessing is clear."""
+    """Items for pixels that a client has preprocessed. They share a pass with others if the preprocessing is clear."""
     model = question.attached.model
     model.backbone.check_pixels(pixels)
     model.check_size(question.tasks, (pixels.shape[-2], pixels.shape[-1]))

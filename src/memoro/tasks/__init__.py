@@ -1,6 +1,6 @@
-"""Tasks and what belongs to them: specs, task files, who sees whom, import of the public reproduction.
+"""Tasks and what belongs to them: specs, task files, who sees whom.
 
-spec: what every model of one task has · task: Task, new_task · mask: the paper's mask · record: what files have in
-common · taskfile: save_task, load_task and bundles · hub: files of the hub · card: model cards · reproduction:
-import_tasks
+spec: names, labels, sizes · task: Task, new_task, ensembles · mask: the paper's mask · ridge, readout: read-outs in
+closed form · record: the file format · taskfile: save_task, load_task and bundles · hub: tasks on the hub, model
+cards · importing: import_tasks
 """

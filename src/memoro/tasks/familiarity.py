@@ -14,19 +14,20 @@ from memoro.tasks.ridge import RidgeSystem
 
 MAX_DIRECTIONS = 128
 MAX_BYTES = 54 << 10
-"""Of directions and class means, in half precision: with 100 classes 31 directions of ViT-B, 57 of ViT-S."""
+"""The most bytes of directions and class means, in half precision: with 100 classes, 31 directions for a ViT-B and 57
+for a ViT-S."""
 MAX_SCORES = 512
 MIN_IMAGES = 20
-"""Fewer images than this are not enough."""
+"""The fewest images that are enough."""
 FOLDS = 5
 SHRINKAGE = 0.1
-"""Share of the mean variance in each variance: that of few images is too small in most directions."""
+"""The share of the mean variance in each variance: with few images, variances are too small in most directions."""
 LARGEST, SMALLEST = 1e6, 1e-12
 """No value is larger, no variance smaller."""
 NEAREST = 1e-6
-"""Distances are at least this, so that they have a logarithm."""
+"""The smallest distance, so that it has a logarithm."""
 LEAST_SPREAD = 1e-3
-"""Of the two parts of strangeness, before they are standardised: that of images which are all alike would be none."""
+"""The smallest standard deviation of the two parts of strangeness: identical images have none to divide by."""
 FALSE_ALARMS = 0.01
 """Share of a task's own images that may be called unfamiliar."""
 FEW_NOTICED = 0.5
@@ -46,7 +47,7 @@ class Others:
 
     @classmethod
     def of(cls, statistics: Tensor) -> Others:
-        """Of statistics (n, layers, statistics, dim)."""
+        """Summarises statistics (n, layers, statistics, dim)."""
         rows = statistics.flatten(1).float()
         mean = rows.mean(dim=0)
         _, values, vectors = torch.linalg.svd((rows - mean) / math.sqrt(len(rows)), full_matrices=False)
@@ -77,7 +78,7 @@ class Familiarity:
     variances: Tensor
     """(k) within classes"""
     means: Tensor
-    """(classes, k) of each class, along the directions, from the centre; one where images have no single class"""
+    """(classes, k) of each class, along the directions, from the centre; one if images have no single class"""
     reader: Tensor
     """(features) the linear layer on the statistics from the first layer on that it reads; empty without one."""
     held_out: Tensor
@@ -188,7 +189,7 @@ class FamiliarityBank:
             for name in ("residual", "slope", "offset")
         )
         self.features = max(len(one.reader) for one in items)
-        """Of the last layers' statistics: descriptions that read fewer layers have zeros for the others."""
+        """How many of the last layers' statistics are read; descriptions that read fewer have zeros for the others."""
         padded = [torch.nn.functional.pad(one.reader.float(), (self.features - len(one.reader), 0)) for one in items]
         self.photographs = torch.stack(padded).to(device)
         self.held_out, self.lengths = held_out.to(device), torch.tensor(lengths, device=device)
@@ -235,12 +236,12 @@ class FamiliarityBank:
         return found.clamp(-LARGEST, LARGEST)
 
     def judge(self, pooled: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each image and task (b, tasks): the score, and the familiarity. Takes what `strangeness` takes.
+        """The score and the familiarity of each image for each task (b, tasks). Takes what `strangeness` takes.
 
-        The score compares the tasks of the bank: the highest one tells whose image it is. It is the log-density per
-        dimension, up to a constant, of a mixture of the task's classes, with one covariance for all classes of all
-        tasks: with one for each task, those with diverse images would claim too many (results/trust.md). The
-        familiarity is about one task alone: the share of its own held-out images that are at least as strange.
+        The score compares the tasks of the bank: the image most likely belongs to the task with the highest one. It is
+        the log-density per dimension, up to a constant, of a mixture of the task's classes, with one covariance for all
+        classes of all tasks: with one for each task, those with diverse images would claim too many (results/trust.md).
+        The familiarity is about one task alone: the share of its own held-out images that are at least as strange.
         """
         strangeness, tokens = self.strangeness(pooled), entering_token(pooled)
         # Not searchsorted, which ONNX does not have.

@@ -12,8 +12,8 @@ from torch.nn.functional import one_hot
 from memoro.heads import HEADS, HeadKind, Scale
 from memoro.tasks.calibration import fit_temperature
 from memoro.tasks.ridge import RidgeSystem
-from memoro.tasks.task import Task, round_half
-from memoro.tasks.taskspec import ReadOut
+from memoro.tasks.spec import ReadOut, round_half
+from memoro.tasks.task import Task
 
 TEMPERATURES = (0.005, 5.0)
 """Answers of a regression to classes are between 0 and 1, or a little beyond."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import stat
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -200,7 +201,7 @@ def read_tensors(file: Any, name: str, shapes: Mapping[str, Sequence[int]], pref
     tensors: dict[str, Tensor] = {}
     for part, shape in shapes.items():
         key, what = f"{prefix}{part}", f"{name!r}: {part}"
-        stored = file.get_slice(key)  # raises where it is missing, loads nothing yet
+        stored = file.get_slice(key)  # raises if it is missing; loads nothing yet
         if stored.get_shape() != list(shape):
             raise TaskFileError(f"{what} has shape {stored.get_shape()} instead of {list(shape)}.")
         if stored.get_dtype() not in DTYPES:
@@ -259,3 +260,37 @@ def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e6:
         raise TaskFileError("the sketch in the record must be a list of numbers.")
     return float(value)
+
+
+MAX_TEXT = 200
+
+
+def describe_fact(value: object, most: int = MAX_TEXT) -> str:
+    """Any value as a short text. It may contain control characters."""
+    try:
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    except RecursionError:
+        text = "nested too deeply to show"
+    except ValueError:  # Python writes no more than 4300 digits
+        text = "a number too large to show"
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def finite_number(value: object) -> float | None:
+    """The value as a float, if it is a number that fits one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
+
+
+def short_facts(training: Mapping[str, Any]) -> dict[str, str | int | float]:
+    """The facts about a training that fit on a line; lists of numbers, and numbers that are too large, as text."""
+    found: dict[str, str | int | float] = {}
+    for name, value in training.items():
+        if isinstance(value, (str, bool)) or finite_number(value) is not None:
+            found[name] = value
+        elif isinstance(value, (int, float)):
+            found[name] = describe_fact(value)
+        elif isinstance(value, (list, tuple)) and value and all(isinstance(one, (int, float)) for one in value):
+            found[name] = describe_fact(", ".join(map(describe_fact, value[:MAX_TEXT])))
+    return found

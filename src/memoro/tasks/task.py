@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,8 +15,23 @@ from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone, BackboneRecord, require_backbone
 from memoro.errors import DataError, TaskError
 from memoro.heads import HEADS, find_kind
-from memoro.tasks.spec import INIT_STD, MAX_CELLS, MAX_RANK, TaskModule, check_labels, check_name
-from memoro.tasks.taskspec import LOW_RANK, READ_OUT, MemoryNorm, ReadOut, TaskSpec, Widths
+from memoro.tasks.spec import (
+    INIT_STD,
+    LOW_RANK,
+    MAX_CELLS,
+    MAX_RANK,
+    READ_OUT,
+    MemoryNorm,
+    ReadOut,
+    TaskModule,
+    TaskSpec,
+    Widths,
+    check_labels,
+    check_name,
+    is_halved,
+    make_linear,
+    round_half,
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,7 @@ class Task(TaskModule[TaskSpec]):
         return self.parents_among(content_hashes([parent for parent in self.extends if isinstance(parent, Task)]))
 
     def parents_among(self, hashes: Mapping[int, str]) -> tuple[Parent, ...]:
-        """The same, where the hashes of the parents are known (see `content_hashes`)."""
+        """The same, given the hashes of the parents (see `content_hashes`)."""
         return tuple(
             Parent(parent.name, self._trained_with.get(parent.name) or hashes[id(parent)]) for parent in self.extends
         )
@@ -104,7 +119,7 @@ class Task(TaskModule[TaskSpec]):
         }
 
     def stored_tensors(self) -> dict[str, Tensor]:
-        """Its weights as a file holds them: the largest as float16 where that changes no value of float32."""
+        """Its weights as a file holds them: the largest as float16 if that changes no value of float32."""
         found: dict[str, Tensor] = self.state_dict()
         for name, tensor in found.items():
             half = tensor.half() if is_halved(name) and tensor.dtype == torch.float32 else tensor
@@ -159,7 +174,7 @@ class Task(TaskModule[TaskSpec]):
     ) -> Path:
         """Writes a folder as the hub keeps it: the task file, a model card and a picture; returns the folder.
 
-        `repo_id` is the hub id that the card's example loads, `base_model` the backbone's, where the task records it
+        `repo_id` is the hub id that the card's example loads, `base_model` the backbone's, if the task records it
         under another name.
         """
         from memoro.tasks.taskfile import save_pretrained
@@ -205,25 +220,6 @@ class Task(TaskModule[TaskSpec]):
         return f"{self.name!r}, {len(self.labels)} labels, {own}, from layer {self.from_layer}"
 
 
-def make_linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    """A layer of these tensors, which are not copied."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
-    layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
-    return layer
-
-
-def round_half(weight: Tensor) -> Tensor:
-    """A matrix in float32, rounded to what float16 can hold where that is close: rows may be far from 1."""
-    rounded = weight.half().float()
-    close = (rounded - weight).abs() <= weight.abs().amax(dim=1, keepdim=True) / 1024
-    return rounded if bool(close.all()) else weight.float()
-
-
-def is_halved(name: str) -> bool:
-    """Whether a file may hold this tensor as float16."""
-    return name.startswith(LOW_RANK) or name == f"{READ_OUT}weight"
-
-
 def content_hashes(tasks: Iterable[Task]) -> dict[int, str]:
     """The content hashes of the tasks and of those that they depend on, by `id`; each is computed once."""
     hashes: dict[int, str] = {}
@@ -244,20 +240,6 @@ def content_hashes(tasks: Iterable[Task]) -> dict[int, str]:
                 parents=[asdict(parent) for parent in task.parents_among(hashes)],
             )
     return hashes
-
-
-def link_parents(tasks: Sequence[Task], hashes: Mapping[int, str]) -> None:
-    """Gives each task its parents, where those are among the tasks and are the versions that it was trained with."""
-    present = {task.name: task for task in tasks}
-
-    def find(parent: Task | Parent) -> Task | Parent:
-        found = present.get(parent.name)
-        if found is None or isinstance(parent, Task) or hashes[id(found)] != parent.content:
-            return parent
-        return found
-
-    for task in tasks:
-        task.extends = tuple(find(parent) for parent in task.extends)
 
 
 def new_task(
@@ -357,3 +339,50 @@ def new_task(
         elif part.endswith("_B"):
             tensors[part] = torch.zeros(shape, dtype=dtype, device="cpu")
     return Task.from_tensors(spec, {part: tensor.to(backbone.device) for part, tensor in tensors.items()}, extends)
+
+
+def join_members(tasks: Sequence[Task]) -> Task:
+    """One task with the tokens of all: its logits are the mean of theirs. The rest is that of the first one.
+
+    The tasks have the same labels, sizes and parents, and are not ensembles themselves.
+    """
+    first = tasks[0]
+    for other in tasks[1:]:
+        same = (first.spec.shapes, first.labels, first.kind, first.parents, first.spec.memory_norm)
+        if same != (other.spec.shapes, other.labels, other.kind, other.parents, other.spec.memory_norm):
+            raise TaskError(f"{first.name!r}: members of an ensemble need the same labels, sizes and parents.")
+    if len(tasks) == 1:
+        return first
+    if first.members > 1:
+        raise TaskError(f"{first.name!r} is an ensemble already.")
+    states = [task.state_dict() for task in tasks]
+    joined = {
+        name: states[0][name] if name.startswith(READ_OUT) else torch.stack([state[name] for state in states])
+        for name in first.spec.shapes
+    }
+    joined["head.weight"] = joined["head.weight"].transpose(0, 1).flatten(1) / len(tasks)
+    joined["head.bias"] = joined["head.bias"].mean(dim=0)
+    whole = Task.from_tensors(replace(first.spec, members=len(tasks)), joined, first.extends)
+    whole._trained_with |= first._trained_with
+    return whole
+
+
+def split_members(task: Task) -> list[Task]:
+    """What the engine computes: a task of one token for each member, with its part of the head."""
+    if task.members == 1:
+        return [task]
+    spec, states = replace(task.spec, members=1, readout=None), task.state_dict()
+    parts = {name: states[name] for name in states if name in {"class_token", "memory"} or name.startswith(LOW_RANK)}
+    weights = states["head.weight"].chunk(task.members, dim=1)
+    return [
+        Task.from_tensors(
+            spec,
+            {
+                **{name: tensor[member] for name, tensor in parts.items()},
+                "head.weight": weights[member],
+                "head.bias": states["head.bias"] / task.members,
+            },
+            task.extends,
+        ).requires_grad_(False)
+        for member in range(task.members)
+    ]

@@ -20,7 +20,7 @@ from memoro.data.near import HASH_BYTES, hash_look
 from memoro.errors import ImageError, TeachError
 from memoro.images import Levels, Preprocessing, open_image
 from memoro.images.finding import HEAD_BYTES, is_heif
-from memoro.tasks.taskspec import ReadOut
+from memoro.tasks.spec import ReadOut
 from memoro.teach.photos import Photos
 from memoro.training.distributed import ALONE
 from memoro.training.recipe import TrainOptions

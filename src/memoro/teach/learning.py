@@ -18,7 +18,7 @@ from memoro.errors import DataError
 from memoro.heads import HEADS, HeadKind
 from memoro.tasks.readout import SolvedReadOut, solve_readout
 from memoro.tasks.ridge import RidgeSystem
-from memoro.tasks.taskspec import ReadOut
+from memoro.tasks.spec import ReadOut
 from memoro.teach.labels import Decision, as_annotation
 
 Read = Callable[[Tensor], Tensor]

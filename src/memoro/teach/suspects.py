@@ -20,9 +20,9 @@ from memoro.data.dataset import ImageSet, Splits
 from memoro.errors import TeachError
 from memoro.evaluation.predictions import no_formula
 from memoro.heads import HeadKind
+from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_task
-from memoro.tasks.taskspec import ReadOut
 from memoro.teach.labels import label_text
 from memoro.teach.learning import Learned, Lesson, find_groups, solve, used_labels
 from memoro.teach.photos import label_of

@@ -25,7 +25,7 @@ from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
 from memoro.options import option
-from memoro.tasks.taskspec import ReadOut
+from memoro.tasks.spec import ReadOut
 
 GIGABYTE = 10**9
 FREE_SHARE, MOST = 0.1, 20

@@ -16,7 +16,7 @@ from memoro.heads import HEADS
 from memoro.images import Preprocessing
 from memoro.tasks.readout import SolvedReadOut, solve_readout
 from memoro.tasks.ridge import Read, RidgeSystem
-from memoro.tasks.taskspec import ReadOut
+from memoro.tasks.spec import ReadOut
 from memoro.training.group import RunSpec, content_key
 from memoro.training.recipe import TrainOptions
 from memoro.training.statistics import StatisticsReader

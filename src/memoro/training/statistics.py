@@ -15,7 +15,7 @@ from memoro.errors import CacheError
 from memoro.evaluation.logits import collect_logits
 from memoro.images import Preprocessing
 from memoro.tasks.ridge import Read
-from memoro.tasks.taskspec import ReadOut
+from memoro.tasks.spec import ReadOut
 from memoro.training.cached import CachedLoader, estimate, fill_caches
 from memoro.training.distributed import Processes
 from memoro.training.group import content_key

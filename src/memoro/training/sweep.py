@@ -22,9 +22,8 @@ from memoro.heads import HEADS
 from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
 from memoro.regimes.regime import RATES
-from memoro.tasks.ensemble import join_members
 from memoro.tasks.spec import MAX_MEMBERS
-from memoro.tasks.task import Task
+from memoro.tasks.task import Task, join_members
 from memoro.training.finish import FitResult
 from memoro.training.fit import train_runs
 from memoro.training.group import RunSpec

@@ -21,8 +21,8 @@ from memoro.engine.parents import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.files import keep_copy, left_behind
 from memoro.regimes import Regime, TaskPlan
-from memoro.tasks.task import Task, content_hashes, link_parents
-from memoro.tasks.taskfile import load_tasks
+from memoro.tasks.task import Task, content_hashes
+from memoro.tasks.taskfile import link_parents, load_tasks
 from memoro.training.distributed import find_processes
 from memoro.training.finish import record_time
 from memoro.training.fit import judge, preprocessing_of, regime_of

@@ -13,8 +13,7 @@ from memoro.data import Splits
 from memoro.data.annotations import first_few
 from memoro.errors import TrainingError
 from memoro.evaluation.training_images import SKETCH
-from memoro.tasks.ensemble import split_members
-from memoro.tasks.task import Task
+from memoro.tasks.task import Task, split_members
 from memoro.tasks.taskfile import load_tasks
 
 MAX_HISTORY = 100

@@ -18,8 +18,8 @@ from memoro.engine.forward import ReadOutBank
 from memoro.lab.bench.dense import DenseMask
 from memoro.lab.bench.models import CLASSES
 from memoro.tasks.familiarity import FamiliarityBank, Others, fit_familiarity
+from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import new_task
-from memoro.tasks.taskspec import ReadOut
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from memoro.training.recipe import TrainOptions, find_recipe
 
 Step = Callable[[], object]
 RANK = 8
-"""Of `side`, as of LoRA."""
+"""The rank of `side`, and of LoRA."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class TimeToAccuracy:
 
     @property
     def seconds(self) -> float | None:
-        """Until the goal; None where it was not reached."""
+        """Until the goal; None if it was not reached."""
         return next((seconds for seconds, accuracy in self.curve if accuracy >= self.goal), None)
 
     def to_json(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def inspect_command(
     """
     from memoro.evaluation.inspect import describe_model
     from memoro.lab.baselines.file import read_baseline
-    from memoro.tasks.facts import describe_fact
+    from memoro.tasks.record import describe_fact
 
     spec, content, parameters = read_baseline(file)
     own = {"regime": spec.regime, "sizes": dict(spec.sizes), "parameters": parameters, "content": content}

@@ -27,7 +27,7 @@ class Comparison:
     second: str
     difference: float
     error: float
-    """Of seeds and test images together."""
+    """The standard error, from seeds and test images together."""
     seeds: int
     freedom: float
     """Degrees of freedom of the error: few where seeds dominate it, many where test images do."""
@@ -51,7 +51,7 @@ class Comparison:
 
 
 def compare_pair(first: tuple[str, Mapping[str, Any]], second: tuple[str, Mapping[str, Any]]) -> Comparison | None:
-    """Pairs runs of the same seed and their answers to the same images; None where there is no such pair.
+    """Pairs runs of the same seed and their answers to the same images; None if there is no such pair.
 
     A run that diverged has all images wrong.
     """

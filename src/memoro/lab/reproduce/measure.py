@@ -54,7 +54,7 @@ class Budget:
     seeds: int = 3
     """Runs at the chosen rate on all training images, each measured on the test split; 0: none."""
     val_fraction: float = 0.0
-    """Of train, as the validation split; 0: rates are judged on folds of a set that has none."""
+    """The fraction of train that becomes the validation split; 0: rates are compared on folds if there is none."""
 
     def recipe(self, method: Method, lr: float, seed: int) -> Recipe:
         common = {name: getattr(self, name) for name in ("epochs", "steps", "batch_size", "views", "augment")}

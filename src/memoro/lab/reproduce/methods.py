@@ -102,7 +102,7 @@ FORKED_SIZES = (
 """Other ranks and cells."""
 
 DECADES = (0.001, 0.01, 0.1, 1.0, 10.0)
-"""Of SGD; the steps of AdamW do not grow with the gradient, so its useful rates lie a hundred times lower."""
+"""Learning rates for SGD. AdamW's useful rates are a hundred times lower: its steps do not grow with the gradient."""
 STABLE = (
     replace(HEAD, rates=DECADES),
     replace(memory(5), rates=DECADES, recipe={}),

@@ -29,7 +29,7 @@ class Record:
     key: Key
     result: dict[str, Any]
     seconds: float
-    """Of the whole job, whose methods shared the passes."""
+    """How long the whole job took, whose methods shared the passes."""
     together: int
     """How many methods that were."""
     machine: dict[str, Any]

@@ -39,7 +39,7 @@ class Row(NamedTuple):
     backbone: str
     pixels: int
     name: str
-    """Of the set."""
+    """The name of the data set."""
     training: str
 
     @classmethod

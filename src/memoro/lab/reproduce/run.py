@@ -41,8 +41,8 @@ class Order:
     """The only ones to measure; empty: all."""
 
     def jobs(self) -> list[tuple[str, Job]]:
-        """Of each table, in order. A job of several methods is left without those that were not asked for; one that
-        compares methods is left out unless all of them were."""
+        """The jobs of each table, in order. Methods that were not asked for are left out of a job; a job that compares
+        methods is left out unless all of them were asked for."""
         jobs = [(table, job) for table in self.tables for job in plan_table(table, self.request)]
         if not self.methods:
             return jobs

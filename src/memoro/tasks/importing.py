@@ -13,9 +13,8 @@ from torch import Tensor
 
 from memoro.backbones import Backbone, BackboneRecord
 from memoro.errors import TaskFileError, first_line
-from memoro.tasks.spec import check_name
+from memoro.tasks.spec import TaskSpec, check_name
 from memoro.tasks.task import Task
-from memoro.tasks.taskspec import TaskSpec
 
 _MEMORY = re.compile(r"(?:.*\.)?layer\.(\d+)\.attention\.attention\.memory_tokens\.(\d+)$")
 _TOKEN = re.compile(r"(?:.*\.)?embeddings\.cls_tokens\.(\d+)$")
