@@ -24,12 +24,10 @@ from memoro.engine.answers import Pictures
 from memoro.errors import DataError, TaskFileError
 from memoro.files import write_whole
 from memoro.tasks.record import read_backbone
-from memoro.tasks.ridge import MOST_DIMENSIONS, Read, RidgeSystem
+from memoro.tasks.ridge import MOST_DIMENSIONS, NEGLIGIBLE, Read, RidgeSystem
 
 MOST_VALUES = 512
 """Of a vector, which are 2 bytes each: 1 kB an image."""
-WHITEN = 0.25
-"""The power of the variance by which directions are divided."""
 BLOCK = 1 << 16
 """Vectors that are multiplied at a time."""
 READ_AT_ONCE = 1024
@@ -54,7 +52,7 @@ class ImageIndex:
     vectors: Tensor
     """(n, values) float16, of length 1."""
     weight: Tensor
-    """(values, features) float16: from statistics to vectors, before they are scaled to length 1."""
+    """(values, features) from statistics to vectors, before they are scaled to length 1."""
     bias: Tensor
     backbone: Backbone
     image_size: int | None = None
@@ -91,13 +89,7 @@ class ImageIndex:
             raise DataError(f"top={top}: ask for one image at least.")
         pictures = as_image_set(images)
         read = statistics_of(pictures, self.backbone, image_size=self.image_size, cache=cache)
-        wanted = _project(read, len(pictures), self.weight, self.bias).float()
-        best, place = torch.empty(len(wanted), 0), torch.empty(len(wanted), 0, dtype=torch.long)
-        for start in range(0, len(self.vectors), BLOCK):
-            scores = wanted @ self.vectors[start : start + BLOCK].float().T
-            best, place = torch.cat([best, scores], dim=1), torch.cat([place, _numbers(start, scores)], dim=1)
-            best, order = best.topk(min(top, best.shape[1]), dim=1)
-            place = place.gather(1, order)
+        best, place = search_vectors(self.vectors, _project(read, len(pictures), self.weight, self.bias).float(), top)
         rows = zip(place.tolist(), best.tolist(), strict=True)
         return [[Match(self.names[at], score) for at, score in zip(*row, strict=True)] for row in rows]
 
@@ -154,6 +146,17 @@ def duplicates(photos: Any, *, workers: int | None = None) -> list[list[str]]:
     return [[images.where(int(at)) for at in group] for group in look_alikes(images)]
 
 
+def search_vectors(vectors: Tensor, wanted: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """The largest products (q, top) of rows of `wanted` (q, values) with vectors (n, values), and their numbers."""
+    best, place = torch.empty(len(wanted), 0), torch.empty(len(wanted), 0, dtype=torch.long)
+    for start in range(0, len(vectors), BLOCK):
+        scores = wanted @ vectors[start : start + BLOCK].float().T
+        numbers = torch.arange(start, start + scores.shape[1]).expand_as(scores)
+        best, order = torch.cat([best, scores], dim=1).topk(min(top, best.shape[1] + scores.shape[1]), dim=1)
+        place = torch.cat([place, numbers], dim=1).gather(1, order)
+    return best, place
+
+
 def _open(photos: Any, workers: int | None) -> ImageSet:
     """The readable images; the others are `skipped`."""
     if isinstance(photos, (str, Path)):
@@ -171,23 +174,18 @@ def _find_projection(read: Read, count: int) -> tuple[Tensor, Tensor]:
     some = torch.linspace(0, count - 1, min(count, MOST_DIMENSIONS)).round().long()
     if count < 2:  # it has no directions: its own statistics, as they are
         features = read(some).flatten(1).shape[1]
-        return torch.eye(min(features, MOST_VALUES), features).half(), torch.zeros(min(features, MOST_VALUES)).half()
+        return torch.eye(min(features, MOST_VALUES), features), torch.zeros(min(features, MOST_VALUES))
     system = RidgeSystem(len(some), lambda index: read(some[index]).flatten(1))
     kept = system.values.argsort(descending=True)[:MOST_VALUES]
-    kept = kept[system.values[kept] > 0]
-    spread = system.values[kept].pow(-WHITEN / 2)
-    chosen = torch.zeros(len(system.values), len(kept), dtype=torch.double)
-    chosen[kept, torch.arange(len(kept))] = spread / spread.min()
+    kept = kept[system.values[kept] > NEGLIGIBLE * system.values.max()]
+    chosen = torch.eye(len(system.values), dtype=torch.double)[:, kept]
     weight, bias = system.unfold(chosen, torch.zeros(len(kept), dtype=torch.double))
-    return weight.half().contiguous(), bias.half()
+    return weight.float().contiguous(), bias.float()
 
 
 def _project(read: Read, count: int, weight: Tensor, bias: Tensor) -> Tensor:
     """(n, values) vectors of length 1."""
-    layer = weight.float(), bias.float()
     blocks = torch.split(torch.arange(count), READ_AT_ONCE)
-    return torch.cat([normalize(linear(read(block).flatten(1).float(), *layer), dim=1).half() for block in blocks])
-
-
-def _numbers(start: int, scores: Tensor) -> Tensor:
-    return torch.arange(start, start + scores.shape[1]).expand_as(scores)
+    return torch.cat(
+        [normalize(linear(read(block).flatten(1).float(), weight, bias), dim=1).half() for block in blocks]
+    )

@@ -19,6 +19,7 @@ FIRST = [ROOT / "README.md", ROOT / "docs" / "start.md"]
 """What `make test` follows; `make test-slow` follows all."""
 SKIPPED = {
     "docs/distributed.md": 6,
+    "docs/integrations.md": 4,
     "docs/onnx.md": 1,
     "docs/reproduction.md": 1,
     "docs/serving.md": 1,

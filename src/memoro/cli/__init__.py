@@ -129,7 +129,8 @@ one pass answers them all, and the backbone's own output stays bitwise the same.
 {examples}
 
 The default backbone is the small one that ships with memoro; --backbone takes
-a hub id, a folder or timm:NAME. A hub id (me/pets) can be given instead of a task file.
+a hub id, a folder or timm:NAME. A hub id (me/pets) can be given instead of a
+task file.
 [bold]memoro COMMAND --help[/] has the details, memoro --version the version.""",
         markup=True,
     )
