@@ -136,7 +136,8 @@ class _ReadOutEstimator(_Images):
             )
         task = new_task(backbone, name, self._labels(), cells=0, from_layer=backbone.depth, head=self._kind, seed=0)
         weight, bias = torch.from_numpy(self.coef_), torch.from_numpy(self.intercept_)
-        SolvedReadOut(reads, weight, bias, self._held_out, self.penalty_).attach(task, 1.0)
+        every = torch.arange(len(self._held_out), device="cpu")
+        SolvedReadOut(reads, weight, bias, self._held_out, every, self.penalty_).attach(task, 1.0)
         size = self.image_size
         task.update_spec(preprocessing=backbone.preprocessing if size is None else backbone.preprocessing.at(size))
         return task

@@ -8,7 +8,7 @@ import platform
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch.nn import functional
@@ -39,9 +39,11 @@ def choose_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     return found
 
 
-def check_precision(precision: str) -> None:
-    if precision not in get_args(Precision):
-        raise BackboneError(f"precision {precision!r}: choose one of {', '.join(get_args(Precision))}.")
+def check_precision(precision: str) -> Precision:
+    for known in get_args(Precision):
+        if precision == known:
+            return cast(Precision, known)
+    raise BackboneError(f"precision {precision!r}: choose one of {', '.join(get_args(Precision))}.")
 
 
 def prefers_bfloat16(device: torch.device) -> bool:

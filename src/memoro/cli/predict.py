@@ -20,7 +20,7 @@ from memoro.console import Bar, format_count, format_time, plain_console
 if TYPE_CHECKING:
     from memoro.data.unlabelled import Unlabelled
     from memoro.evaluation.bulk import Job
-    from memoro.evaluation.on_ray import RayOptions
+    from memoro.evaluation.parallel import RayOptions
     from memoro.evaluation.predictions import Predictor, Tally
 
 app = typer.Typer()
@@ -122,9 +122,10 @@ def predict(
         share_cores()
     from memoro.data import DataOptions
     from memoro.data.unlabelled import open_unlabelled
+    from memoro.data.workers import worker_count
     from memoro.engine.answers import AnswerOptions, Routing
     from memoro.evaluation.bulk import SHARD_SIZE, Job
-    from memoro.evaluation.on_ray import RayOptions
+    from memoro.evaluation.parallel import RayOptions, list_devices, share
     from memoro.evaluation.predictions import Predictor, check_form
 
     folder = out is not None and (out.endswith(("/", os.sep)) or Path(out).is_dir())
@@ -146,14 +147,16 @@ def predict(
         frozen, tuple(models), AnswerOptions(**changes[AnswerOptions], top=top, routing=routing, embeddings=embeddings)
     )
     _explain_passes(predictor)
+    devices = [frozen.device] if cluster.wanted else list_devices(device)
     tell = shell_log(plain_console(stderr=True, soft_wrap=True), context)
-    if folder:
-        assert out is not None
-        job = Job(source, predictor, Path(out), chosen, shard_size or SHARD_SIZE, raw_csv)
-        tally = _write_shards(job, resume, workers, cluster if cluster.wanted else None)
-    else:
-        file = None if out is None else Path(out)
-        tally = _write_one(source, predictor, chosen, file, count, workers, raw_csv)
+    with share(predictor, devices, worker_count(workers, count)) as shared:
+        if folder:
+            assert out is not None
+            job = Job(source, shared, Path(out), chosen, shard_size or SHARD_SIZE, raw_csv)
+            tally = _write_shards(job, resume, workers, cluster if cluster.wanted else None)
+        else:
+            file = None if out is None else Path(out)
+            tally = _write_one(source, shared, chosen, file, count, workers, raw_csv)
     if tally.first is not None:
         some = f"{tally.unreadable} of {tally.images} images could not be read, such as "
         tell(f"{some if tally.images > 1 else ''}{tally.first.image}: {tally.first.error}")
@@ -236,7 +239,7 @@ def _write_shards(job: Job, resume: bool, workers: int | None, cluster: RayOptio
     """Answers as files of a folder. Returns what all of them hold."""
     from memoro.data.workers import worker_count
     from memoro.evaluation.bulk import answer_here, begin, claim, count_answered
-    from memoro.evaluation.on_ray import answer_on_ray, check_ray
+    from memoro.evaluation.parallel import answer_on_ray, check_ray
 
     errors = plain_console(stderr=True, soft_wrap=True)
     if cluster is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from memoro.answer import Answer
+from memoro.answer import Answer, AnswerDict
 from memoro.errors import CompositionError, ImageError
 from memoro.images import MAX_PIXELS, PICTURE_TYPES, Picture, Preprocessing, open_image, read_file, walk_images
 from memoro.options import option
@@ -42,7 +43,7 @@ class Prediction:
     embeddings: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     """The final tokens (dim) of the base and of each task, if they were asked for."""
 
-    def to_json(self) -> dict[str, dict[str, Any]]:
+    def to_json(self) -> dict[str, AnswerDict]:
         """The answers as JSON values."""
         return {name: answer.to_json() for name, answer in self.answers.items()}
 
@@ -66,6 +67,19 @@ class Outputs(NamedTuple):
     tokens: Mapping[str, Tensor] = MappingProxyType({})
     """(b, dim) after the final norm, which the heads read; for `base` too, if the pass has its plain tokens."""
 
+    def on_cpu(self, names: Iterable[str], *, tokens: bool = False) -> Outputs:
+        """The logits of these models in float32 at least, their recognition, and all tokens if they are wanted, on the
+        CPU. All are copied at once: each copy would wait for the device."""
+        kept = list(names)
+        known = [name for name in kept if name in self.recognition]
+        ends = list(self.tokens) if tokens else []
+        flat = [self.logits[name] for name in kept]
+        flat += [torch.stack(self.recognition[name], dim=1) for name in known] + [self.tokens[name] for name in ends]
+        parts = iter(copy_to_cpu(flat))
+        logits = {name: next(parts) for name in kept}
+        recognition = {name: Recognition(*next(parts).unbind(dim=1)) for name in known}
+        return Outputs(logits, recognition, {name: next(parts) for name in ends})
+
     def answers(self, model: TaskModule[Any], top: int | None = None) -> list[Answer]:
         """The answer of one of the models for each image, with `probabilities` of all labels or of the `top` ones.
 
@@ -83,6 +97,16 @@ class Outputs(NamedTuple):
             Answer(**row, score=score, familiarity=familiarity, coarse=coarse)
             for row, score, familiarity in zip(rows, *columns, strict=True)
         ]
+
+
+def copy_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors (b, …) of one device in float32 at least, as one copy."""
+    wide = [tensor if tensor.dtype == torch.float64 else tensor.float() for tensor in tensors]
+    if len(wide) < 2 or len({tensor.dtype for tensor in wide}) > 1:
+        return [tensor.detach().cpu() for tensor in wide]
+    rows = [tensor.detach().flatten(1) for tensor in wide]
+    parts = torch.split(torch.cat(rows, dim=1).cpu(), [row.shape[1] for row in rows], dim=1)
+    return [part.reshape(tensor.shape) for part, tensor in zip(parts, wide, strict=True)]
 
 
 class Pass(NamedTuple):
@@ -169,7 +193,7 @@ def new_decoder(passes: Sequence[Pass]) -> Decoder:
     return Decoder(tuple(group.preprocessing for group in passes))
 
 
-def read_predictions(predictions: Iterable[Prediction]) -> list[dict[str, dict[str, Any]]]:
+def read_predictions(predictions: Iterable[Prediction]) -> list[dict[str, AnswerDict]]:
     """All answers as JSON values; an error for the first image that could not be read."""
     answers = []
     for row in predictions:
@@ -231,8 +255,8 @@ class Decoder:
         if isinstance(picture, ImageError):
             raise picture
         wanted = dict.fromkeys((preprocessing.draft, preprocessing.white) for preprocessing in self.preprocessings)
-        options: dict[str, Any] = {"name": name, "max_pixels": self.max_pixels, "opened": {}}
-        return {(draft, white): open_image(picture, draft=draft, white=white, **options) for draft, white in wanted}
+        read = partial(open_image, picture, name=name, max_pixels=self.max_pixels, opened={})
+        return {(draft, white): read(draft=draft, white=white) for draft, white in wanted}
 
 
 def _stack(images: list[Tensor]) -> list[Tensor]:
@@ -242,6 +266,23 @@ def _stack(images: list[Tensor]) -> list[Tensor]:
     return [image[None] for image in images]
 
 
+def _by_size(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[int]]]:
+    """Images of one size as one batch, with their places among all."""
+    sizes: dict[torch.Size, tuple[list[Tensor], list[int]]] = {}
+    at = 0
+    for part in parts:
+        same, places = sizes.setdefault(part.shape[1:], ([], []))
+        same.append(part)
+        places += range(at, at + len(part))
+        at += len(part)
+    for same, places in sizes.values():
+        yield same[0] if len(same) == 1 else torch.cat(same), places
+
+
+_NONE, _EMPTY = Answer(), np.empty(0, np.float32)
+"""In the places of answers and tokens that are still to come."""
+
+
 def _answer(
     images: Sequence[str], decoded: Decoded, passes: Sequence[Pass], names: Sequence[str], options: AnswerOptions
 ) -> Iterator[Prediction]:
@@ -249,13 +290,18 @@ def _answer(
     tokens: dict[str, list[npt.NDArray[np.float32]]] = {}
     for group, parts in zip(passes, decoded.pixels, strict=True):
         new = {"base", *(model.name for model in group.models)} - set(tokens)  # the base of the first pass that has it
-        for part in parts:
+        for model in group.models:
+            answered[model.name] = [_NONE] * sum(map(len, parts))
+        for part, places in _by_size(parts):
             with torch.no_grad():
-                outputs = group.run(part)
+                outputs = group.run(part).on_cpu([model.name for model in group.models], tokens=options.embeddings)
             for model in group.models:
-                answered[model.name] += outputs.answers(model, options.top)
-            for name in new & set(outputs.tokens) if options.embeddings else ():
-                tokens.setdefault(name, []).extend(outputs.tokens[name].float().cpu().numpy())
+                for place, answer in zip(places, outputs.answers(model, options.top), strict=True):
+                    answered[model.name][place] = answer
+            for name in new & set(outputs.tokens):
+                rows = tokens.setdefault(name, [_EMPTY] * sum(map(len, parts)))
+                for place, row in zip(places, outputs.tokens[name].float().numpy(), strict=True):
+                    rows[place] = row
     answers = {name: iter(rows) for name, rows in answered.items()}
     embeddings = {name: iter(tokens[name]) for name in ("base", *names) if name in tokens}
     for at, image in enumerate(images):

@@ -5,27 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import time
 import uuid
-import zlib
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from memoro.engine.records import INDEX, TENSORS, Mapped, RecordFormat, Shard, checksum
 from memoro.engine.streams import BaseLayer, Features
 from memoro.errors import CacheError
 from memoro.files import cache_folder
-
-StoreDtype = Literal["float16", "bfloat16", "float32"]
 
 VERSION = 5
 SHARD_BYTES = 64 * 2**20
@@ -35,121 +33,12 @@ SUFFIX = ".features"
 PART = ".part"
 ABANDONED = 3600.0
 """Seconds without a write after which an unfinished file belongs to a process that died."""
-KEY_BYTES = 32
 LOG = logging.getLogger("memoro")
-TENSORS = ("keys", "checksums", "tokens", "pooled", "pairs")
-INDEX = "index checksum"
-"""The name of the first two tensors' checksum: they are checked when a file is opened, records when they are read."""
 
 
 def default_folder() -> Path:
     """Where features are kept unless the user names another folder."""
     return cache_folder() / "features"
-
-
-@dataclass(frozen=True)
-class RecordFormat:
-    """One image's record: the class token that enters each kept layer (at least the last one) and the final one, all
-    keys and values, and pooled statistics. From the last layer on there are no keys and values, which take by far the
-    most space."""
-
-    from_layer: int
-    depth: int
-    dim: int
-    heads: int
-    tokens: int
-    dtype: StoreDtype
-    pool_from: int
-    """The first layer whose tokens are pooled."""
-    statistics: int
-
-    @property
-    def layers(self) -> int:
-        return self.depth - self.from_layer
-
-    def tensors(self, records: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of what a file of this many records holds, in the order of `TENSORS`."""
-        # The few class tokens stay exact: a head reads nothing else.
-        return [
-            (torch.uint8, (records, KEY_BYTES)),
-            (torch.int64, (records,)),
-            (torch.float32, (records, max(self.layers, 1) + 1, self.dim)),
-            (torch.float16, (records, self.depth - self.pool_from, self.statistics, self.dim)),
-            (getattr(torch, self.dtype), (records, self.layers, 2, self.heads, self.tokens, self.dim // self.heads)),
-        ]
-
-    @property
-    def size(self) -> int:
-        """Bytes of a record with its key and checksum."""
-        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors(1))
-
-    def pack(self, features: Features) -> tuple[Tensor, Tensor, Tensor]:
-        """Class tokens (b, layers + 1, dim), statistics (b, layers, statistics, dim), and keys and values
-        (b, layers, 2, h, n, d), as they are stored.
-
-        Without layers there are two tokens.
-        """
-        *_, (token_dtype, _), (pooled_dtype, _), (pair_dtype, pair_shape) = self.tensors(len(features.token))
-        assert features.pooled is not None
-        entering = [layer.token for layer in features.layers]
-        if not entering and features.entering is not None:
-            entering = [features.entering]
-        tokens = torch.stack([*entering, features.token], dim=1)
-        pairs = [torch.stack([layer.keys, layer.values], dim=1) for layer in features.layers]
-        both = torch.stack(pairs, dim=1) if pairs else tokens.new_zeros(pair_shape)
-        limit = torch.finfo(pooled_dtype).max
-        pooled = features.pooled.clamp(-limit, limit)
-        packed = tokens.to("cpu", token_dtype), pooled.to("cpu", pooled_dtype), both.to("cpu", pair_dtype)
-        if not all(bool(torch.isfinite(part).all()) for part in packed):
-            raise CacheError(
-                f"the backbone's features do not fit into {self.dtype}: choose `Cache.dtype` bfloat16 or float32, "
-                "or train with `cache=False`."
-            )
-        return packed
-
-
-@dataclass(frozen=True, eq=False)
-class Shard:
-    """One file of records, mapped from disk: nothing is read before it is used. The mapping outlives the file."""
-
-    path: Path
-    from_layer: int
-    keys: Tensor
-    checksums: Tensor
-    tokens: Tensor
-    pooled: Tensor
-    pairs: Tensor
-    verified: set[int] = field(default_factory=set)
-
-    @classmethod
-    def open(cls, path: Path, format: RecordFormat) -> Shard | None:
-        """The records of a file that have this format, from whatever layer on; None if the file is damaged."""
-        try:
-            with safe_open(path, "pt") as file:
-                parts = [file.get_tensor(name) for name in TENSORS]
-                index = (file.metadata() or {}).get(INDEX)
-        except SafetensorError:
-            return None
-        found = [(part.dtype, tuple(part.shape)) for part in parts]
-        for layer in range(format.depth + 1):
-            if found == replace(format, from_layer=layer).tensors(parts[0].numel() // KEY_BYTES):
-                return cls(path, layer, *parts) if index == str(checksum(*parts[:2])) else None
-        return None
-
-    def intact(self, row: int) -> bool:
-        """Whether a record is what was written. It is checked once: later reads cost nothing more."""
-        if row not in self.verified:
-            found = checksum(self.tokens[row], self.pooled[row], self.pairs[row])
-            self.verified.update([row] if found == self.checksums[row] else [])
-        return row in self.verified
-
-
-def checksum(*parts: Tensor) -> int:
-    """CRC-32 of some tensors' bytes."""
-    value = 0
-    for part in parts:
-        value = zlib.crc32(part.view(torch.uint8).numpy().data, value)
-    return value
 
 
 class FeatureStore:
@@ -166,6 +55,7 @@ class FeatureStore:
         self.folder = folder / hashlib.sha256(facts.encode()).hexdigest()[:32]
         self._known: set[Path] = set()
         self._records: dict[bytes, tuple[Shard, int]] = {}
+        self._mapped: Mapped = OrderedDict()
         self.refresh()
 
     def refresh(self) -> None:
@@ -179,7 +69,7 @@ class FeatureStore:
     def add(self, path: Path, *, verified: bool = False) -> None:
         """Maps a file. At once, not when it is read: another process may evict it in between."""
         self._known.add(path)
-        shard = Shard.open(path, self.format)
+        shard = Shard.open(path, self.format, self._mapped)
         if shard is None:
             self._discard({path})
         elif shard.from_layer <= self.format.from_layer:
@@ -222,8 +112,8 @@ class FeatureStore:
         """Memory for a batch of records. Use it again: touching fresh memory takes longer than reading."""
         form = self.format
         pairs = (form.layers, 2, batch, form.heads, form.tokens, form.dim // form.heads)
-        how: dict[str, Any] = {"dtype": dtype, "device": "cpu"}
-        return torch.empty(form.layers + 1, batch, form.dim, **how), torch.empty(pairs, **how)
+        empty = partial(torch.empty, dtype=dtype, device="cpu")
+        return empty(form.layers + 1, batch, form.dim), empty(pairs)
 
     def read(
         self,
@@ -241,9 +131,10 @@ class FeatureStore:
         for at, key in enumerate(keys):
             shard, row = self._records[key]
             # A record may start at an earlier layer: its last layers are the wanted ones.
-            tokens[:, at].copy_(shard.tokens[row, -layers - 1 :])
+            kept_tokens, _, kept_pairs = shard.parts()
+            tokens[:, at].copy_(kept_tokens[row, -layers - 1 :])
             if layers:
-                pairs[:, :, at].copy_(shard.pairs[row, -layers:])
+                pairs[:, :, at].copy_(kept_pairs[row, -layers:])
         tokens, pairs = tokens.to(device), pairs.to(device)
         parts = zip(tokens[:-1], pairs, biases, strict=True)
         kept = [BaseLayer(token, pair[0], pair[1], bias) for token, pair, bias in parts]
@@ -252,7 +143,7 @@ class FeatureStore:
     def statistics(self, keys: Sequence[bytes]) -> Tensor:
         """The pooled statistics (b, layers, statistics, dim), without the rest of the records."""
         places = [self._records[key] for key in keys]
-        return torch.stack([shard.pooled[row] for shard, row in places])
+        return torch.stack([shard.parts()[1][row] for shard, row in places])
 
     def files_of(self, keys: Iterable[bytes]) -> set[Path]:
         """The files that hold the records of these keys."""
@@ -261,6 +152,8 @@ class FeatureStore:
     def forget(self, files: Set[Path]) -> None:
         """Releases files that were removed."""
         self._records = {key: place for key, place in self._records.items() if place[0].path not in files}
+        for file in files:
+            self._mapped.pop(file, None)
 
 
 class Writer:
@@ -293,7 +186,7 @@ class Writer:
         path = folder / f"{uuid.uuid4().hex}{SUFFIX}"
         part = path.with_name(path.name + PART)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # features tell what images show
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # features reveal what images show
             with part.open("wb") as file:
                 file.write(data)
                 file.flush()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.data import Batch, ImageSet, Loader
-from memoro.engine.answers import Outputs, Recognition
+from memoro.engine.answers import Outputs, Recognition, copy_to_cpu
 from memoro.engine.composition import Composition
 from memoro.engine.streams import Features
 from memoro.errors import TrainingError
@@ -70,7 +70,7 @@ def collect_logits(
                 continue
             with autocast():
                 out = answer(inputs_of(batch, backbone))
-            found = [(logits if keep_dtype else logits.float()).cpu() for logits in out]
+            found = [logits.cpu() for logits in out] if keep_dtype else copy_to_cpu(out)
             parts.append((found, batch.targets, batch.index))
             tick(len(batch.targets))
     parts = [part for own in all_gather(parts) for part in own]

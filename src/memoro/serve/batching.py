@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memoro.answer import Answer
-from memoro.engine.answers import Outputs, Recognition
+from memoro.engine.answers import Outputs
 from memoro.engine.composition import Composition
 from memoro.errors import ServeError
 from memoro.images import Preprocessing
@@ -197,6 +197,5 @@ def run_pass(model: Composition, pixels: Tensor, names: Sequence[str]) -> tuple[
     start, seconds = perf_counter(), list[float]()
     with torch.no_grad():
         out = model.run(pixels.to(model.backbone.dtype), names, seconds=seconds)
-        logits = {name: value.float().cpu() for name, value in out.logits.items()}
-        recognition = {name: Recognition(*(part.cpu() for part in parts)) for name, parts in out.recognition.items()}
-    return Outputs(logits, recognition), PassTime(sum(seconds), perf_counter() - start - sum(seconds))
+        found = out.on_cpu(out.logits)
+    return found, PassTime(sum(seconds), perf_counter() - start - sum(seconds))

@@ -16,9 +16,12 @@ MIN_IMAGES = 20
 """Fewer held-out images than this are not enough."""
 MIN_EACH = 20
 """A label needs this many images with it, and as many without, for a temperature and a threshold of its own."""
+GOLDEN = (math.sqrt(5) - 1) / 2
 COVERAGE = 0.9
 """Share of new images whose number lies within a regression's interval."""
 TEMPERATURES = (0.05, 20.0)
+MOST_FITTED = 1 << 24
+"""Logits that a temperature is fitted on; of more, those of evenly spaced images. Above a quarter of it, in float32."""
 PARTS = 4
 """Parts of held-out answers, each of which is judged by a calibration fitted on the others."""
 
@@ -58,26 +61,39 @@ def fit_calibration(kind: HeadKind, logits: Tensor, targets: Tensor, source: str
 
     None for fewer than `MIN_IMAGES` of them.
     """
-    logits, count = logits.detach().double().cpu(), len(targets)
-    targets = targets.cpu()
+    logits, count = logits.detach(), len(targets)
     if count < MIN_IMAGES or not bool(torch.isfinite(logits).all()):
         return None
+    logits, targets = thin_out(logits, targets.to(logits.device))
+    if logits.dtype == torch.float64 or logits.numel() * 4 <= MOST_FITTED:
+        logits, targets = logits.cpu().double(), targets.cpu()  # MPS has no float64
+    else:
+        logits = logits.float()
     head = HEADS[kind]
     if head.has_numbers:
         # Split conformal prediction: the interval covers a new image with at least this probability.
-        rank = min(count, math.ceil((count + 1) * COVERAGE))
-        errors = (logits - targets.double()).abs().sort(dim=0).values[rank - 1]
+        rank = min(len(logits), math.ceil((len(logits) + 1) * COVERAGE))
+        errors = (logits - targets.to(logits.dtype)).abs().sort(dim=0).values[rank - 1]
         return Calibration((), (), tuple(errors.tolist()), count, source)
     if head.has_classes:
         return Calibration((fit_temperature(logits, targets)[0],), (), (), count, source)
-    truth = targets.double()
-    shared = fit_temperature(logits, truth)[0]
+    truth = targets.to(logits.dtype)
+    shared, own = fit_temperature(logits, truth)[0], _fit_each(logits, truth)
     temperatures, thresholds = [], []
-    for answers, right in zip(logits.T, truth.T, strict=True):
-        enough = MIN_EACH <= int(right.sum()) <= count - MIN_EACH
-        temperatures.append(fit_temperature(answers, right)[0] if enough else shared)
+    for answers, right, fitted in zip(logits.T, truth.T, own.tolist(), strict=True):
+        enough = MIN_EACH <= int(right.sum()) <= len(truth) - MIN_EACH
+        temperatures.append(fitted if enough else shared)
         thresholds.append(_threshold(head.probabilities(answers / temperatures[-1]), right) if enough else 0.5)
     return Calibration(tuple(temperatures), tuple(thresholds), (), count, source)
+
+
+def thin_out(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Answers (n, labels) and the targets (n, …) on the same device: all, or those of evenly spaced images."""
+    most = max(MIN_IMAGES, MOST_FITTED // logits.shape[1])
+    if len(targets) <= most:
+        return logits, targets
+    kept = torch.linspace(0, len(targets) - 1, most, dtype=torch.double, device="cpu").round().long().to(logits.device)
+    return logits[kept], targets[kept]
 
 
 def decide_unseen(kind: HeadKind, logits: Tensor, targets: Tensor) -> Tensor | None:
@@ -122,12 +138,36 @@ def fit_temperature(
             total = functional.cross_entropy(scaled, targets, reduction="sum")
         return float(total) + logarithm**2 / 2
 
-    golden = (math.sqrt(5) - 1) / 2  # the loss is unimodal in the temperature: golden-section search
+    # The loss is unimodal in the temperature: golden-section search.
+    first, second = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+    losses = loss(first), loss(second)
     for _ in range(steps):
-        first, second = high - golden * (high - low), low + golden * (high - low)
-        low, high = (low, second) if loss(first) < loss(second) else (first, high)
+        if losses[0] < losses[1]:
+            high, second = second, first
+            first = high - GOLDEN * (high - low)
+            losses = loss(first), losses[0]
+        else:
+            low, first = first, second
+            second = low + GOLDEN * (high - low)
+            losses = losses[1], loss(second)
     middle = (low + high) / 2
     return math.exp(middle), loss(middle) / len(targets)
+
+
+def _fit_each(logits: Tensor, truth: Tensor, steps: int = 40) -> Tensor:
+    """`fit_temperature` for each label (n, labels) by itself, all in one search."""
+    low, high = (torch.full_like(logits[0], math.log(bound)) for bound in TEMPERATURES)
+
+    def loss(logarithm: Tensor) -> Tensor:
+        scaled = logits / logarithm.exp()
+        each = functional.binary_cross_entropy_with_logits(scaled, truth, reduction="none").sum(dim=0)
+        return each + logarithm.square() / 2
+
+    for _ in range(steps):
+        first, second = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+        left = loss(first) < loss(second)
+        low, high = torch.where(left, low, first), torch.where(left, second, high)
+    return ((low + high) / 2).exp()
 
 
 def _threshold(answers: Tensor, truth: Tensor) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from memoro.heads import HEADS, HeadKind, Scale
-from memoro.tasks.calibration import fit_temperature
+from memoro.tasks.calibration import fit_temperature, thin_out
 from memoro.tasks.ridge import RidgeSystem
 from memoro.tasks.spec import ReadOut, round_half
 from memoro.tasks.task import Task
@@ -29,8 +29,10 @@ class SolvedReadOut:
     bias: Tensor
     """(labels)"""
     held_out: Tensor
-    """(n, labels): the logits for each training image, of a solution without it and without its near-duplicates. Those
+    """(m, labels): the logits for training images, of solutions without them and without their near-duplicates. Those
     of images without weight are left out of every solution."""
+    answered: Tensor
+    """(m) the numbers of these images: all of them, unless the answers would take too much memory."""
     penalty: float
 
     def attach(self, task: Task, share: float) -> None:
@@ -80,6 +82,7 @@ def solve_readout(
         return fit(answers[own] - middle, index[own], 12)[1]
 
     def fit(answers: Tensor, index: Tensor, steps: int) -> tuple[float, float]:
+        answers, index = thin_out(answers, index)
         wanted = targets[index] if head.has_classes else targets[index].float()
         return fit_temperature(answers, wanted, TEMPERATURES, steps)
 
@@ -88,10 +91,10 @@ def solve_readout(
         weight = solved.weight * scale.std.float()[:, None]
         bias, held_out = scale.undo(solved.bias), scale.undo(solved.held_out)
     else:
-        judged = torch.arange(len(targets), device="cpu")[learned]
-        temperature, _ = fit(solved.held_out[judged] - middle, judged, 40)
+        own = learned[solved.answered]
+        temperature, _ = fit(solved.held_out[own] - middle, solved.answered[own], 40)
         weight, bias = solved.weight / temperature, (solved.bias - middle) / temperature
         held_out = (solved.held_out - middle) / temperature
     rounded = round_half(weight)
     bias = bias + (weight - rounded) @ solved.mean  # at the mean image, answers are as before rounding
-    return SolvedReadOut(reads, rounded, bias.float(), held_out.float(), solved.penalty)
+    return SolvedReadOut(reads, rounded, bias.float(), held_out.float(), solved.answered, solved.penalty)

@@ -18,6 +18,8 @@ MOST_KEPT = 1 << 25
 BLOCK = 1024
 MOST_JUDGED = 1 << 22
 """Answers by which penalties are compared."""
+MOST_ANSWERS = 1 << 27
+"""Leave-one-out answers that are kept; of more, those of evenly spaced images."""
 NEGLIGIBLE = 1e-7
 """Directions whose share of the largest variance is smaller are left out."""
 CONSTANT = 1e-6
@@ -43,7 +45,9 @@ class Ridge:
     """(features) of all images"""
     penalty: float
     held_out: Tensor
-    """(n, outputs): the answer to each image by the solution of all others, without its whole group."""
+    """(m, outputs): the answers to images by the solutions of all others, without their whole groups."""
+    answered: Tensor
+    """(m) the numbers of these images: all, unless there are more than `MOST_ANSWERS` answers."""
 
 
 class RidgeSystem:
@@ -133,19 +137,27 @@ class _Solver:
         self._products, self._level = products, aims / system.total
 
     def solve(self, loss: Loss) -> Ridge:
-        every = torch.arange(self._system.count, device="cpu")
-        most = max(1, MOST_JUDGED // len(self._level))
-        judged = every
-        if len(every) > most:
-            judged = torch.linspace(0, len(every) - 1, most, device="cpu").round().long()
+        judged, answered = (self._some(most) for most in (MOST_JUDGED, MOST_ANSWERS))
         losses = {penalty: loss(self._answer(judged, penalty), judged) for penalty in PENALTIES}
         best = min(losses, key=lambda penalty: losses[penalty])
         weight, bias = self._system.unfold(self._products / (self._system.values + best)[:, None], self._level)
-        return Ridge(weight.float(), bias.float(), self._system.mean, best, self._answer(every, best))
+        return Ridge(weight.float(), bias.float(), self._system.mean, best, self._answer(answered, best), answered)
+
+    def _some(self, most: int) -> Tensor:
+        """The numbers of all images, or of evenly spaced ones, whose answers are at most so many numbers."""
+        count, most = self._system.count, max(1, most // len(self._level))
+        if count <= most:
+            return torch.arange(count, device="cpu")
+        return torch.linspace(0, count - 1, most, dtype=torch.double, device="cpu").round().long()
 
     def _answer(self, index: Tensor, penalty: float) -> Tensor:
         """The answers to these images that are left out, one at a time or group by group."""
-        answers = torch.cat([self._leave_out(block, penalty) for block in torch.split(index, BLOCK)])
+        answers = self._leave_out(index[:BLOCK], penalty)
+        if len(index) > BLOCK:  # filled in place: all parts and their copy would be twice as much
+            first, answers = answers, answers.new_empty(len(index), answers.shape[1])
+            answers[:BLOCK] = first
+        for at in range(BLOCK, len(index), BLOCK):
+            answers[at : at + BLOCK] = self._leave_out(index[at : at + BLOCK], penalty)
         place = torch.full((self._system.count,), -1, device="cpu")
         place[index] = torch.arange(len(index), device="cpu")
         for members in self._groups:

@@ -20,7 +20,8 @@ from memoro.console import format_bytes
 from memoro.data import Loader
 from memoro.data.augment import output_size
 from memoro.engine import featurestore
-from memoro.engine.featurestore import FeatureStore, RecordFormat, StoreDtype, default_folder
+from memoro.engine.featurestore import FeatureStore, default_folder
+from memoro.engine.records import RecordFormat, StoreDtype
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch

@@ -14,7 +14,7 @@ from memoro.console import format_bytes, quoted
 from memoro.data import Splits, load_data
 from memoro.data.augment import output_size
 from memoro.engine.featurestore import default_folder, total_bytes
-from memoro.engine.parents import check_versions
+from memoro.engine.plan import check_versions
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.evaluation.metrics import warn_of

@@ -17,7 +17,7 @@ from memoro.backbones.load import TINY, own_device
 from memoro.backbones.precision import CHOSEN
 from memoro.data import Augment
 from memoro.data.dataset import MAX_UNREADABLE
-from memoro.engine.parents import check_together
+from memoro.engine.plan import check_together
 from memoro.errors import TaskFileError, TrainingError
 from memoro.files import keep_copy, left_behind
 from memoro.regimes import Regime, TaskPlan

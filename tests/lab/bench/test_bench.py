@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import random_task
-from test_train_recipe import save_squares
+from squares import save_squares
+from typer.testing import CliRunner
 
 import memoro
 from memoro.backbones import Backbone
+from memoro.cli import app
+from memoro.errors import MemoroError
 from memoro.evaluation.logits import CachedBatch
 from memoro.lab.baselines import BASELINES
 from memoro.lab.bench.dense import DenseMask
@@ -144,3 +148,20 @@ def test_the_server_is_measured(backbone: Backbone) -> None:
     assert min(row.engine, row.http, row.separate, row.ratio) > 0
     cells = [str(cell) for cell in list(serve_table([row]).columns)[1].cells]
     assert cells[:4] == ["3", "2", "3", str(row.requests)]
+
+
+def test_a_machine_is_measured_by_backbone_precision_images_and_classes() -> None:
+    words = ["lab", "bench", "gpu", "--model", "dinov2-small", "--precision", "bfloat16", "--precision", "float32"]
+    words += ["--tasks", "1,3", "--batch", "1", "--rounds", "1", "--images", "60,120", "--classes", "3,5"]
+    words += ["--features", "24", "--device", "cpu"]
+    found = json.loads(CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False).stdout)
+    assert [(row["model"], row["precision"], row["side"]) for row in found["passes"]] == [
+        ("dinov2-small", "bfloat16", 112), ("dinov2-small", "float32", 112)
+    ]  # fmt: skip
+    assert all(row["plain"] > 0 and set(row["tasks"]) == {"1", "3"} for row in found["passes"])
+    assert [(row["images"], row["classes"]) for row in found["read-outs"]] == [(60, 3), (120, 3), (60, 5), (120, 5)]
+    printed = CliRunner().invoke(app, words, catch_exceptions=False).stdout
+    assert "Images per second" in printed
+    assert "exponent" in printed
+    with pytest.raises(MemoroError, match="unknown model 'resnet'"):
+        CliRunner().invoke(app, ["lab", "bench", "gpu", "--model", "resnet"], catch_exceptions=False)

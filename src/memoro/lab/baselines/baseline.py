@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from memoro.answer import AnswerDict
 from memoro.backbones import Anatomy, Backbone
 from memoro.engine.answers import (
     AnswerOptions,
@@ -20,7 +22,7 @@ from memoro.engine.answers import (
     read_predictions,
 )
 from memoro.errors import TrainingError
-from memoro.lab.baselines.dense import Weights
+from memoro.lab.baselines.dense import Weights, run_copy
 from memoro.regimes.regime import RATES, Regime, TaskPlan, all_parameters
 from memoro.tasks.spec import INIT_STD, MAX_CELLS, ModelSpec, TaskModule
 from memoro.tasks.task import Task, new_task
@@ -40,6 +42,8 @@ class BaselinePlan(TaskPlan):
 
     width: int = 5
     """Bottleneck of adapters."""
+    checkpointing: bool = False
+    """Of gradients: less memory and more time, for methods that train a copy of the backbone."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +128,16 @@ class BaselineRegime:
             regime=self.name,
             sizes=sizes,
         )
+        encode = self.encode
+        if plan.checkpointing:
+            if self.copy is None:
+                raise TrainingError(f"regime {self.name!r} trains no copy of the backbone: leave out `checkpointing`.")
+            encode = partial(run_copy, checkpointing=True)
         if self.copy is not None:
             parts = self.copy(backbone, plan, start.head.weight.dtype)
         else:
             parts = Parts(backbone.anatomy, _start_values(self.shapes(backbone, sizes), start, plan.seed))
-        return Baseline(spec, self.encode, backbone, parts, start.head)
+        return Baseline(spec, encode, backbone, parts, start.head)
 
 
 def _start_values(shapes: Shapes, start: Task, seed: int) -> dict[str, nn.Parameter]:
@@ -206,9 +215,7 @@ class Baseline(TaskModule[BaselineSpec]):
         logits: Tensor = self.head(self.features(pixel_values).to(self.head.weight.dtype))
         return logits
 
-    def predict(
-        self, images: Pictures, *, batch_size: int = 32, top: int | None = None
-    ) -> list[dict[str, dict[str, Any]]]:
+    def predict(self, images: Pictures, *, batch_size: int = 32, top: int | None = None) -> list[dict[str, AnswerDict]]:
         """What it answers for each image, by its name, as a composition of one task would."""
         pictures, how = list_pictures(images), AnswerOptions(batch_size, top)
         return read_predictions(answer_pictures(pictures, self.prediction_passes(), [self.name], how))

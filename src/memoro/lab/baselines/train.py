@@ -17,14 +17,16 @@ from memoro.lab.baselines.methods import BASELINES
 from memoro.training import FitResult, fit, train
 
 
-def train_baseline(data: Any, method: str, *, width: int = 5, **settings: Any) -> Any:
-    """`memoro.train` with a baseline instead of a task. `width` is that of an adapter's bottleneck."""
+def train_baseline(data: Any, method: str, *, width: int = 5, checkpointing: bool = False, **settings: Any) -> Any:
+    """`memoro.train` with a baseline instead of a task. `width` is that of an adapter's bottleneck; with
+    `checkpointing`, methods that train a copy of the backbone compute activations twice instead of keeping them."""
     if method not in BASELINES:
         raise TrainingError(f"unknown method {method!r}: choose one of {', '.join(BASELINES)}.")
     baseline = BASELINES[method]
+    sizes: dict[str, Any] = {"width": width, "checkpointing": checkpointing}
     regime = replace(
         baseline.regime,
-        make=lambda backbone, plan: baseline.make(backbone, BaselinePlan(**vars(plan), width=width)),
+        make=lambda backbone, plan: baseline.make(backbone, BaselinePlan(**vars(plan), **sizes)),
     )
     return train(data, regime=regime, **settings)
 

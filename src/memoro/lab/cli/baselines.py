@@ -26,6 +26,9 @@ def train_command(
     cells: Annotated[int | None, typer.Option(help="Memory cells, where the method has some.")] = None,
     rank: Annotated[int | None, typer.Option(help="Rank of lora and lora-all.")] = None,
     width: Annotated[int, typer.Option(help="Bottleneck of adapters.")] = 5,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Less memory and more time, for lora, lora-all and full.")
+    ] = False,
     lr: Annotated[list[float] | None, typer.Option(help="Learning rate; repeat to try several.")] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 15,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 32,
@@ -53,6 +56,7 @@ def train_command(
     errors = plain_console(stderr=True, soft_wrap=True)
     result = train_baseline(
         data, method, backbone=name_backbone(backbone), device=device, task=task, cells=cells, rank=rank, width=width,
+        checkpointing=checkpointing,
         lr=lr, epochs=epochs, batch_size=batch_size, image_size=image_size, seed=seed, workers=workers, resume=resume,
         folder=folder or "runs/{task}", out=out or Path(), quiet=False, log=errors.print,
     )  # fmt: skip

@@ -54,6 +54,56 @@ def bench_engine_command(
         print_json(results)
 
 
+@bench.command("gpu")
+def bench_gpu_command(
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help="Backbone to measure; repeat for more.", show_default="all")
+    ] = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Precision; repeat for more.", show_default="float32 and bfloat16"),
+    ] = None,
+    tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,100",
+    batch: Annotated[int, typer.Option(min=1, help="Images per pass.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the fastest is reported.")] = 7,
+    images: Annotated[str, typer.Option(help="Numbers of images of a read-out; empty: none.")] = "2000,10000",
+    classes: Annotated[str, typer.Option(help="Numbers of classes of a read-out.")] = "10,1000",
+    features: Annotated[int, typer.Option(min=1, help="Width of the statistics; 9216 is that of a ViT-S.")] = 9216,
+    device: DeviceOption = None,
+    as_json: Json = False,
+) -> None:
+    """Print the tables of docs/scale.md for this machine: images per second by backbone and precision, read-outs by
+    number of images and classes. A GPU is used if there is one.
+
+    memoro lab bench gpu --device cuda --batch 256
+    """
+    from memoro.backbones.load import own_device
+    from memoro.backbones.precision import check_precision
+    from memoro.console import bar
+    from memoro.errors import MemoroError
+    from memoro.lab.bench.gpu import bench_passes, bench_solving, pass_table, solve_table
+    from memoro.lab.bench.models import MODELS
+
+    names, kinds = models or list(MODELS), [check_precision(kind) for kind in precision or ["float32", "bfloat16"]]
+    if unknown := [name for name in names if name not in MODELS]:
+        raise MemoroError(f"unknown model {unknown[0]!r}: choose {', '.join(MODELS)}.")
+    counts, sizes, labels = numbers(tasks), numbers(images) if images else [], numbers(classes)
+    place = own_device(device)
+    with bar("passes", len(names) * len(kinds) * rounds * (1 + len(counts))) as tick:
+        how: dict[str, Any] = {"counts": counts, "batch": batch, "rounds": rounds, "tick": tick}
+        passes = bench_passes(names, kinds, place, **how)
+    with bar("read-outs", len(sizes) * len(labels)) as tick:
+        solved = bench_solving(sizes, labels, features, tick)
+    if as_json:
+        print_json(
+            {"device": str(place), "passes": [asdict(r) for r in passes], "read-outs": [asdict(r) for r in solved]}
+        )
+        return
+    plain_console().print(pass_table(passes))
+    if solved:
+        plain_console().print(solve_table(solved))
+
+
 @bench.command("export")
 def bench_export_command(
     backbone: BackboneOption = None,
