@@ -46,7 +46,7 @@ VERBS = {
     "export": Verb("memoro.cli.tasks", "memoro export -t A -o model.onnx", "backbone and tasks as ONNX"),
     "card": Verb("memoro.cli.tasks", "memoro card pets.safetensors", "a model card for the hub"),
     "import": Verb("memoro.cli.tasks", "memoro import model.pt -o tasks.safetensors", "the paper's reproduction"),
-    "backbones": Verb("memoro.cli.backbones", "memoro backbones", "which to choose: size, licence, speed"),
+    "backbones": Verb("memoro.cli.backbones", "memoro backbones", "names, sizes, licences"),
     "cache": Verb("memoro.cli.tasks", "memoro cache --clear", "show or empty the feature cache"),
     "lab": Verb("memoro.lab.cli", "memoro lab --help", "study the method and its speed"),
 }
