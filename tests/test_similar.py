@@ -20,7 +20,6 @@ from shell import shell as shell
 import memoro
 from memoro import similar as find_similar
 from memoro.backbones import Backbone
-from memoro.data import near
 
 similar = import_module("memoro.similar")
 SIDE = 48
@@ -152,7 +151,7 @@ def test_duplicates_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found == [["a.png", "b.png", "c.png", "d.jpg"], ["g.png", "h.png"]]
     listed = [Image.open(tmp_path / name) for name in ("a.png", "f.png", "c.png")]
     assert memoro.duplicates(listed) == [["image 0", "image 2"]]
-    monkeypatch.setattr(near, "MOST_GROUPED", 3)  # too many to compare: copies alone
+    monkeypatch.setattr(similar, "MOST_GROUPED", 3)  # too many to compare: copies alone
     found = [[Path(name).name for name in group] for group in memoro.duplicates(tmp_path)]
     assert found == [["a.png", "b.png"], ["g.png", "h.png"]]
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -16,9 +18,8 @@ from torch.nn.functional import linear, normalize
 from memoro.backbones import Backbone, BackboneRecord, load_backbone
 from memoro.backbones.load import TINY
 from memoro.data.dataset import ImageSet, Skipped
-from memoro.data.near import look_alikes
-from memoro.data.screening import drop_unreadable
-from memoro.data.unlabelled_set import load_unlabelled
+from memoro.data.open import open_source
+from memoro.data.screening import drop_unreadable, find_connected, first_copies
 from memoro.embedding import as_image_set, open_backbone, statistics_of
 from memoro.engine.answers import Pictures
 from memoro.errors import DataError, TaskFileError
@@ -31,6 +32,8 @@ MOST_VALUES = 512
 BLOCK = 1 << 16
 """Vectors that are multiplied at a time."""
 READ_AT_ONCE = 1024
+MOST_GROUPED = 100_000
+"""Images all of whose pairs are compared for near-duplicates."""
 LARGEST = 1_000_000
 """Images of an index; with more, hand the vectors to a library for approximate search."""
 SUFFIX = ".safetensors"
@@ -157,13 +160,29 @@ def search_vectors(vectors: Tensor, wanted: Tensor, top: int) -> tuple[Tensor, T
     return best, place
 
 
+def look_alikes(images: ImageSet) -> list[npt.NDArray[np.int64]]:
+    """The groups of two or more screened images that are copies or look the same, whatever their classes, the largest
+    first; copies alone if there are more than 100,000 images."""
+    numbers = first_copies(images)
+    unique = np.unique(numbers)
+    for group in find_connected(images, unique) if len(unique) <= MOST_GROUPED else []:
+        numbers[np.isin(numbers, group)] = group[0]
+    order = np.argsort(numbers, kind="stable")
+    parts = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
+    return sorted((part for part in parts if len(part) > 1), key=len, reverse=True)
+
+
 def _open(photos: Any, workers: int | None) -> ImageSet:
     """The readable images; the others are `skipped`."""
     if isinstance(photos, (str, Path)):
-        images = load_unlabelled(str(photos), workers).train
-        assert images is not None
+        source = open_source([str(photos)])
+        keys = list(source.keys())
+        rows = np.empty(len(keys), dtype=object)
+        rows[:] = keys
+        found = ImageSet(str(photos), (), "regression", source, rows, torch.zeros(len(keys), 0, device="cpu"))
     else:
-        images = drop_unreadable([as_image_set(photos)], workers, quiet=True)[0]
+        found = as_image_set(photos)
+    [images] = drop_unreadable([found], workers, quiet=True)
     if not len(images):
         raise DataError("none of the images can be read.")
     return images

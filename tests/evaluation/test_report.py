@@ -16,7 +16,7 @@ from shell import Shell, shell
 from squares import save_square, save_squares
 
 import memoro
-from memoro.data.near import near_duplicates
+from memoro.data.screening import near_duplicates
 from memoro.evaluation.metrics import class_figures, find_mistakes
 from memoro.images import open_image
 from memoro.pages.charts import histogram_chart, line_chart, matrix_chart, scatter_chart, shorten, text_width
@@ -126,7 +126,7 @@ def test_a_training_survives_its_report(tiny: memoro.Backbone, tmp_path: Path, m
     def fail(*given: Any) -> None:
         raise ValueError("no page today")
 
-    monkeypatch.setattr("memoro.training.report.write_report", fail)
+    monkeypatch.setattr("memoro.training.result.write_report", fail)
     told: list[str] = []
     data = save_squares(tmp_path / "set")
     done = memoro.train(data, backbone=tiny, lr=0.1, folder=tmp_path / "run", **{**HOW, "log": told.append})

@@ -18,7 +18,7 @@ from memoro.data import load_columns, load_data, splits
 from memoro.errors import DataError
 from memoro.evaluation.evaluate import evaluate
 from memoro.tasks.task import new_task
-from memoro.training import RunSpec, train_runs
+from memoro.training import Run, train_runs
 from memoro.training.loop import Trainer
 from memoro.training.recipe import TrainOptions
 
@@ -54,7 +54,7 @@ def test_columns_of_a_table_are_one_course(double: Backbone, root: Path, screene
         assert np.array_equal(one.train.rows, parts[0].train.rows)  # type: ignore[union-attr]
         assert not set(one.train.rows) & set(one.val.rows)
 
-    def specs() -> list[RunSpec]:
+    def specs() -> list[Run]:
         return [run_spec(double, name, one, seed=at) for at, (name, one) in enumerate(columns.items())]
 
     groups = Trainer(double, specs(), TrainOptions(workers=0)).groups
@@ -70,7 +70,7 @@ def test_columns_of_a_table_are_one_course(double: Backbone, root: Path, screene
 def test_columns_that_are_examined_on_the_same_images_keep_their_own_labels(double: Backbone, root: Path) -> None:
     columns = load_columns(root / "table" / "table.csv", ["x", "y"], val_fraction=0.25, **LOAD)
 
-    def specs() -> list[RunSpec]:  # other views: two groups, but one set of validation images
+    def specs() -> list[Run]:  # other views: two groups, but one set of validation images
         return [run_spec(double, "x", columns["x"]), run_spec(double, "y", columns["y"], augment=PLAIN)]
 
     assert len(Trainer(double, specs(), TrainOptions(workers=0)).groups) == 2
@@ -102,7 +102,7 @@ def test_columns_keep_out_what_cannot_be_read(root: Path, tmp_path: Path) -> Non
     columns = load_columns(tmp_path / "table" / "table.csv", ["x", "y"], val_fraction=0.25, **LOAD)
     for one in columns.values():
         rows = [*one.train.rows, *one.val.rows]  # type: ignore[union-attr]
-        assert sorted(rows) == [row for row in range(24) if row != 5]
+        assert sorted(rows) == sorted(str(tmp_path / "table" / f"{row}.png") for row in range(24) if row != 5)
         assert len(one.skipped) == 1
     assert np.array_equal(columns["x"].val.rows, columns["y"].val.rows)  # type: ignore[union-attr]
     assert [one.val.name for one in columns.values()] == ["table:val"] * 2  # type: ignore[union-attr]
@@ -114,7 +114,9 @@ def test_a_class_that_another_column_takes_away_is_told(root: Path, tmp_path: Pa
     held = load_columns(table, ["x"], val_fraction=0.25, **LOAD)["x"].val
     assert held is not None
     header, *lines = table.read_text().splitlines()
-    lines = [f"{line},{'rare' if row == held.rows[0] else 'usual'}" for row, line in enumerate(lines)]
+    lines = [
+        f"{line},{'rare' if Path(held.rows[0]).name == f'{row}.png' else 'usual'}" for row, line in enumerate(lines)
+    ]
     table.write_text("\n".join([f"{header},z", *lines]) + "\n")
     told = load_columns(table, ["x", "z"], val_fraction=0.25, **LOAD)["z"].notes
     assert any("have no image in train: rare" in note for note in told)

@@ -45,7 +45,7 @@ class Batches(Protocol):
 
 def inputs_of(batch: AnyBatch, backbone: Backbone) -> Tensor | Features:
     """The model's input: pixels on the backbone's device, or features."""
-    return batch.pixels.to(backbone.device, backbone.dtype) if isinstance(batch, Batch) else batch.read()
+    return batch.on(backbone.device, backbone.dtype) if isinstance(batch, Batch) else batch.read()
 
 
 def collect_logits(
@@ -70,7 +70,7 @@ def collect_logits(
                 continue
             with autocast():
                 out = answer(inputs_of(batch, backbone))
-            found = [logits.cpu() for logits in out] if keep_dtype else copy_to_cpu(out)
+            found = [logits.cpu() for logits in out] if keep_dtype else copy_to_cpu([logits.float() for logits in out])
             parts.append((found, batch.targets, batch.index))
             tick(len(batch.targets))
     parts = [part for own in all_gather(parts) for part in own]

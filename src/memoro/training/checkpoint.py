@@ -25,8 +25,8 @@ from memoro.data import ImageSet
 from memoro.errors import TrainingError
 from memoro.files import free_names, write_whole
 from memoro.training.cached import Cache
-from memoro.training.group import Progress, RunGroup, RunSpec
 from memoro.training.recipe import METRICS
+from memoro.training.run import Progress, Run, RunGroup
 
 KEY, CHECKSUM = "memoro-checkpoint", "crc32"
 
@@ -155,7 +155,7 @@ def _restore(record: dict[str, Any], tensors: Mapping[str, Tensor], groups: Sequ
 def compare_identities(saved: dict[str, Any], here: dict[str, Any]) -> tuple[list[str], str]:
     """The keys that differ, and the settings among them with their values there and here.
 
-    Lists have an entry for each run. Where the number of runs differs, they are compared as sets.
+    Lists have an entry for each run. If the number of runs differs, they are compared as sets.
     """
     runs = [len(_entries(identity.get("recipe"))) for identity in (saved, here)]
 
@@ -198,31 +198,31 @@ def _shorten(text: str, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def run_identity(backbone: Backbone, specs: Sequence[RunSpec], cache: Cache | None) -> dict[str, Any]:
+def run_identity(backbone: Backbone, runs: Sequence[Run], cache: Cache | None) -> dict[str, Any]:
     """All that must be the same for a resume to be the same training."""
-    sets = {id(images): images for spec in specs for images in (spec.splits.train, spec.splits.val)}
+    sets = {id(images): images for run in runs for images in (run.splits.train, run.splits.val)}
     digests = {key: _data_digest(images) for key, images in sets.items()}
     return {
-        "recipe": [spec.recipe.to_json() for spec in specs],
+        "recipe": [run.recipe.to_json() for run in runs],
         "task": [
             {
-                **spec.task.identity(),
-                "regime": spec.regime.name,
-                **({} if spec.start_from is None else {"start_from": spec.start_from}),
+                **run.task.identity(),
+                "regime": run.regime.name,
+                **({} if run.start_from is None else {"start_from": run.start_from}),
             }
-            for spec in specs
+            for run in runs
         ],
         "backbone": backbone.fingerprint.digest,
         "precision": str(backbone.dtype).removeprefix("torch."),
         "data": [
             {
-                "train": digests[id(spec.splits.train)],
-                "val": digests[id(spec.splits.val)],
-                "held_out": None if spec.held_out is None else hashlib.sha256(spec.held_out.tobytes()).hexdigest(),
+                "train": digests[id(run.splits.train)],
+                "val": digests[id(run.splits.val)],
+                "held_out": None if run.held_out is None else hashlib.sha256(run.held_out.tobytes()).hexdigest(),
             }
-            for spec in specs
+            for run in runs
         ],
-        "preprocessing": [spec.preprocessing.to_json() for spec in specs],
+        "preprocessing": [run.preprocessing.to_json() for run in runs],
         "features": None if cache is None else cache.dtype,
     }
 

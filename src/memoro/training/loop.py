@@ -14,20 +14,17 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.console import bar, format_bytes
 from memoro.data import Batch
-from memoro.engine.forward import Part, answer_together
-from memoro.errors import CacheError, TaskFileError, TrainingError
+from memoro.engine.forward import answer_together
+from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.logits import AnyBatch, collect_logits, inputs_of
 from memoro.evaluation.metrics import measure, score
+from memoro.processes import Processes, deferred_interrupts
 from memoro.tasks.task import Task
-from memoro.training.cached import Cache, estimate, fill_caches
+from memoro.training.cached import Cache, compute_missing
 from memoro.training.checkpoint import load_checkpoint, run_identity, save_checkpoint, set_aside
-from memoro.training.distributed import ALONE, Processes
-from memoro.training.group import Loaders, RunGroup, RunSpec, build_groups
-from memoro.training.interrupts import deferred_interrupts
 from memoro.training.recipe import TrainOptions
-from memoro.training.run import Run, build_forward, standardised
+from memoro.training.run import Loaders, Run, RunGroup, build_forward, standardised, start_groups
 
 
 class Callback(Protocol):
@@ -54,19 +51,18 @@ class Trainer:
     def __init__(
         self,
         backbone: Backbone,
-        specs: Sequence[RunSpec],
+        runs: Sequence[Run],
         options: TrainOptions | None = None,
         *,
         cache: Cache | None = None,
-        processes: Processes = ALONE,
     ) -> None:
-        self.backbone, self.specs, self.options = backbone, specs, options or TrainOptions()
-        self.cache, self.processes = cache, processes
+        self.backbone, self.all_runs, self.options = backbone, runs, options or TrainOptions()
+        self.cache, self.processes = cache, self.options.processes
         self.callbacks: list[Callback] = []
-        self.loaders = Loaders(backbone, specs, cache, self.options.workers, processes)
-        self.trained = [spec for spec in specs if spec.regime.readout < 1]
-        """The specs of the runs; what is solved in closed form has none."""
-        self.groups, self.runs = build_groups(self.trained, self.loaders)
+        self.loaders = Loaders(backbone, runs, cache, self.options.workers, self.processes)
+        self.runs = [run for run in runs if run.regime.readout < 1]
+        """Those that have steps; what is solved in closed form has none."""
+        self.groups = start_groups(self.runs, self.loaders)
         self.checkpoint = self.options.checkpoint
         self.on_validation: Callable[[], None] = lambda: None
         """Called after every batch of validation images."""
@@ -76,29 +72,18 @@ class Trainer:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """All that must be the same for a resume, and in all processes."""
-        return run_identity(self.backbone, self.specs, self.cache)
+        return run_identity(self.backbone, self.all_runs, self.cache)
 
     def autocast(self) -> torch.autocast:
         # Not Accelerate's own: that is one setting for the whole life of a process.
         # Tasks compute in the backbone's dtype; a baseline may train the backbone's weights, which stay in float32.
-        low = self.options.precision == "bfloat16" and not self.trained[0].regime.composes
+        low = self.options.precision == "bfloat16" and not self.runs[0].regime.composes
         return torch.autocast(self.backbone.device.type, dtype=torch.bfloat16, enabled=low)
 
     def fill_cache(self) -> None:
-        """Computes missing features: the first process of each machine does, and the others wait for it."""
-        cached, problem = self.loaders.cached, None
-        if self.cache is not None and self.processes.local_rank == 0:
-            views, size = estimate(cached)
-            try:
-                with bar(f"features ({format_bytes(size)})", views, quiet=self.options.quiet or not views) as tick:
-                    fill_caches(cached, self.cache, tick)
-            except CacheError as error:
-                problem = str(error)
-        problems = [problem for problem in self.processes.all_gather(problem) if problem is not None]
-        if problems:
-            raise CacheError(problems[0])
-        for loader in cached if self.processes.local_rank else ():
-            loader.store.refresh()
+        """Computes missing features."""
+        if self.cache is not None:
+            compute_missing(self.loaders.cached, self.cache, "features", self.processes, quiet=self.options.quiet)
 
     def train(self) -> float:
         """Trains all runs to the end and leaves each task with its best weights by validation score.
@@ -163,7 +148,7 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint, unless every run has diverged: then the last good one is kept."""
-        if self.checkpoint is None or not self.processes.main or all(run.diverged for run in self.runs):
+        if self.checkpoint is None or self.options.written is None or all(run.diverged for run in self.runs):
             return
         started = time.monotonic()
         try:
@@ -186,7 +171,7 @@ class Trainer:
 
     def _start_afresh(self) -> None:
         """Replaces what another training left in the folder; if that was interrupted, it is kept under another name."""
-        if self.checkpoint is not None and self.processes.main and self.checkpoint.is_file():
+        if self.checkpoint is not None and self.options.written is not None and self.checkpoint.is_file():
             kept = set_aside(self.checkpoint)
             if kept:
                 self.options.note(
@@ -197,7 +182,7 @@ class Trainer:
         self.save()
 
     def _check_agreement(self, found: bool) -> None:
-        """Raises where the processes do not train the same: they would wait for each other forever."""
+        """Raises if the processes do not train the same: they would wait for each other forever."""
         first, *others = self.processes.all_gather((self.identity, found))
         for number, (identity, found_there) in enumerate(others, start=1):
             changed = [key for key, value in first[0].items() if identity.get(key) != value]
@@ -214,58 +199,63 @@ class Trainer:
         """One optimiser step of every active run over its group's batches."""
         sums = [_StepSums.over(group, batches, self.processes) for group, batches in taken]
         for batches_now in zip_longest(*(batches for _, batches in taken)):
-            shared: list[tuple[Part, AnyBatch, _StepSums]] = []
-            for (group, _), batch, found in zip(taken, batches_now, sums, strict=True):
-                if batch is None or not len(batch.targets):  # no batch left, or no image of it for this process
-                    continue
-                if isinstance(group.runs[0].task, Task):
-                    shared.append((group.forward(self.backbone), batch, found))
-                else:
+            here = [
+                (group, batch, own)
+                for (group, _), batch, own in zip(taken, batches_now, sums, strict=True)
+                if batch is not None and len(batch.targets)  # a batch is left, with images for this process
+            ]
+            shared = [(group, batch, own) for group, batch, own in here if isinstance(group.runs[0].task, Task)]
+            for group, batch, own in here:
+                if not isinstance(group.runs[0].task, Task):
                     assert isinstance(batch, Batch)  # features are kept only for what composes
-                    self._backward_separately(batch, found)
-            if shared:
-                self._backward_together(shared)
-        for (group, batches), found in zip(taken, sums, strict=True):
-            self._update(group, batches, found)
+                    self._backward_separately(batch, own)
+            if not shared:
+                continue
+            inputs = [inputs_of(batch, self.backbone) for _, batch, _ in shared]
+            with self.autocast():
+                logits = answer_together([group.forward(self.backbone) for group, _, _ in shared], inputs)
+            losses = [
+                own.loss(number, batch, out)
+                for (_, batch, own), outs in zip(shared, logits, strict=True)
+                for number, out in enumerate(outs)
+            ]
+            # Runs have disjoint parameters, so one backward pass gives each run its own gradient.
+            torch.autograd.backward(torch.stack(losses).sum())
+        for (group, batches), own in zip(taken, sums, strict=True):
+            entry = self._update(group, own)
+            entry["images_per_second"] = group.count_step(batches)
+            if len(self.groups) > 1:
+                entry["group"] = group.name
+            for callback in self.callbacks:
+                callback.on_step_end(group, entry)
 
-    def _backward_together(self, entries: Sequence[tuple[Part, AnyBatch, _StepSums]]) -> None:
-        """Runs have disjoint parameters, so one backward pass gives each run its own gradient."""
-        inputs = [inputs_of(batch, self.backbone) for _, batch, _ in entries]
-        with self.autocast():
-            logits = answer_together([forward for forward, _, _ in entries], inputs)
-        losses = [
-            found.loss(number, batch, out)
-            for (_, batch, found), own in zip(entries, logits, strict=True)
-            for number, out in enumerate(own)
-        ]
-        torch.autograd.backward(torch.stack(losses).sum())
-
-    def _backward_separately(self, batch: Batch, found: _StepSums) -> None:
+    def _backward_separately(self, batch: Batch, own: _StepSums) -> None:
         """One model after the other, so that memory holds the activations of one at a time. Each sees only the
         images that it learns from."""
-        for number, run in enumerate(found.runs):
-            own = batch if run.sample_weight is None else batch.select(run.sample_weight[batch.index] > 0)
-            if not len(own.targets):  # all of them are held out
+        for number, run in enumerate(own.runs):
+            seen = batch if run.sample_weight is None else batch.select(run.sample_weight[batch.index] > 0)
+            if not len(seen.targets):  # all of them are held out
                 continue
             with self.autocast():
-                out = run.task(inputs_of(own, self.backbone))
-            torch.autograd.backward(found.loss(number, own, out))
+                out = run.task(inputs_of(seen, self.backbone))
+            torch.autograd.backward(own.loss(number, seen, out))
 
-    def _update(self, group: RunGroup, batches: Sequence[AnyBatch], found: _StepSums) -> None:
-        """Each run clips and steps on its own; one without finite numbers stops."""
+    def _update(self, group: RunGroup, own: _StepSums) -> dict[str, Any]:
+        """Each run clips and steps on its own; one without finite numbers stops. Returns what is logged: the loss of
+        the best run."""
         progress, total = group.progress, group.total_steps
-        losses, correct = self.processes.all_reduce([found.losses, found.correct])
-        gradients = iter(self.processes.all_reduce(_gradients(found.runs)))
+        losses, correct = self.processes.all_reduce([own.losses, own.correct])
+        gradients = iter(self.processes.all_reduce(_gradients(own.runs)))
         entry: dict[str, Any] = {"step": progress.step + 1, "epoch": progress.epoch + 1, "steps": total}
-        for number, run in enumerate(found.runs):
-            own = list(islice(gradients, len(run.trained)))
-            images = float(found.images[number])
+        for number, run in enumerate(own.runs):
+            mine = list(islice(gradients, len(run.trained)))
+            images = float(own.images[number])
             value = float(losses[number]) / max(images, 1.0)
-            norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in own]).tolist()
+            norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in mine]).tolist()
             if not math.isfinite(sum(norms)) or not math.isfinite(value):
                 run.diverge(f"loss {value:.3g}, gradient {math.hypot(*norms):.3g}", progress.step + 1)
                 continue
-            for parameter, gradient, norm in zip(run.trained.values(), own, norms, strict=True):
+            for parameter, gradient, norm in zip(run.trained.values(), mine, norms, strict=True):
                 parameter.grad = gradient * run.recipe.clip_scale(norm)
             rate = run.recipe.rate(progress.step, total)
             for settings in run.optimizer.param_groups:
@@ -277,18 +267,14 @@ class Trainer:
                 sums[at] += amount
             if images and ("loss" not in entry or value < entry["loss"]):
                 entry |= {"loss": value, "lr": rate}
-                if run.task.kind == "softmax":
+                if run.task.head_kind.has_classes:
                     entry["accuracy"] = float(correct[number]) / images
-        entry["images_per_second"] = group.count_step(batches)
-        if len(self.groups) > 1:
-            entry["group"] = group.name
-        for callback in self.callbacks:
-            callback.on_step_end(group, entry)
+        return entry
 
     def end_epoch(self, group: RunGroup) -> None:
         """Validates, keeps each run's best weights, stops runs out of patience, and starts the next epoch."""
         progress, entries = group.progress, []
-        runs, results = [run for group in self.groups for run in group.runs], self._validate(group)
+        runs, results = [run for each in self.groups for run in each.runs], self._validate(group)
         for run in group.active:
             found = results.get(id(run))
             if found is not None and not math.isfinite(found["loss"]):
@@ -306,7 +292,7 @@ class Trainer:
             }
             if len(self.groups) > 1:
                 entry["group"] = group.name
-            if run.task.kind == "softmax":
+            if run.task.head_kind.has_classes:
                 entry["train_accuracy"] = correct / max(images, 1)
             if found is not None:
                 entry |= {f"val_{name}": value for name, value in found.items() if isinstance(value, float)}
@@ -328,7 +314,7 @@ class Trainer:
         results = {}
         for loader, runs in group.val_sets:
             forward = build_forward(self.backbone, [run.task for run in runs])
-            logits, targets = collect_logits(
+            logits, _ = collect_logits(
                 forward,
                 self.backbone,
                 loader,
@@ -337,9 +323,9 @@ class Trainer:
                 all_gather=self.processes.all_gather,
             )
             for run, out in zip(runs, logits, strict=True):
-                own = targets if run.val_targets is None else run.val_targets
+                assert run.val_targets is not None
                 answers = out if run.scale is None else run.scale.undo(out)
-                results[id(run)] = measure(run.task.kind, run.task.labels, answers, own)
+                results[id(run)] = measure(run.task.kind, run.task.labels, answers, run.val_targets)
         return results
 
 
@@ -379,13 +365,13 @@ class _StepSums:
         else:  # the loss that is reported is in the user's units, as that of validation
             answers = run.scale.undo(out.detach())
             self.losses[number] += float(run.task.head_kind.loss_sum(answers, targets, sample_weight=there))
-        if run.task.kind == "softmax":
+        if run.task.head_kind.has_classes:
             correct = (out.detach().argmax(-1) == targets).cpu().double()  # MPS has no float64
             self.correct[number] += float((correct if sample_weight is None else correct * sample_weight).sum())
         return part / max(float(self.images[number]), 1.0)
 
 
 def _gradients(runs: Sequence[Run]) -> list[Tensor]:
-    """Of all parameters in order; zero in a process that had no image of the batch."""
+    """The gradients of all parameters, in order; zero in a process that had no image of the batch."""
     parameters = [parameter for run in runs for parameter in run.trained.values()]
     return [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]

@@ -18,6 +18,7 @@ from memoro.data import Augment
 from memoro.errors import TrainingError
 from memoro.options import option
 from memoro.phases import Phases
+from memoro.processes import ALONE, Processes, find_processes
 from memoro.regimes import Regime, find_regime
 from memoro.training.cached import Cache
 
@@ -76,7 +77,7 @@ class Recipe:
     patience: int = option(0, "Stop a run after this many epochs without a better validation score; 0: never.")
     accumulate: int = option(1, "Batches per optimiser step (gradient accumulation).")
     seed: int = option(0, "Seed of the initial weights.")
-    """Of tasks that `train` makes; a task given to `fit` has its own."""
+    """For tasks that `train` makes; a task given to `fit` has its own."""
     data_seed: int = option(0, "Seed of image order, augmentation and validation split.")
     val_fraction: float = option(0.15, "Fraction of train to hold out if there is no validation split.")
 
@@ -199,6 +200,8 @@ class TrainOptions:
     """Called with notes; None: they are printed to stderr."""
     phases: Phases = field(default_factory=Phases, compare=False, repr=False)
     """Measures how long each phase of this training takes."""
+    processes: Processes = field(default=ALONE, compare=False, repr=False)
+    """Those that train together: see `joined`."""
 
     def __post_init__(self) -> None:
         if self.folder is not None:
@@ -207,9 +210,20 @@ class TrainOptions:
             raise TrainingError(f"{self.folds} folds: choose 2 or more, or 0 for a validation split.")
         check_precision(self.precision)
 
+    def joined(self, device: torch.device) -> TrainOptions:
+        """The options in this process among those that train together: only the main one prints."""
+        processes = find_processes(device)
+        silent: dict[str, Any] = {} if processes.main else {"quiet": True, "log": None}
+        return replace(self, processes=processes, **silent)
+
     @property
     def checkpoint(self) -> Path | None:
         return None if self.folder is None else self.folder / CHECKPOINT
+
+    @property
+    def written(self) -> Path | None:
+        """The run folder if this process writes into it: the main one does."""
+        return self.folder if self.processes.main else None
 
     def note(self, text: str) -> None:
         """Reports something that the user should know: a note, or a text that starts with `warning: `."""
@@ -219,7 +233,7 @@ class TrainOptions:
 
     @property
     def wanted_cache(self) -> Cache | None:
-        """The cache with its settings; one that is not `required` is used where it can be."""
+        """The cache with its settings; one that is not `required` is used if it can be."""
         if isinstance(self.cache, Cache):
             return self.cache
         return None if self.cache is False else Cache(required=bool(self.cache))
@@ -251,8 +265,34 @@ def merge_options(
 
 
 def check_views(recipe: Recipe, cache: Cache | None) -> None:
-    """Raises where features are to be kept but no view occurs twice."""
+    """Raises if features are to be kept but no view occurs twice."""
     if recipe.views is None and cache is not None and cache.required:
         raise TrainingError(
             "a cache needs a fixed number of views, such as `views=4`: with `views=None`, every epoch draws new ones."
         )
+
+
+def check_solved(given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Raises if options were given that have no effect on a read-out."""
+    gradients = {field.name for field in fields(Recipe)} - {"balance", "data_seed", "val_fraction"}
+    usual = RECIPES["default"][1]
+    names = [name for name, value in given.items() if value is not None]
+    names += [name for name, value in changes.items() if name in gradients and value != getattr(usual, name)]
+    if "augment" in names:
+        own, plain = changes["augment"], usual.augment
+        options = {"crop": "crop", "scale": "crop_scale", "flip": "flip"}
+        names += [option for name, option in options.items() if getattr(own, name) != getattr(plain, name)]
+        names.remove("augment")
+    if names:
+        shown = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+        raise TrainingError(f"regime 'readout' is solved in closed form, without training runs: leave out {shown}.")
+
+
+def add_views(recipe: Recipe, options: TrainOptions) -> Recipe:
+    """The recipe with several views of an image if random ones were asked for: `flip=0` and `crop="none"` do not."""
+    augment, views = recipe.augment, RECIPES["paper"][1].views
+    asked = augment.crop not in {None, "none"} or bool(augment.flip) or augment.scale != Augment().scale
+    if recipe.views != 1 or not asked:
+        return recipe
+    options.note(f"random crops and flips need several views of an image: using {views} (`views`).")
+    return replace(recipe, views=views)

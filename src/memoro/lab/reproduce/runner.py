@@ -16,9 +16,9 @@ import torch
 from memoro.backbones import load_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.data import Splits, load_data
-from memoro.data.augment import output_size
 from memoro.data.hub import KNOWN, find_known
 from memoro.errors import DataError
+from memoro.images import output_size
 from memoro.lab.bench.models import random_vit
 from memoro.lab.reproduce.concat import measure_concat
 from memoro.lab.reproduce.counts import count_costs, count_methods
@@ -27,8 +27,8 @@ from memoro.lab.reproduce.extension import measure_extension
 from memoro.lab.reproduce.measure import Bench, Budget, limit_training, measure_methods
 from memoro.lab.reproduce.plan import CHILDREN, CPU, Job, Key
 from memoro.lab.reproduce.records import Records
+from memoro.processes import Processes, find_processes
 from memoro.training import TrainOptions
-from memoro.training.distributed import Processes, find_processes
 from memoro.training.runfolder import lock_folder
 
 MOST_PIXELS = 112
