@@ -319,7 +319,7 @@ def _find_groups(images: ImageSet) -> NearGroups:
     if images.looks is not None and (np.unique(classes, return_counts=True)[1].astype(float) ** 2).sum() <= MAX_PAIRS:
         for number in np.unique(classes):
             members = unique[classes == number]
-            groups = _connected(images, members)
+            groups = find_connected(images, members)
             if groups and max(map(len, groups)) > LARGEST * len(members):
                 alike.append(images.labels[number] if images.kind == "softmax" else images.name)
                 continue
@@ -329,7 +329,7 @@ def _find_groups(images: ImageSet) -> NearGroups:
     return NearGroups(np.unique(numbers, return_inverse=True)[1].astype(np.int64), near, tuple(alike))
 
 
-def _connected(images: ImageSet, members: Index) -> list[Index]:
+def find_connected(images: ImageSet, members: Index) -> list[Index]:
     """The groups of two or more among these images, each in order."""
     assert images.looks is not None
     bits = _bits(images.looks[members])
