@@ -26,6 +26,7 @@ PAGES = {
     "evaluation": "Evaluation",
     "teach": "Labelling",
     "serve": "Server",
+    "similar": "Similar images",
     "sklearn": "scikit-learn",
     "errors": "Errors",
 }
@@ -188,7 +189,7 @@ def fields_table(owner: type) -> str:
         rows.append(f"| `{field.name}` | `{cell(written(field.type))}` | {cell(default)} | {cell(text)} |")
     if not rows:
         return ""
-    return "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows, ""])
+    return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
 def entry(name: str, value: Any, level: int = 2) -> str:
@@ -215,7 +216,7 @@ def entry(name: str, value: Any, level: int = 2) -> str:
             parts += ["```python", signature(f"{name}.{member}", call), "```", "", text, ""]
     if attributes:
         at = next((at for at, part in enumerate(parts) if part.startswith("#" * (level + 1) + " ")), len(parts))
-        parts.insert(at, "\n".join(["| attribute | type | |", "|---|---|---|", *attributes, ""]))
+        parts.insert(at, "\n".join(["| attribute | type | meaning |", "|---|---|---|", *attributes, ""]))
     return "\n".join(parts)
 
 

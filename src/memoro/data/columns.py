@@ -1,17 +1,174 @@
-"""The columns of a table: which holds the images, which the labels, and of what kind these are."""
+"""The columns of a table: which holds the images, which the labels, of what kind these are, and what they say."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from memoro.data.annotations import KIND_OF_COLUMN, as_numbers, first_few
-from memoro.data.dataset import DataOptions
+from memoro.data.dataset import DataOptions, Skipped, SplitName
+from memoro.data.source import Source
 from memoro.errors import DataError
 from memoro.heads import HeadKind
+
+Annotation = str | tuple[str, ...] | tuple[float, ...]
+"""A class, several labels, or numbers."""
+
+SPLIT_NAMES: dict[str, SplitName] = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "dev": "val",
+    "test": "test",
+    "testing": "test",
+}
+
+LARGEST_NUMBER = float(np.finfo(np.float32).max)
+
+# A column of one of these names holds what its name says.
+KIND_OF_COLUMN: dict[str, HeadKind] = {
+    "label": "softmax",
+    "class": "softmax",
+    "category": "softmax",
+    "fine_label": "softmax",
+    "labels": "multilabel",
+    "tags": "multilabel",
+    "number": "regression",
+    "value": "regression",
+}
+
+
+@dataclass(frozen=True)
+class RawSplit:
+    """The images of one split: what their source calls them, and an annotation for each."""
+
+    source: Source
+    rows: Sequence[Any]
+    annotations: Sequence[Annotation]
+
+
+@dataclass(frozen=True)
+class RawDataset:
+    """What a folder, archive or table holds, before images are checked, labels numbered and splits completed."""
+
+    kind: HeadKind
+    splits: dict[SplitName, RawSplit]
+    labels: tuple[str, ...] | None = None
+    """Their names in order, if the source fixes them."""
+    notes: tuple[str, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+
+
+def split_name(text: str) -> SplitName | None:
+    """The split that a name stands for; `train[:10%]` is a part of train."""
+    return SPLIT_NAMES.get(text.split("[")[0].strip().lower())
+
+
+def parse(cells: Sequence[Any], kind: HeadKind, where: Callable[[int], str]) -> list[Annotation]:
+    """The annotation of each cell: a class name, a tuple of labels (text is split at | and ;, or at commas where it has
+    neither), or finite numbers."""
+    if kind == "regression":
+        return [_numbers(cell, where(at)) for at, cell in enumerate(cells)]
+    if kind == "multilabel":
+        separators = "[|;]" if any(isinstance(cell, str) and re.search("[|;]", cell) for cell in cells) else ","
+        return [_labels(cell, separators) for cell in cells]
+    return [_text(cell) for cell in cells]
+
+
+def encode(annotations: Sequence[Annotation], labels: Sequence[str], kind: HeadKind) -> Tensor:
+    """Class numbers (n,) for softmax, 0/1 rows for multilabel, the numbers themselves for regression."""
+    if kind == "regression":
+        numbers = torch.tensor(list(annotations), dtype=torch.float32, device="cpu")
+        return numbers.reshape(len(annotations), len(labels))
+    number = {label: at for at, label in enumerate(labels)}
+    if kind == "softmax":
+        return torch.tensor([number[str(name)] for name in annotations], dtype=torch.long, device="cpu")
+    rows = np.zeros((len(annotations), len(labels)), dtype=np.float32)
+    for at, names in enumerate(annotations):
+        rows[at, [number[str(name)] for name in names]] = 1.0
+    return torch.from_numpy(rows)
+
+
+def labels_in(annotations: Iterable[Annotation]) -> set[str]:
+    """All labels that occur; none in numbers."""
+    each = (name for one in annotations for name in ((one,) if isinstance(one, str) else one))
+    return {name for name in each if isinstance(name, str)}
+
+
+def sort_labels(names: set[str]) -> tuple[str, ...]:
+    """Labels sorted by name, or by number if all are whole numbers."""
+    if all(name.isdecimal() for name in names):
+        return tuple(sorted(names, key=lambda name: (int(name), name)))
+    return tuple(sorted(names))
+
+
+def left_out(count: int, what: str, where: str = "") -> str:
+    """`1 image was left out`, `3 images were left out`."""
+    return f"1 {what}{where} was left out" if count == 1 else f"{count} {what}s{where} were left out"
+
+
+def first_few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def as_numbers(cells: Sequence[Any]) -> list[float] | None:
+    """The cells as finite numbers, without empty ones; None if one is something else, or none is left."""
+    present = [cell for cell in cells if not _missing(cell)]
+    if any(isinstance(cell, bool) for cell in present):
+        return None
+    try:
+        numbers = [float(cell) for cell in present]
+    except (TypeError, ValueError):
+        return None
+    return numbers if numbers and all(map(math.isfinite, numbers)) else None
+
+
+def _labelled_rows(cells: Sequence[Any], kind: HeadKind) -> list[int]:
+    """The rows that have a label. An image without any of several labels has one: none of them."""
+    if kind == "multilabel":
+        return list(range(len(cells)))
+    rows = (cell if isinstance(cell, tuple) else (cell,) for cell in cells)  # several numbers are a tuple
+    return [row for row, parts in enumerate(rows) if not any(map(_missing, parts))]
+
+
+def _missing(cell: Any) -> bool:
+    return cell is None or (isinstance(cell, float) and math.isnan(cell)) or not str(cell).strip()
+
+
+def _text(cell: Any) -> str:
+    return unicodedata.normalize("NFC", str(cell)).strip()
+
+
+def _labels(cell: Any, separators: str) -> tuple[str, ...]:
+    if isinstance(cell, str) and re.fullmatch(r"\s*\[.*\]\s*", cell, re.DOTALL):  # a list, as pandas and JSON write it
+        quoted = re.findall(r"""(['"])(.*?)\1""", cell)
+        cell = [label for _, label in quoted] if quoted else cell
+    if not isinstance(cell, (list, tuple, np.ndarray)):
+        cell = [] if _missing(cell) else re.split(separators, str(cell))
+    return tuple(_text(item) for item in cell if not _missing(item))
+
+
+def _numbers(cell: Any, where: str) -> tuple[float, ...]:
+    items = cell if isinstance(cell, (list, tuple, np.ndarray)) else [cell]
+    try:
+        numbers = tuple(float(item) for item in items)
+    except (TypeError, ValueError):
+        raise DataError(f"{where}: {cell!r} is not a number; `kind='number'` needs one in every row.") from None
+    if not all(abs(number) <= LARGEST_NUMBER for number in numbers):  # false for NaN
+        raise DataError(f"{where}: {cell!r} is not a finite number of float32; correct it, or remove the row.")
+    return numbers
+
+
+# ------------------------------------------------------------------------------------------------------------ columns
 
 INDICATORS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 """Cells of a column that says whether an image has the label that the column is named after."""
@@ -48,10 +205,37 @@ class Columns:
         return [name(cell) for cell in cells]
 
 
+def settle_columns(
+    features: Mapping[str, Any],
+    read: Callable[[Columns], Mapping[str, Sequence[Any]]],
+    options: DataOptions,
+    name: str,
+    image_columns: Sequence[str] = IMAGE_COLUMNS,
+) -> tuple[Columns, list[Any], list[str]]:
+    """The columns to read, their cells, which `read` gives, and notes on what was chosen."""
+    columns = choose_columns(features, options, name, image_columns)
+    cells = columns.cells(read(columns))
+    columns, notes = recognise_numbers(columns, cells, options)
+    return columns, cells, [*note_column(columns, features, options), *notes]
+
+
+def annotate(
+    columns: Columns, cells: Sequence[Any], name: str, where: Callable[[int], str]
+) -> tuple[dict[int, Annotation], list[str]]:
+    """The annotations of the rows that have one, by number, and a note on the others."""
+    rows = _labelled_rows(cells, columns.kind)
+    found = parse([cells[row] for row in rows], columns.kind, lambda at: where(rows[at]))
+    count = len(cells) - len(rows)
+    have = "it has" if count == 1 else "they have"
+    return dict(zip(rows, found, strict=True)), [
+        f"{name}: {left_out(count, 'image')}: {have} no label."
+    ] if count else []
+
+
 def choose_columns(
     features: Mapping[str, Any], options: DataOptions, name: str, image_columns: Sequence[str] = IMAGE_COLUMNS
 ) -> Columns:
-    """The columns of a table, by the types of its features (None where it has none) first and by their names second."""
+    """The columns of a table, by the types of its features (None if it has none) first and by their names second."""
     asked, kind = options.label_column, options.kind
     if asked is None and kind == "regression" and options.labels and set(options.labels) <= set(features):
         asked = options.labels[0] if len(options.labels) == 1 else options.labels  # what a task was trained on
@@ -97,7 +281,7 @@ def find_image_column(
 def join_indicators(
     table: Mapping[str, Sequence[Any]], options: DataOptions, name: str, image_columns: Sequence[str] = IMAGE_COLUMNS
 ) -> tuple[Mapping[str, Sequence[Any]], list[str]]:
-    """The table with one column of labels instead of columns of 0 and 1, where no other column can hold the labels; and
+    """The table with one column of labels instead of columns of 0 and 1, if no other column can hold the labels; and
     a note. If every row has exactly one 1, the labels are classes, unless `kind` says otherwise."""
     named = any(column.lower() in KIND_OF_COLUMN for column in table)
     if named or options.label_column is not None or options.kind == "regression" or options.task in table:
@@ -125,7 +309,7 @@ def join_indicators(
 
 
 def note_column(columns: Columns, features: Iterable[str], options: DataOptions) -> list[str]:
-    """A note on which column the labels are from, where others could have been meant."""
+    """A note on which column the labels are from, if others could have been meant."""
     used = {columns.image, *columns.values}
     others = [name for name in features if name not in used and name.lower() not in {"split", "id", ""}]
     if options.label_column is not None or options.labels is not None or not others:
@@ -134,7 +318,7 @@ def note_column(columns: Columns, features: Iterable[str], options: DataOptions)
 
 
 def recognise_numbers(columns: Columns, cells: Sequence[Any], options: DataOptions) -> tuple[Columns, list[str]]:
-    """The columns, as a regression where nobody named the kind and the cells look like measurements; and a note."""
+    """The columns, as a regression if nobody named the kind and the cells look like measurements; and a note."""
     column, (rows, distinct) = columns.values[0], (len(cells), len(set(map(str, cells))))
     if options.kind is not None or len(columns.values) > 1:
         return columns, []
@@ -163,7 +347,7 @@ def recognise_numbers(columns: Columns, cells: Sequence[Any], options: DataOptio
 
 
 def _refuse_mixture(column: str, cells: Sequence[Any]) -> None:
-    """An error where nearly all cells are measurements, and others, such as `unknown`, would make a class of each."""
+    """Raises if nearly all cells are measurements, and others, such as `unknown`, would make a class of each."""
     numbers = [one for cell in cells for one in as_numbers([cell]) or ()]
     others = [cell for cell in cells if isinstance(cell, str) and cell.strip() and as_numbers([cell]) is None]
     if others and len(numbers) >= 9 * len(others) and not all(number.is_integer() for number in numbers):
@@ -174,7 +358,7 @@ def _refuse_mixture(column: str, cells: Sequence[Any]) -> None:
 
 
 def check_numbers(own: Sequence[str], labels: Sequence[str], name: str) -> list[str]:
-    """A note where the only column of numbers has another name than its label; an error unless each label has one."""
+    """A note if the only column of numbers has another name than its label; an error unless each label has one."""
     if len(own) != len(labels):
         raise DataError(f"{name}: {len(own)} numbers per image ({', '.join(own)}), but {len(labels)} were asked for.")
     return [] if tuple(own) == tuple(labels) else [f"the numbers of column {own[0]!r} are used as {labels[0]!r}."]

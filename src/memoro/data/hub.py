@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memoro.backbones.load import is_hub_id
-from memoro.data.annotations import RawDataset
+from memoro.data.columns import RawDataset
 from memoro.errors import DataError, first_line
 
 
@@ -109,7 +109,7 @@ INATURALIST = "train2017.json"
 
 
 def read_inaturalist(folder: Path) -> dict[str, list[str]]:
-    """The columns path, label (the species) and split of both files, or of train alone where val is missing."""
+    """The columns path, label (the species) and split of both files, or of train alone if val is missing."""
     columns: dict[str, list[str]] = {"path": [], "label": [], "split": []}
     for split, path in (("train", folder / INATURALIST), ("val", folder / "val2017.json")):
         if not path.is_file():
