@@ -229,7 +229,9 @@ def test_the_whole_way_by_keyboard_alone(context: BrowserContext, run: Any) -> N
     expect(page.locator('.answer[data-task="letters"] .best')).to_have_text("M")
     shown.run("document.getElementById('answers-part').scrollIntoView()")
     frames.append(shown.keep("teach-answer", whole=False))
-    page.locator('[data-sample="letter-e"]').press("Enter")
+    with page.expect_response("**/v1/predict?*"):
+        page.locator('[data-sample="letter-e"]').press("Enter")
+    expect(page.locator("#answers:not([aria-busy]) .answer")).to_have_count(1)
     page.get_by_role("button", name="This is wrong").press("Enter")
     page.keyboard.type("E")
     page.keyboard.press("Enter")
@@ -245,7 +247,7 @@ def test_the_whole_way_by_keyboard_alone(context: BrowserContext, run: Any) -> N
 
 def write_film(frames: list[Path]) -> None:
     """The pictures of docs/teaching.md, and the film of the README."""
-    for name in ("teach-labelled", "teach-sure", "teach-wrong"):
+    for name in ("teach-labelled", "teach-sure", "teach-answer"):
         shutil.copy(PICTURES / f"{name}.png", DOCS / f"{name}.png")
     pictures = [Image.open(path).convert("RGB").resize((896, 630), Image.Resampling.LANCZOS) for path in frames]
     film = [picture.quantize(128, dither=Image.Dither.NONE) for picture in pictures]
