@@ -90,8 +90,8 @@ class DataOptions:
     )
     screen: bool = True
     """Whether every image is decoded once: unreadable ones are left out and listed, and duplicates are found."""
-    cache: Path | bool = True
-    """Where it is kept what is known of checked images; True: in the folder of cached features, False: nowhere."""
+    cache: Path | bool = option(True, "Keep what is known of checked images in the cache folder.", typed=bool)
+    """A path is another folder."""
     max_unreadable: float = option(MAX_UNREADABLE, "Maximum fraction of unreadable images, which are skipped.")
     """One image always may be unreadable, unless this is 0."""
     workers: int | None = option(None, "Processes that decode images.", shown="one per core; none for few images")

@@ -128,10 +128,10 @@ def load_columns(source: Any, columns: str | Sequence[str], **options: Unpack[Da
     return found
 
 
-def load_any(source: Any, workers: int | None, **reading: Any) -> tuple[ImageSet, int]:
+def load_any(source: Any, workers: int | None, cache: Path | bool = True, **reading: Any) -> tuple[ImageSet, int]:
     """The readable test images of a set, whatever its labels; all of them if it has no test split, or no labels. And
     how many cannot be read."""
-    how: dict[str, Any] = {"val_fraction": 0, "max_unreadable": 1.0, "workers": workers, "quiet": True}
+    how: dict[str, Any] = {"val_fraction": 0, "max_unreadable": 1.0, "workers": workers, "quiet": True, "cache": cache}
     if isinstance(source, Splits):
         splits = source
     else:
