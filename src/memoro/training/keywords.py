@@ -87,7 +87,6 @@ class TrainSettings(Settings, total=False):
     class_folder: ClassFolder
     allow_absolute: bool
     max_unreadable: float
-    class_folder: ClassFolder
     out: str | Path | None
     recipe: Recipe | str | None
     options: TrainOptions | None
