@@ -43,7 +43,7 @@ from memoro.data.tables import (
 )
 from memoro.errors import DataError, first_line
 from memoro.images import PICTURE_TYPES
-from memoro.images.finding import IMAGE_SUFFIXES
+from memoro.images.finding import IMAGE_SUFFIXES, is_list, read_lines
 
 _SOURCES = (
     "give a folder of class folders (or of train/ and test/ with class folders), a .zip of one, a .csv, .jsonl or "
@@ -337,17 +337,8 @@ def _open(place: Any, image_column: str | None, allow_absolute: bool, streaming:
         yield _open_table(path, image_column, allow_absolute)
     elif kind in {"saved", "hub"}:
         yield from _open_datasets(path if kind == "saved" else place, image_column, allow_absolute, streaming)
-    elif kind == "nothing" and (place == "-" or str(place).startswith("@")):
-        yield Files((str(place),), tuple(_read_lines(str(place))))
-
-
-def _read_lines(place: str) -> Iterator[str]:
-    """The paths that a file or the standard input lists, one on each line."""
-    try:
-        with sys.stdin if place == "-" else open(place[1:], encoding="utf-8", errors="surrogateescape") as lines:
-            yield from (line.rstrip("\r\n") for line in lines if line.strip())
-    except OSError as error:
-        raise DataError(f"{place}: {error.strerror}; after @, name a file with a path on each line.") from None
+    elif is_list(str(place)):
+        yield Files((str(place),), tuple(read_lines(str(place))))
 
 
 def _open_table(path: Path, image_column: str | None, allow_absolute: bool) -> Source:
