@@ -15,6 +15,7 @@ from memoro.backbones import Backbone
 from memoro.backbones.backbone import BackboneRecord
 from memoro.backbones.precision import Precision
 from memoro.data import Augment
+from memoro.data.dataset import ClassFolder
 from memoro.phases import Phases
 from memoro.regimes import Regime
 from memoro.tasks.task import Task
@@ -83,8 +84,10 @@ class TrainSettings(Settings, total=False):
     extends: TaskSource | Iterable[TaskSource]
     start_from: TaskSource | None
     image_column: str | None
+    class_folder: ClassFolder
     allow_absolute: bool
     max_unreadable: float
+    class_folder: ClassFolder
     out: str | Path | None
     recipe: Recipe | str | None
     options: TrainOptions | None
