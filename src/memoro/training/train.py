@@ -109,11 +109,10 @@ def train(
     # Plan: what is trained, on what, and how.
     start = None if start_from is None else read_start(start_from, task)
     lr = recipe.lr if lr is None and isinstance(recipe, Recipe) else lr
-    stays = isinstance(backbone, Backbone) and device is None
-    place = None if stays else own_device(device)
+    place = None if isinstance(backbone, Backbone) and device is None else own_device(device)
     chosen, found = find_recipe(recipe, regime if start is None else regime_of(start, regime))
     found, options = merge_options(found, options, changes)
-    options = options.joined(torch.device(place) if place is not None else backbone.device)
+    options = options.joined(place or backbone.device)
     if not isinstance(recipe, Recipe) and "views" not in changes:
         found = add_views(found, options)
     sizes = {"cells": cells, "from_layer": from_layer, "rank": rank}
@@ -145,14 +144,13 @@ def train(
         sets = {name: replace(splits, notes=(*splits.notes, OPTIMISTIC)) for name, splits in sets.items()}
     files = {} if target is None else name_files(target, list(sets))
     leftovers = [part for file in files.values() for part in left_behind(file)]
-    several_runs = len(settings) > (members if members > 1 else 1)
     plans = [
         Plan(
             name, chosen, cut_validation(splits, chosen, folds, list(sets.values()), found),
             preprocessing_of(backbone, options, splits, None if start is None else start.spec.preprocessing),
             found, settings, folds, members > 1, parents, start,
         )
-        for (name, splits), folds in choose_folds(sets, chosen, several_runs, options.folds, found)
+        for (name, splits), folds in choose_folds(sets, chosen, len(settings) // members > 1, options.folds, found)
     ]  # fmt: skip
     if lr is None and seeds == 1 and not any(isinstance(size, Iterable) for size in sizes.values()):
         plans = [keep_known_rate(plan, options) for plan in plans]
