@@ -62,7 +62,7 @@ def evaluate_tasks(
     **flags: Any,
 ) -> None:
     """memoro eval photos/pets -t pets.safetensors
-    memoro eval photos/pets -t pets.safetensors --report     (writes report.html)
+    memoro eval photos/pets -t pets.safetensors --report     # writes report.html
     memoro eval pets=photos/pets rooms=rooms.zip -t pets.safetensors -t rooms.safetensors
     memoro eval photos/pets -t pets.safetensors --others rooms.zip
 
@@ -103,7 +103,9 @@ def evaluate_tasks(
 def calibrate_task(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="A task file.", show_default=False)],
-    data: Annotated[str, typer.Argument(help="Labelled images that the task was not trained on.", show_default=False)],
+    data: Annotated[
+        str, typer.Argument(help="Labelled images, not those of the training; of splits, test.", show_default=False)
+    ],
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
     precision: PrecisionOption = "auto",

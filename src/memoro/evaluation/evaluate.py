@@ -15,9 +15,8 @@ from memoro.arguments import several
 from memoro.backbones import Backbone
 from memoro.console import bar, format_count, make_table, plain_console
 from memoro.data import ImageSet, Loader, Splits, load_data
-from memoro.data.annotations import left_out as describe_left_out
-from memoro.data.load import has_columns
-from memoro.data.unlabelled_set import load_any
+from memoro.data.columns import left_out as describe_left_out
+from memoro.data.open import has_columns, load_any
 from memoro.engine.answers import Outputs
 from memoro.engine.composition import Composition, compose
 from memoro.errors import DataError, TrainingError
@@ -55,6 +54,10 @@ def evaluate(
     **reading: Any,
 ) -> dict[str, dict[str, Any]]:
     """Each task's metrics on the test split of its data (or on the whole set if there is none), by name.
+
+        pets = memoro.load_task("pets.safetensors")
+        metrics = memoro.evaluate(memoro.load_backbone(pets.spec.backbone), pets, "photos/pets")
+        print(metrics["pets"]["accuracy"])
 
     `data` is one set for all tasks, or a dict from a task's name to its own; `label_column`, `image_column` and
     `allow_absolute` are for tables, as in `load_data`. Tasks that have the same images, labels and preprocessing share

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import bar, format_bytes, quoted
-from memoro.data import Loader
-from memoro.data.augment import output_size
+from memoro.data import Batch, Loader
 from memoro.engine import featurestore
 from memoro.engine.featurestore import FeatureStore, default_folder, total_bytes
 from memoro.engine.records import RecordFormat, StoreDtype
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
+from memoro.images import output_size
 from memoro.options import option
 from memoro.processes import Processes
 from memoro.tasks.spec import ReadOut
@@ -104,7 +104,7 @@ class CachedLoader:
         self._digests = [bytes.fromhex(self.images.key(sample)) for sample in range(len(self.images))]
         self.views = range(loader.views or 1)
         self.keys = [[self._key(sample, view) for sample in range(len(self.images))] for view in self.views]
-        """Of every image, a list for each view."""
+        """The keys of every image's record, a list for each view."""
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -123,25 +123,23 @@ class CachedLoader:
 
     def fill(self, tick: Callable[[int], None] = lambda images: None) -> None:
         """Computes what is missing; calls `tick` with the number of images after every batch."""
-        checked: set[int] = set()
         # Damaged records are found amid training: there gradients and mixed precision may be on.
         exact = torch.autocast(self._backbone.device.type, enabled=False)
         with torch.no_grad(), exact, self.store.writer() as writer:
             for view, absent in enumerate(self.missing()):
                 for batch in self.loader.pick(list(absent.values()), view) if absent else ():
                     samples = batch.index.tolist()
-                    self._check_unchanged(set(samples) - checked)
-                    checked.update(samples)
-                    pixels = batch.pixels.to(self._backbone.device, self._backbone.dtype)
+                    self._check_unchanged(samples, batch)
+                    pixels = batch.on(self._backbone.device, self._backbone.dtype)
                     features = keep_features(self._backbone, pixels, self.store.format)
                     writer.add([self.keys[view][sample] for sample in samples], features)
                     tick(len(samples))
         self.loader.close()
 
-    def _check_unchanged(self, samples: set[int]) -> None:
+    def _check_unchanged(self, samples: Sequence[int], batch: Batch) -> None:
         """Raises if an image is no longer what its key says: the record would be kept under the wrong key."""
-        for sample in samples:
-            if hashlib.sha256(self.images.read(sample)).digest() != self._digests[sample]:
+        for sample, digest in zip(samples, batch.digests.numpy(), strict=True):
+            if digest.tobytes() != self._digests[sample]:
                 raise DataError(f"{self.images.where(sample)} has changed since it was screened: load the data again.")
 
     def epoch(self, number: int, start: int = 0) -> Iterator[CachedBatch]:
@@ -172,7 +170,7 @@ class CachedLoader:
 
 
 def _versions(backbone: Backbone) -> dict[str, str]:
-    """Of Pillow and of the libraries that the backbone's parts come from: another one may compute other features."""
+    """The versions of Pillow and of the backbone's libraries: another one may compute other features."""
     names = {"PIL", *(type(part).__module__.partition(".")[0] for part in backbone.module.modules())}
     return {name: str(getattr(sys.modules[name], "__version__", None)) for name in sorted(names)}
 
@@ -188,7 +186,7 @@ def keep_features(backbone: Backbone, pixels: Tensor, format: RecordFormat) -> F
 
 
 def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[int], None]) -> None:
-    """Evicts what the budget has no space for and fills all loaders; a CacheError where they do not fit."""
+    """Evicts what the budget has no space for and fills all loaders; a CacheError if they do not fit."""
     try:
         budget = cache.limit
     except OSError as error:
@@ -229,7 +227,7 @@ def compute_missing(
     loaders: Sequence[CachedLoader], cache: Cache, what: str, processes: Processes, *, quiet: bool
 ) -> None:
     """Computes what is missing on disk: the first process of each machine does, and the others wait for it. A
-    CacheError in all of them where it does not fit."""
+    CacheError in all of them if it does not fit."""
     problem = None
     if processes.local_rank == 0:
         count, size = estimate(loaders)

@@ -182,7 +182,7 @@ class Trainer:
         self.save()
 
     def _check_agreement(self, found: bool) -> None:
-        """Raises where the processes do not train the same: they would wait for each other forever."""
+        """Raises if the processes do not train the same: they would wait for each other forever."""
         first, *others = self.processes.all_gather((self.identity, found))
         for number, (identity, found_there) in enumerate(others, start=1):
             changed = [key for key, value in first[0].items() if identity.get(key) != value]
@@ -267,7 +267,7 @@ class Trainer:
                 sums[at] += amount
             if images and ("loss" not in entry or value < entry["loss"]):
                 entry |= {"loss": value, "lr": rate}
-                if run.task.kind == "softmax":
+                if run.task.head_kind.has_classes:
                     entry["accuracy"] = float(correct[number]) / images
         return entry
 
@@ -292,7 +292,7 @@ class Trainer:
             }
             if len(self.groups) > 1:
                 entry["group"] = group.name
-            if run.task.kind == "softmax":
+            if run.task.head_kind.has_classes:
                 entry["train_accuracy"] = correct / max(images, 1)
             if found is not None:
                 entry |= {f"val_{name}": value for name, value in found.items() if isinstance(value, float)}
@@ -365,13 +365,13 @@ class _StepSums:
         else:  # the loss that is reported is in the user's units, as that of validation
             answers = run.scale.undo(out.detach())
             self.losses[number] += float(run.task.head_kind.loss_sum(answers, targets, sample_weight=there))
-        if run.task.kind == "softmax":
+        if run.task.head_kind.has_classes:
             correct = (out.detach().argmax(-1) == targets).cpu().double()  # MPS has no float64
             self.correct[number] += float((correct if sample_weight is None else correct * sample_weight).sum())
         return part / max(float(self.images[number]), 1.0)
 
 
 def _gradients(runs: Sequence[Run]) -> list[Tensor]:
-    """Of all parameters in order; zero in a process that had no image of the batch."""
+    """The gradients of all parameters, in order; zero in a process that had no image of the batch."""
     parameters = [parameter for run in runs for parameter in run.trained.values()]
     return [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]

@@ -14,7 +14,8 @@ import numpy as np
 from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone
 from memoro.data import DataOptions, ImageSet, Splits, load_columns, load_data
-from memoro.data.near import near_groups
+from memoro.data.open import check_place
+from memoro.data.screening import near_groups
 from memoro.data.splits import SINGLE_IMAGES, Index, fold_numbers, hold_out
 from memoro.errors import TrainingError
 from memoro.evaluation.metrics import COLUMNS
@@ -23,7 +24,7 @@ from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
 from memoro.regimes.start import start_from
 from memoro.tasks.spec import MAX_MEMBERS, check_name
-from memoro.tasks.task import Task
+from memoro.tasks.task import Task, check_sizes
 from memoro.training.recipe import SKIPPED, Recipe, TrainOptions
 from memoro.training.run import Run
 
@@ -33,7 +34,7 @@ ALL_LEARNED = 2000
 """Below this number, a regime with a read-out is calibrated by folds as well, and so learns from all images."""
 FOLDS = 4
 MOST_BYTES = 80
-"""Of the name of a run folder that joins those of several tasks."""
+"""The most bytes in the name of a run folder that joins those of several tasks."""
 
 Sets = dict[str, Splits]
 Sizes = dict[str, tuple[int | None, ...]]
@@ -155,7 +156,7 @@ def choose_rates(lr: Any, regime: Regime, recipe: Recipe) -> tuple[float, ...]:
     except (TypeError, ValueError):
         raise TrainingError(f"lr {lr!r}: choose one or more numbers, such as 0.001.") from None
     for rate in rates:
-        replace(recipe, lr=rate)  # raises where it is none
+        replace(recipe, lr=rate)  # raises if it is none
     return rates
 
 
@@ -185,7 +186,7 @@ def choose_seeds(seeds: int, ensemble: int | None, regime: Regime, start: Task |
 
 def choose_sizes(wanted: Mapping[str, Any], regime: Regime, start: Task | None, backbone: Backbone) -> Sizes:
     """The sizes of the task to start from, or those that were asked for without those that the regime does not have.
-    Raises where others were asked for."""
+    Raises if others were asked for."""
     free = (None,)
     asked = {name: tuple(map(plain_int, several(values))) for name, values in wanted.items()}
     if start is not None:
@@ -204,13 +205,16 @@ def choose_sizes(wanted: Mapping[str, Any], regime: Regime, start: Task | None, 
         for name in ("cells", "rank"):
             if asked[name] != free and name not in regime.sizes(backbone.depth):
                 raise TrainingError(f"regime {regime.name!r} has no {name}: leave out `{name}`.")
+    for values in product(*asked.values()) if regime.composes else ():
+        given = {name: size for name, size in zip(asked, values, strict=True) if size is not None}
+        check_sizes(backbone, regime.name, **{**regime.sizes(backbone.depth), **given})
     return asked
 
 
 def name_sources(
     data: Any, task: str | None, columns: Sequence[str] | None, start: Task | None
 ) -> dict[str | None, Any]:
-    """The data of each task by its name; None where the data will name it."""
+    """The data of each task by its name; None if the data will name it."""
     if columns and (type(data) is dict or (task is not None and len(columns) > 1)):
         raise TrainingError(
             "`label_column` trains a task per column of one table: give one table, and `task` only for a single column."
@@ -219,7 +223,7 @@ def name_sources(
         raise TrainingError("to train several tasks, give NAME=DATA for each, and no `task`.")
     names = (task,) if task is not None or not columns else columns
     sources: dict[str | None, Any] = data if type(data) is dict else dict.fromkeys(names, data)
-    for name in sources:
+    for name, source in sources.items():
         if name is not None:
             check_name(name)
             if name.endswith(".safetensors"):
@@ -227,13 +231,29 @@ def name_sources(
                     f"`task={name}`: a task's name is not a file. To start from that task, use "
                     f"`start_from={name}`; to build on it, `extends={name}`; to write to that file, `out={name}`."
                 )
+        check_place(source)
     if start is not None and len(sources) > 1:
         raise TrainingError("`start_from` continues one task: give one set of images, and one `label_column` at most.")
     return sources
 
 
-def load_sources(sources: Mapping[str | None, Any], columns: Sequence[str] | None, reading: DataOptions) -> Sets:
+def load_sources(
+    sources: Mapping[str | None, Any],
+    columns: Sequence[str] | None,
+    reading: DataOptions,
+    recipe: Recipe,
+    options: TrainOptions,
+) -> Sets:
     """The sets by task name. Validation splits are cut later, as folds may be used instead."""
+    cache, phases = options.wanted_cache, options.phases
+    folder = False if cache is None else cache.folder
+    reading = replace(reading, val_fraction=0, seed=recipe.data_seed, cache=folder, phases=phases)
+    reading = replace(reading, workers=options.workers, quiet=options.quiet)
+    with phases.during("reading"):
+        return _load(sources, columns, reading)
+
+
+def _load(sources: Mapping[str | None, Any], columns: Sequence[str] | None, reading: DataOptions) -> Sets:
     if columns:
         found = load_columns(next(iter(sources.values())), columns, **vars(reading))
         return {str(name): splits for name, splits in zip(sources, found.values(), strict=True)}
@@ -273,7 +293,7 @@ def _default_folds(train: ImageSet, recipe: Recipe, most: int) -> int:
 
 
 def _shared_table(sets: Sequence[Splits]) -> Splits | None:
-    """The first set where all are columns of one table: they are split alike, and so share every base pass."""
+    """The first set if all are columns of one table: they are split alike, and so share every base pass."""
     first, *others = sets
     images = [one.train.source for one in sets if one.train is not None]
     alike = others and len(images) == len(sets) and all(source == images[0] for source in images)
@@ -308,13 +328,13 @@ def preprocessing_of(
     elif levels is not None and levels.high > white:
         options.note(
             f"warning: the task was trained with {white:,.6g} as white, and {splits.name} has values up to "
-            f"{levels.high:,.6g}: brighter pixels become white. Train a new task where that matters."
+            f"{levels.high:,.6g}: brighter pixels become white. Train a new task if that matters."
         )
     return replace(steps, white=white)
 
 
 def keep_known_rate(plan: Plan, options: TrainOptions) -> Plan:
-    """The plan with a single learning rate where there are no images to choose one with."""
+    """The plan with a single learning rate if there are no images to choose one with."""
     if plan.folds or plan.splits.val is not None or plan.choices == 1:
         return plan
     rates = list(dict.fromkeys(setting.lr for setting in plan.settings))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import nn
 
 from memoro.arguments import plain_int
+from memoro.backbones import Backbone
+from memoro.backbones.backbone import BackboneRecord
 from memoro.backbones.precision import PRECISION_HELP, Precision, check_precision
 from memoro.console import plain_console
 from memoro.data import Augment
@@ -20,6 +22,7 @@ from memoro.options import option
 from memoro.phases import Phases
 from memoro.processes import ALONE, Processes, find_processes
 from memoro.regimes import Regime, find_regime
+from memoro.tasks.task import Task
 from memoro.training.cached import Cache
 
 OptimizerName = Literal["sgd", "adamw"]
@@ -77,7 +80,7 @@ class Recipe:
     patience: int = option(0, "Stop a run after this many epochs without a better validation score; 0: never.")
     accumulate: int = option(1, "Batches per optimiser step (gradient accumulation).")
     seed: int = option(0, "Seed of the initial weights.")
-    """Of tasks that `train` makes; a task given to `fit` has its own."""
+    """For tasks that `train` makes; a task given to `fit` has its own."""
     data_seed: int = option(0, "Seed of image order, augmentation and validation split.")
     val_fraction: float = option(0.15, "Fraction of train to hold out if there is no validation split.")
 
@@ -233,7 +236,7 @@ class TrainOptions:
 
     @property
     def wanted_cache(self) -> Cache | None:
-        """The cache with its settings; one that is not `required` is used where it can be."""
+        """The cache with its settings; one that is not `required` is used if it can be."""
         if isinstance(self.cache, Cache):
             return self.cache
         return None if self.cache is False else Cache(required=bool(self.cache))
@@ -265,7 +268,7 @@ def merge_options(
 
 
 def check_views(recipe: Recipe, cache: Cache | None) -> None:
-    """Raises where features are to be kept but no view occurs twice."""
+    """Raises if features are to be kept but no view occurs twice."""
     if recipe.views is None and cache is not None and cache.required:
         raise TrainingError(
             "a cache needs a fixed number of views, such as `views=4`: with `views=None`, every epoch draws new ones."
@@ -273,7 +276,7 @@ def check_views(recipe: Recipe, cache: Cache | None) -> None:
 
 
 def check_solved(given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """Raises where options were given that mean nothing for a read-out."""
+    """Raises if options were given that have no effect on a read-out."""
     gradients = {field.name for field in fields(Recipe)} - {"balance", "data_seed", "val_fraction"}
     usual = RECIPES["default"][1]
     names = [name for name, value in given.items() if value is not None]
@@ -296,3 +299,73 @@ def add_views(recipe: Recipe, options: TrainOptions) -> Recipe:
         return recipe
     options.note(f"random crops and flips need several views of an image: using {views} (`views`).")
     return replace(recipe, views=views)
+
+
+# The keyword arguments of `train` and `fit` with their types, for editors and type checkers; a test compares them.
+BackboneSource = str | Path | nn.Module | Backbone | BackboneRecord
+TaskSource = Task | str | Path
+
+
+class Settings(TypedDict, total=False):
+    """How to train: see Recipe and TrainOptions."""
+
+    epochs: int
+    steps: int | None
+    batch_size: int
+    optimizer: OptimizerName
+    momentum: float
+    weight_decay: float
+    clip: float
+    memory_rate: float | None
+    warmup: int
+    label_smoothing: float
+    balance: bool
+    augment: Augment
+    views: int | None
+    patience: int
+    accumulate: int
+    seed: int
+    data_seed: int
+    val_fraction: float
+    image_size: int | None
+    cache: Cache | bool | None
+    others: Any
+    ensemble: int | None
+    folds: int | None
+    precision: Precision
+    folder: str | Path | None
+    resume: bool
+    workers: int | None
+    track: str | None
+    quiet: bool
+    log: Callable[[str], None] | None
+    phases: Phases
+
+
+class FitSettings(Settings, total=False):
+    """The keyword arguments of `fit` that are fields of its recipe or options."""
+
+    lr: float
+
+
+class TrainSettings(Settings, total=False):
+    """The keyword arguments of `train`, but for `label_column`, which decides what is returned."""
+
+    backbone: BackboneSource
+    device: str | None
+    task: str | None
+    kind: str | None
+    regime: str | Regime | None
+    cells: int | Iterable[int] | None
+    rank: int | Iterable[int] | None
+    from_layer: int | Iterable[int] | None
+    lr: float | Iterable[float] | None
+    seeds: int
+    extends: TaskSource | Iterable[TaskSource]
+    start_from: TaskSource | None
+    image_column: str | None
+    allow_absolute: bool
+    max_unreadable: float
+    out: str | Path | None
+    recipe: Recipe | str | None
+    options: TrainOptions | None

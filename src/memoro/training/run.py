@@ -52,14 +52,14 @@ class Run:
     """Content hash of the earlier task whose weights it starts from."""
 
     trained: dict[str, nn.Parameter] = field(default_factory=dict, init=False, repr=False)
-    """The parameters that the regime trains; none where all is solved in closed form."""
+    """The parameters that the regime trains; none if all is solved in closed form."""
     optimizer: torch.optim.Optimizer = field(init=False, repr=False)
     targets: Tensor | None = field(default=None, init=False, repr=False)
-    """Of the training images, in their order; None: those that its batches carry."""
+    """The targets of the training images, in their order; None: those that its batches carry."""
     sample_weight: Tensor | None = field(default=None, init=False, repr=False)
     """Weight of each training image (n,); 0 for those that are held out. None: all count alike."""
     scale: Scale | None = field(default=None, init=False, repr=False)
-    """Of a regression's targets: within a training, the head answers in these units."""
+    """The scale of a regression's targets: within a training, the head answers in these units."""
     class_weights: Tensor | None = field(default=None, init=False, repr=False)
     """See `Head.class_weights`."""
     val_loader: Batches | None = field(default=None, init=False, repr=False)
@@ -77,7 +77,7 @@ class Run:
     """Why it was stopped; None while it is active."""
     diverged: bool = field(default=False, init=False)
     answers: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
-    """Of the trained task, by split: its logits for the images of `evaluated`, and their targets."""
+    """What the trained task answers, by split: its logits for the images of `evaluated`, and their targets."""
 
     def __post_init__(self) -> None:
         if not self.splits.train:
@@ -130,7 +130,7 @@ class Run:
         if self.recipe.balance:
             self.class_weights = HEADS[self.splits.kind].class_weights(learned, len(self.splits.labels))
         self.targets = self.train.targets if self.splits is not first.splits else None
-        self.scale = Scale.of(learned) if self.splits.kind == "regression" else None
+        self.scale = Scale.of(learned) if HEADS[self.splits.kind].has_numbers else None
         self.trained = self.regime.trains(self.task)
         for parameter in self.task.parameters():
             parameter.requires_grad_(False)
@@ -344,7 +344,7 @@ def build_forward(backbone: Backbone, tasks: Sequence[Model]) -> Callable[[Any],
 
 
 def ancestors(tasks: Sequence[Model]) -> list[Task]:
-    """All tasks that these extend, each once; an error where one is not loaded, or is among `tasks` itself."""
+    """All tasks that these extend, each once; raises if one is not loaded, or is among `tasks` itself."""
     found: dict[int, Task] = {}
     waiting = [(task, parent) for task in tasks for parent in task.extends]
     while waiting:
@@ -360,3 +360,17 @@ def ancestors(tasks: Sequence[Model]) -> list[Task]:
             found[id(parent)] = parent
             waiting += [(parent, older) for older in parent.extends]
     return list(found.values())
+
+
+def order_stages(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs in stages, so that every task is trained after those that it extends."""
+    stages: list[list[Run]] = []
+    waiting = list(runs)
+    while waiting:
+        untrained = {id(run.task) for run in waiting}
+        stage = [run for run in waiting if not untrained & {id(older) for older in ancestors([run.task])}]
+        if not stage:
+            raise TrainingError("these tasks extend each other in a cycle.")
+        stages.append(stage)
+        waiting = [run for run in waiting if not any(run is done for done in stage)]
+    return stages

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 
@@ -15,8 +15,7 @@ from memoro.backbones import Backbone, load_backbone, require_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.backbones.precision import CHOSEN
 from memoro.data import Splits, load_data
-from memoro.data.augment import output_size
-from memoro.data.dataset import MAX_UNREADABLE, DataOptions
+from memoro.data.dataset import MAX_UNREADABLE, ClassFolder, DataOptions
 from memoro.engine.featurestore import total_bytes
 from memoro.engine.plan import check_versions
 from memoro.errors import CacheError, TrainingError
@@ -24,6 +23,7 @@ from memoro.evaluation.evaluate import check_labels
 from memoro.extras import need
 from memoro.files import left_behind
 from memoro.heads import find_kind
+from memoro.images import output_size
 from memoro.regimes import Regime
 from memoro.regimes.start import OPTIMISTIC, compare_labels, load_parents, read_start, regime_of
 from memoro.tasks.spec import Model
@@ -47,22 +47,36 @@ from memoro.training.plan import (
     name_sources,
     preprocessing_of,
 )
-from memoro.training.recipe import Recipe, TrainOptions, add_views, check_solved, find_recipe, merge_options
+from memoro.training.recipe import (
+    BackboneSource,
+    FitSettings,
+    Recipe,
+    Settings,
+    TaskSource,
+    TrainOptions,
+    TrainSettings,
+    add_views,
+    check_solved,
+    find_recipe,
+    merge_options,
+)
 from memoro.training.result import TrainResult, choose_target, name_files, save_report, save_tasks
-from memoro.training.run import Run, ancestors
+from memoro.training.run import Run, ancestors, order_stages
 from memoro.training.statistics import Describer, ReadOuts, StatisticsReader
 
 
 @overload
-def train(data: dict[str, Any], **settings: Any) -> dict[str, TrainResult]: ...
+def train(
+    data: dict[str, Any], *, label_column: str | None = None, **settings: Unpack[TrainSettings]
+) -> dict[str, TrainResult]: ...
 @overload
-def train(data: Any, *, label_column: list[str], **settings: Any) -> dict[str, TrainResult]: ...
+def train(data: Any, *, label_column: list[str], **settings: Unpack[TrainSettings]) -> dict[str, TrainResult]: ...
 @overload
-def train(data: Any, **settings: Any) -> TrainResult: ...
+def train(data: Any, *, label_column: str | None = None, **settings: Unpack[TrainSettings]) -> TrainResult: ...
 def train(
     data: Any,
     *,
-    backbone: Any = TINY,
+    backbone: BackboneSource = TINY,
     device: str | None = None,
     task: str | None = None,
     kind: str | None = None,
@@ -72,24 +86,25 @@ def train(
     from_layer: int | Iterable[int] | None = None,
     lr: float | Iterable[float] | None = None,
     seeds: int = 1,
-    extends: Task | str | Path | Iterable[Task | str | Path] = (),
-    start_from: Task | str | Path | None = None,
+    extends: TaskSource | Iterable[TaskSource] = (),
+    start_from: TaskSource | None = None,
     label_column: str | Sequence[str] | None = None,
     image_column: str | None = None,
     allow_absolute: bool = False,
     max_unreadable: float = MAX_UNREADABLE,
+    class_folder: ClassFolder = "outer",
     out: str | Path | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
-    **changes: Any,
-) -> Any:
+    **changes: Unpack[Settings],
+) -> TrainResult | dict[str, TrainResult]:
     """Makes a task from images: `pets = memoro.train("photos/pets", backbone="facebook/dinov2-small").task`.
 
     `data` is anything that load_data takes, or a dict from task names to such: then all are trained in one pass, and a
     dict of results is returned. A list of label columns does the same for the columns of one table. `kind` says what
     the labels are: `class`, `labels` (several for an image) or `number`; by default the data decides. `image_column`,
-    `allow_absolute` and `max_unreadable` are as in `load_data`. `backbone` is a Backbone, or anything that
-    load_backbone takes; then `device` (None: a GPU if there is one) is used. `precision` is as there.
+    `allow_absolute`, `max_unreadable` and `class_folder` are as in `load_data`. `backbone` is a Backbone, or anything
+    that load_backbone takes; then `device` (None: a GPU if there is one) is used. `precision` is as there.
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
 
@@ -109,10 +124,11 @@ def train(
     # Plan: what is trained, on what, and how.
     start = None if start_from is None else read_start(start_from, task)
     lr = recipe.lr if lr is None and isinstance(recipe, Recipe) else lr
-    place = None if isinstance(backbone, Backbone) and device is None else own_device(device)
+    kept = backbone if isinstance(backbone, Backbone) and device is None else None
+    place = None if kept else own_device(device)
     chosen, found = find_recipe(recipe, regime if start is None else regime_of(start, regime))
     found, options = merge_options(found, options, changes)
-    options = options.joined(place or backbone.device)
+    options = options.joined(kept.device if kept else own_device(device))
     if not isinstance(recipe, Recipe) and "views" not in changes:
         found = add_views(found, options)
     sizes = {"cells": cells, "from_layer": from_layer, "rank": rank}
@@ -134,11 +150,9 @@ def train(
     parents = load_parents(several(extends), start)
     reading = DataOptions(
         kind=None if kind is None else find_kind(kind), image_column=image_column, allow_absolute=allow_absolute,
-        max_unreadable=max_unreadable, val_fraction=0, seed=found.data_seed,
-        workers=options.workers, quiet=options.quiet, phases=options.phases,
+        max_unreadable=max_unreadable, class_folder=class_folder,
     )  # fmt: skip
-    with options.phases.during("reading"):
-        sets = load_sources(sources, columns, reading)
+    sets = load_sources(sources, columns, reading, found, options)
     if start is not None:
         options.note(compare_labels(start, next(iter(sets.values()))))
         sets = {name: replace(splits, notes=(*splits.notes, OPTIMISTIC)) for name, splits in sets.items()}
@@ -176,7 +190,7 @@ def fit(
     regime: str | Regime | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
-    **changes: Any,
+    **changes: Unpack[FitSettings],
 ) -> TrainResult:
     """Trains `task` in place on `data` (anything that load_data takes, or Splits) and measures it.
 
@@ -199,7 +213,7 @@ def fit_tasks(
     regime: str | Regime | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
-    **changes: Any,
+    **changes: Unpack[FitSettings],
 ) -> list[TrainResult]:
     """Trains several tasks, each on its own data, with one base pass per step; otherwise as `fit`.
 
@@ -222,7 +236,7 @@ def fit_tasks(
             splits = data if isinstance(data, Splits) else _load(data, task, found, options)
         preprocessing = preprocessing_of(backbone, options, splits, task.spec.preprocessing)
         runs.append(Run(task, found, chosen, splits, preprocessing))
-    stages = _stages(runs)
+    stages = order_stages(runs)
     done: dict[int, TrainResult] = {}
     for number, stage in enumerate(stages, start=1):
         here = options
@@ -235,30 +249,18 @@ def fit_tasks(
 
 
 def _load(data: Any, task: Model, recipe: Recipe, options: TrainOptions) -> Splits:
+    cache = options.wanted_cache
     return load_data(
         data,
         kind=task.kind,
         labels=task.labels,
         val_fraction=recipe.val_fraction,
         seed=recipe.data_seed,
+        cache=False if cache is None else cache.folder,
         workers=options.workers,
         quiet=options.quiet,
         phases=options.phases,
     )
-
-
-def _stages(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs in stages, so that every task is trained after those that it extends."""
-    stages: list[list[Run]] = []
-    waiting = list(runs)
-    while waiting:
-        untrained = {id(run.task) for run in waiting}
-        stage = [run for run in waiting if not untrained & {id(older) for older in ancestors([run.task])}]
-        if not stage:
-            raise TrainingError("these tasks extend each other in a cycle.")
-        stages.append(stage)
-        waiting = [run for run in waiting if not any(run is done for done in stage)]
-    return stages
 
 
 def train_runs(
@@ -352,7 +354,7 @@ def _check_runs(backbone: Backbone, runs: Sequence[Run]) -> None:
 
 
 def build_trainer(backbone: Backbone, runs: Sequence[Run], options: TrainOptions) -> Trainer:
-    """A trainer whose features are computed; without any where they do not fit and are not required."""
+    """A trainer whose features are computed; without any if they do not fit and are not required."""
     cache = _choose_cache(options, backbone, runs)
     trainer = Trainer(backbone, runs, options, cache=cache)
     try:
@@ -366,7 +368,7 @@ def build_trainer(backbone: Backbone, runs: Sequence[Run], options: TrainOptions
 
 
 def _choose_cache(options: TrainOptions, backbone: Backbone, runs: Sequence[Run]) -> Cache | None:
-    """The cache, None where nothing can be kept; an error where it is required and cannot be used."""
+    """The cache, None if nothing can be kept; raises if it is required and cannot be used."""
     cache = options.wanted_cache
     if cache is None:
         return None
