@@ -17,6 +17,7 @@ from memoro.backbones.backbone import BackboneRecord
 from memoro.backbones.precision import PRECISION_HELP, Precision, check_precision
 from memoro.console import plain_console
 from memoro.data import Augment
+from memoro.data.dataset import ClassFolder
 from memoro.errors import TrainingError
 from memoro.options import option
 from memoro.phases import Phases
@@ -366,6 +367,7 @@ class TrainSettings(Settings, total=False):
     image_column: str | None
     allow_absolute: bool
     max_unreadable: float
+    class_folder: ClassFolder
     out: str | Path | None
     recipe: Recipe | str | None
     options: TrainOptions | None
