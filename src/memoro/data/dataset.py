@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,30 @@ SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 MAX_UNREADABLE = 0.05
 
 ClassFolder = Literal["outer", "inner"]
+
+
+class DataSettings(TypedDict, total=False):
+    """The fields of DataOptions as keyword arguments; a test compares them."""
+
+    split: str | None
+    kind: Literal["class", "labels", "number"] | HeadKind | None
+    image_column: str | None
+    label_column: str | Sequence[str] | None
+    task: str | None
+    labels: Sequence[str] | None
+    drop_unknown: bool
+    val_fraction: float
+    seed: int
+    config: str | None
+    allow_absolute: bool
+    measured_only: bool
+    class_folder: ClassFolder
+    screen: bool
+    cache: Path | bool
+    max_unreadable: float
+    workers: int | None
+    quiet: bool
+    phases: Phases
 
 
 @dataclass(frozen=True)

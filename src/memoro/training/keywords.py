@@ -84,6 +84,7 @@ class TrainSettings(Settings, total=False):
     extends: TaskSource | Iterable[TaskSource]
     start_from: TaskSource | None
     image_column: str | None
+    class_folder: ClassFolder
     allow_absolute: bool
     max_unreadable: float
     class_folder: ClassFolder
