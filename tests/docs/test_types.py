@@ -15,8 +15,7 @@ import pytest
 import memoro
 from memoro.answer import Answer, AnswerDict
 from memoro.data.dataset import DataOptions, DataSettings
-from memoro.training.keywords import FitSettings, Settings, TrainSettings
-from memoro.training.recipe import Recipe, TrainOptions
+from memoro.training.recipe import FitSettings, Recipe, Settings, TrainOptions, TrainSettings
 
 USER = Path(__file__).with_name("user.py")
 WIDER = {"folder", "kind"}
