@@ -205,7 +205,8 @@ async function picture(key, large = false) {
 function describeAll() {
   const { now } = state, busy = now.images - now.ready - now.unreadable;
   byId("teach-title").textContent = `Teach ${now.name}`;
-  byId("teach-about").textContent = `${count(now.images, "image")}, ${now.labelled.toLocaleString("en")} labelled${now.unreadable ? `, ${now.unreadable.toLocaleString("en")} unreadable` : ""}${busy ? `. Reading: ${now.ready.toLocaleString("en")} done, those on the screen first` : ""}. Labels are kept in ${now.table}.`;
+  byId("teach-about").textContent = `${count(now.images, "image")}, ${now.labelled.toLocaleString("en")} labelled${now.unreadable ? `, ${now.unreadable.toLocaleString("en")} unreadable` : ""}${busy ? `. Reading: ${now.ready.toLocaleString("en")} done, those on the screen first` : ""}. Labels are kept in ${now.table.split(/[\\/]/).slice(-2).join("/")}.`;
+  byId("teach-about").title = now.table;
   const bar = byId("teach-progress");
   [bar.hidden, bar.max, bar.value] = [!busy, now.images, now.ready + now.unreadable];
   const totals = { sure: now.sure, suspects: now.suspects, labelled: now.labelled + now.none + now.skip, unreadable: now.unreadable };
