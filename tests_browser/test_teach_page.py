@@ -211,7 +211,7 @@ def test_the_whole_way_by_keyboard_alone(context: BrowserContext, run: Any) -> N
     page.keyboard.press(str(LETTERS.index(letter_of(name)) + 1))
     expect(page.locator("#teach-large p")).not_to_contain_text(name)
     page.keyboard.press("Escape")
-    assert focused(page) != name
+    wait_until(page, "name => document.activeElement.matches('.shot:not([aria-label^=\"' + name + '\"])')", name)
     assert teaching.labels()[name] == letter_of(name)
 
     tab_to(page, "one === document.body")
