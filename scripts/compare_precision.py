@@ -48,38 +48,42 @@ def read_sets(options: argparse.Namespace) -> dict[str, Splits]:
     return found
 
 
-def measure(task: Task, precision: str, sets: Mapping[str, Splits], options: argparse.Namespace) -> dict[str, float]:
-    """The task's figures on the test images of its own set, and how it notices those of the others."""
-    model = memoro.compose(memoro.load_backbone(options.backbone, precision=precision), [task])
-    seen = {}
-    for name, splits in sets.items():
-        assert splits.test is not None
-        outputs, targets = collect_outputs(model, splits.test, [task.name], workers=0)
-        seen[name] = outputs.logits[task.name], targets, outputs.recognition[task.name].familiarity
-    logits, targets, own = seen.pop(task.name)
-    others = torch.cat([familiarity for _, _, familiarity in seen.values()])
-    metrics = measure_task(task, logits, targets)
-    return {
-        "accuracy": metrics["accuracy"],
-        "calibration_error": metrics["calibration_error"],
-        "false_alarms": float((own < FALSE_ALARMS).double().mean()),
-        "noticed": float((others < FALSE_ALARMS).double().mean()),
-        "auroc": auroc(own, others),
-    }
+def train(sets: Mapping[str, Splits], options: argparse.Namespace) -> dict[str, Task]:
+    """A task for each set and precision."""
+    cache = memoro.Cache(options.work, required=False)
+    how: dict[str, Any] = {"image_size": options.image_size, "regime": options.regime, "workers": 0, "quiet": True}
+    tasks = {}
+    for (name, splits), precision in product(sets.items(), PRECISIONS):
+        own = {"backbone": options.backbone, "precision": precision, "task": f"{name} {precision}", "cache": cache}
+        tasks[f"{name} {precision}"] = memoro.train(splits, **own, **how).task
+        print(name, precision, flush=True)
+    return tasks
 
 
 def run(sets: Mapping[str, Splits], options: argparse.Namespace) -> dict[str, Any]:
-    """By set, precision of the training and precision of the answers."""
-    found: dict[str, Any] = {}
-    for name, splits in sets.items():
-        found[name] = {}
-        for trained in PRECISIONS:
-            result = memoro.train(
-                splits, backbone=options.backbone, precision=trained, task=name, image_size=options.image_size,
-                regime=options.regime, workers=0, quiet=True, cache=memoro.Cache(options.work, required=False),
-            )  # fmt: skip
-            found[name][trained] = {one: measure(result.task, one, sets, options) for one in PRECISIONS}
-        print(name, flush=True)
+    """Figures by set, precision of the training and precision of the answers. All tasks answer in one pass."""
+    tasks = train(sets, options)
+    found: dict[str, Any] = {name: {trained: {} for trained in PRECISIONS} for name in sets}
+    for answered in PRECISIONS:
+        backbone = memoro.load_backbone(options.backbone, precision=answered)
+        model, seen = memoro.compose(backbone, list(tasks.values())), {}
+        for name, splits in sets.items():
+            assert splits.test is not None
+            seen[name] = collect_outputs(model, splits.test, model.names, workers=0)
+            print(name, "answered in", answered, flush=True)
+        for name, trained in product(sets, PRECISIONS):
+            task = tasks[f"{name} {trained}"]
+            outputs, targets = seen[name]
+            own = outputs.recognition[task.name].familiarity
+            others = torch.cat([seen[other][0].recognition[task.name].familiarity for other in sets if other != name])
+            metrics = measure_task(task, outputs.logits[task.name], targets)
+            found[name][trained][answered] = {
+                "accuracy": metrics["accuracy"],
+                "calibration_error": metrics["calibration_error"],
+                "false_alarms": float((own < FALSE_ALARMS).double().mean()),
+                "noticed": float((others < FALSE_ALARMS).double().mean()),
+                "auroc": auroc(own, others),
+            }
     return found
 
 
