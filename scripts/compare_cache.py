@@ -17,7 +17,7 @@ from typing import Any, get_args
 import memoro
 from memoro.engine.records import StoreDtype
 from memoro.regimes import REGIMES, TaskPlan
-from memoro.training import Cache, FitResult, Recipe, RunSpec, train_runs
+from memoro.training import Cache, Recipe, Run, TrainResult, train_runs
 from reports import load_splits, make_parser, table, write_report
 
 RECOMPUTED = "recomputed"
@@ -25,17 +25,17 @@ RECOMPUTED = "recomputed"
 
 def train(
     backbone: memoro.Backbone, splits: Any, views: int, source: str, options: argparse.Namespace
-) -> tuple[list[FitResult], float]:
+) -> tuple[list[TrainResult], float]:
     """The runs of one row, and the size of the cache in gigabytes."""
-    specs = []
+    runs = []
     for seed in range(options.seeds):
         plan = TaskPlan(splits.name, splits.labels, cells=options.cells, seed=seed)
         recipe = Recipe(lr=options.lr, epochs=options.epochs, seed=seed, views=views)
         task, size = REGIMES["memory"].build(backbone, plan), backbone.preprocessing.at(options.image_size)
-        specs.append(RunSpec(task, recipe, REGIMES["memory"], splits, size))
+        runs.append(Run(task, recipe, REGIMES["memory"], splits, size))
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         cache = False if source == RECOMPUTED else Cache(Path(folder), dtype=source)  # type: ignore[arg-type]
-        results = train_runs(backbone, specs, cache=cache)
+        results = train_runs(backbone, runs, cache=cache)
         size_on_disk = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     return results, size_on_disk / 1e9
 
@@ -45,7 +45,7 @@ def compare(backbone: memoro.Backbone, source: str, options: argparse.Namespace)
     splits = load_splits(source)
     rows: dict[str, Any] = {}
     for views in options.views:
-        exact: list[FitResult] = []
+        exact: list[TrainResult] = []
         for kind in (RECOMPUTED, *get_args(StoreDtype)):
             results, size = train(backbone, splits, views, kind, options)
             exact = exact or results

@@ -27,11 +27,11 @@ from memoro.engine.streams import pool_pass
 from memoro.evaluation.calibrate import read_photographs
 from memoro.evaluation.evaluate import auroc
 from memoro.evaluation.metrics import measure
+from memoro.processes import ALONE
 from memoro.tasks.familiarity import FALSE_ALARMS, Familiarity, FamiliarityBank, Others, fit_familiarity
 from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
 from memoro.training import Cache, TrainOptions
-from memoro.training.distributed import ALONE
 from memoro.training.statistics import StatisticsReader
 from reports import load_results, make_parser, table, write_report
 

@@ -30,10 +30,9 @@ from memoro.console import bar
 from memoro.data import Augment, ImageSet, Loader
 from memoro.data.splits import hold_out
 from memoro.evaluation.logits import collect_logits
-from memoro.regimes import REGIMES, TaskPlan
-from memoro.training import Cache, Recipe
+from memoro.regimes import REGIMES
+from memoro.training import Cache, Plan, Recipe, combine, train_plans
 from memoro.training.cached import CachedLoader, fill_caches
-from memoro.training.sweep import Grid, SweepSpec, run_sweeps
 from reports import load_results, load_splits, make_parser, table, write_report
 
 RATES = (0.03, 0.1, 0.3, 1.0, 3.0)
@@ -75,10 +74,10 @@ def probe(
     recipe = Recipe(epochs=15 if large else options.epochs, views=1, augment=Augment(crop="none", flip=0))
     if large:
         splits = hold_out(splits, recipe.val_fraction, recipe.data_seed)
-    plan, grid, folds = TaskPlan(splits.name, splits.labels), Grid((0,), (0,), RATES), 0 if large else FOLDS
-    sweep = SweepSpec(plan, REGIMES["head"], splits, preprocessing, grid, recipe, folds)
-    [found] = run_sweeps(backbone, [sweep], cache=Cache(options.cache))
-    return {"accuracy": found.best.metrics["accuracy"], "lr": found.best.task.spec.training["lr"], **facts}
+    folds = 0 if large else FOLDS
+    plan = Plan(splits.name, REGIMES["head"], splits, preprocessing, recipe, combine(RATES), folds)
+    [found] = train_plans(backbone, [plan], cache=Cache(options.cache))
+    return {"accuracy": found.metrics["accuracy"], "lr": found.task.spec.training["lr"], **facts}
 
 
 def speeds(loaded: dict[str, Loaded]) -> dict[str, float]:

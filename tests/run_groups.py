@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ from test_train_recipe import save_square, save_squares
 
 from memoro.backbones import Backbone
 from memoro.data import Splits, load_data
-from memoro.regimes import REGIMES, TaskPlan, find_regime
+from memoro.regimes import REGIMES, find_regime
 from memoro.tasks.task import new_task
-from memoro.training import FitResult, Recipe, RunSpec
-from memoro.training.sweep import Grid, SweepResult, SweepSpec, run_sweeps
+from memoro.training import Recipe, Run, TrainOptions, TrainResult
+from memoro.training.finish import finish_plans
+from memoro.training.plan import Plan, Setting, combine
+from memoro.training.result import SettingRow
+from memoro.training.train import run_all
 
 LABELS = ("blue", "green", "red")
 LOAD: dict[str, Any] = {"workers": 0, "quiet": True}
@@ -47,15 +52,15 @@ def sets(root: Path) -> list[Splits]:
 
 def run_spec(
     backbone: Backbone, name: str, data: Splits, *, size: int = 20, held_out: Any = None, seed: int = 1, **given: Any
-) -> RunSpec:
+) -> Run:
     shape = {key: given.pop(key) for key in ("cells", "from_layer", "extends") if key in given}
     task = new_task(backbone, name, data.labels, head=data.kind, seed=seed, **{"cells": 2, **shape})
     recipe = Recipe(**{"epochs": 2, "batch_size": 5, "lr": 0.05, "warmup": 2, **given})
     regime = find_regime("head" if task.from_layer == backbone.depth else "memory")
-    return RunSpec(task, recipe, regime, data, backbone.preprocessing.at(size), held_out)
+    return Run(task, recipe, regime, data, backbone.preprocessing.at(size), held_out)
 
 
-def same_result(left: FitResult, right: FitResult) -> None:
+def same_result(left: TrainResult, right: TrainResult) -> None:
     assert distance(left.task, right.task) < 1e-10
     assert len(left.history) == len(right.history)
     for mine, wanted in zip(left.history, right.history, strict=True):
@@ -65,17 +70,40 @@ def same_result(left: FitResult, right: FitResult) -> None:
         assert left.metrics[name] == (pytest.approx(value, abs=1e-6) if isinstance(value, float) else value)
 
 
+@dataclass(frozen=True)
+class Swept:
+    """A plan's result, and all its runs."""
+
+    best: TrainResult
+    results: list[Run]
+
+    @property
+    def task(self) -> Any:
+        return self.best.task
+
+    @property
+    def rows(self) -> Sequence[SettingRow]:
+        return self.best.rows
+
+
+def grid(
+    cells: tuple[int, ...] = (0,), layers: tuple[int, ...] = (0,), rates: tuple[float, ...] = (0.1,), seeds: int = 1
+) -> tuple[Setting, ...]:
+    return combine(rates, cells=cells, from_layer=layers, seeds=range(seeds))
+
+
 def sweep(
     backbone: Backbone,
     data: Splits,
-    grid: Grid,
+    settings: Sequence[Setting],
     *,
     folds: int = 0,
     log: Any = None,
     **given: Any,
-) -> SweepResult:
+) -> Swept:
     recipe = Recipe(**{"epochs": 2, "batch_size": 5, "warmup": 2, **given})
-    plan, size = TaskPlan("t", data.labels), backbone.preprocessing.at(20)
-    spec = SweepSpec(plan, REGIMES["memory"], data, size, grid, recipe, folds)
-    [result] = run_sweeps(backbone, [spec], **FRESH, log=log)
-    return result
+    plan = Plan("t", REGIMES["memory"], data, backbone.preprocessing.at(20), recipe, settings, folds)
+    by_setting, options = plan.start_runs(backbone), TrainOptions(**FRESH, log=log)
+    runs = [run for own in by_setting.values() for run in own]
+    [best] = finish_plans([plan], [by_setting], run_all(backbone, runs, options), options)
+    return Swept(best, runs)

@@ -87,6 +87,7 @@ LEVELS = [
         "phases",
         "console",
         "options",
+        "processes",
     },
     {"images"},
     {"backbones"},

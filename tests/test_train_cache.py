@@ -22,7 +22,7 @@ from memoro.engine.featurestore import default_folder, total_bytes
 from memoro.errors import CacheError, TrainingError
 from memoro.regimes import find_regime
 from memoro.tasks.task import new_task
-from memoro.training import Cache, Recipe, RunSpec, fit, train_runs
+from memoro.training import Cache, Recipe, Run, fit, train_runs
 from memoro.training.loop import Trainer
 from memoro.training.recipe import TrainOptions
 
@@ -94,7 +94,7 @@ def test_validation_sets_share_the_memory_that_they_read_into(backbone: Backbone
     held = [np.flatnonzero(fold_numbers(splits.train, 3, 0) == fold) for fold in range(3)]
     task, size = partial(new_task, backbone, "t", LABELS), backbone.preprocessing.at(SIZE)
     recipe, regime = Recipe(views=1, accumulate=2, batch_size=4), find_regime("memory")
-    specs = [RunSpec(task(), recipe, regime, splits, size, some) for some in held]
+    specs = [Run(task(), recipe, regime, splits, size, some) for some in held]
     trainer = Trainer(backbone, specs, TrainOptions(workers=0), cache=cache)
     train, *val_sets = trainer.loaders.cached
     assert len(val_sets) == 3
@@ -141,7 +141,7 @@ def test_the_number_of_views_is_fixed(backbone: Backbone, splits: Splits, cache:
     assert splits.train is not None
     assert splits.val is not None
     assert count() == 3 * len(splits.train) + len(splits.val)
-    spec = RunSpec(
+    spec = Run(
         new_task(backbone, "t", LABELS),
         Recipe(views=None),
         find_regime("memory"),

@@ -26,7 +26,7 @@ from memoro.engine.featurestore import clear, total_bytes
 from memoro.errors import DataError
 from memoro.regimes import find_regime
 from memoro.tasks.task import new_task
-from memoro.training import Cache, Recipe, RunSpec, train_runs
+from memoro.training import Cache, Recipe, Run, train_runs
 from memoro.training.cached import estimate
 
 __all__ = ["cache", "images", "splits"]  # fixtures
@@ -155,7 +155,7 @@ def test_training_keeps_the_layers_from_the_first_fork_on(backbone: Backbone, sp
         new_task(backbone, "child", LABELS, cells=1, from_layer=3, extends=[parent]),
     ]
     regime, size = find_regime("memory"), backbone.preprocessing.at(SIZE)
-    specs = [RunSpec(task, Recipe(epochs=1, views=1), regime, splits, size) for task in tasks]
+    specs = [Run(task, Recipe(epochs=1, views=1), regime, splits, size) for task in tasks]
     train_runs(backbone, specs, cache=cache, workers=0, quiet=True)
     for path in files(cache):
         with safe_open(path, "pt") as file:
@@ -174,7 +174,7 @@ def test_copies_and_folds_share_records(backbone: Backbone, splits: Splits, cach
     number = fold_numbers(own.train, 3, 0)
     regime, size = find_regime("memory"), backbone.preprocessing.at(SIZE)
     specs = [
-        RunSpec(
+        Run(
             new_task(backbone, "t", LABELS),
             Recipe(epochs=2, views=2),
             regime,

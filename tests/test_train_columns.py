@@ -18,7 +18,7 @@ from memoro.data import load_columns, load_data, splits
 from memoro.errors import DataError
 from memoro.evaluation.evaluate import evaluate
 from memoro.tasks.task import new_task
-from memoro.training import RunSpec, train_runs
+from memoro.training import Run, train_runs
 from memoro.training.loop import Trainer
 from memoro.training.recipe import TrainOptions
 
@@ -54,7 +54,7 @@ def test_columns_of_a_table_are_one_course(double: Backbone, root: Path, screene
         assert np.array_equal(one.train.rows, parts[0].train.rows)  # type: ignore[union-attr]
         assert not set(one.train.rows) & set(one.val.rows)
 
-    def specs() -> list[RunSpec]:
+    def specs() -> list[Run]:
         return [run_spec(double, name, one, seed=at) for at, (name, one) in enumerate(columns.items())]
 
     groups = Trainer(double, specs(), TrainOptions(workers=0)).groups
@@ -70,7 +70,7 @@ def test_columns_of_a_table_are_one_course(double: Backbone, root: Path, screene
 def test_columns_that_are_examined_on_the_same_images_keep_their_own_labels(double: Backbone, root: Path) -> None:
     columns = load_columns(root / "table" / "table.csv", ["x", "y"], val_fraction=0.25, **LOAD)
 
-    def specs() -> list[RunSpec]:  # other views: two groups, but one set of validation images
+    def specs() -> list[Run]:  # other views: two groups, but one set of validation images
         return [run_spec(double, "x", columns["x"]), run_spec(double, "y", columns["y"], augment=PLAIN)]
 
     assert len(Trainer(double, specs(), TrainOptions(workers=0)).groups) == 2

@@ -21,9 +21,9 @@ from memoro.data import Augment, Splits, load_data
 from memoro.errors import CompositionError, DataError, MemoroError, TrainingError
 from memoro.regimes import REGIMES, TaskPlan, find_regime
 from memoro.tasks.task import Task, new_task
-from memoro.training import FitResult, Recipe, RunSpec, fit, train_runs
+from memoro.training import Recipe, Run, Trainer, TrainResult, fit, train_runs
 from memoro.training.recipe import find_recipe
-from memoro.training.run import Run, build_forward
+from memoro.training.run import build_forward
 
 PLAIN = Augment(crop="none", flip=0.0)
 FRESH: dict[str, Any] = {"workers": 0, "cache": False, "quiet": True}
@@ -93,13 +93,17 @@ def test_head_overfits_where_a_line_separates(backbone: Backbone, squares: Path)
 
 
 @pytest.mark.parametrize("name", [name for name, regime in REGIMES.items() if regime.composes and regime.readout < 1])
-def test_only_what_a_regime_trains_gets_a_gradient(name: str, backbone: Backbone, vit: Any, pixels: Tensor) -> None:
+def test_only_what_a_regime_trains_gets_a_gradient(
+    name: str, backbone: Backbone, vit: Any, pixels: Tensor, squares: Path
+) -> None:
     parent = random_task(backbone, "parent", cells=2)
     task = find_regime(name).build(backbone, TaskPlan("t", LABELS, cells=2, extends=[parent]))
     for key, tensor in task.lora.items():  # A has no gradient while B is zero
         if key.endswith("_B"):
             torch.nn.init.normal_(tensor)
-    run = Run.start(task, Recipe(), find_regime(name).trains(task))
+    data = load_data(squares, workers=0, quiet=True)
+    trainer = Trainer(backbone, [Run(task, Recipe(), find_regime(name), data, backbone.preprocessing)])
+    [run] = trainer.runs
     [logits] = build_forward(backbone, [task])(pixels)
     logits.square().sum().backward()
     assert run.trained
@@ -134,7 +138,7 @@ VARIANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 def train_many(
     backbone: Backbone, splits: Splits, numbers: list[int], *, bad: int | None = None, weight: float = 0.0
-) -> list[FitResult]:
+) -> list[TrainResult]:
     """Some of the variants in one pass; a bad one has a huge rate, or a weight without bounds."""
     base = Recipe(epochs=3, batch_size=9, augment=Augment(), warmup=2)
     specs = []
@@ -146,7 +150,7 @@ def train_many(
             task.class_token.data[0] += weight
         regime = find_regime("head" if task.from_layer == backbone.depth else "memory")
         recipe = replace(base, seed=number, **changes)
-        specs.append(RunSpec(task, recipe, regime, splits, backbone.preprocessing.at(20)))
+        specs.append(Run(task, recipe, regime, splits, backbone.preprocessing.at(20)))
     return train_runs(backbone, specs, **FRESH)
 
 
@@ -180,7 +184,7 @@ def test_a_run_that_diverges_leaves_its_neighbours_alone(double: Backbone, squar
 def test_a_clock_that_does_not_tick_stops_no_training(
     double: Backbone, squares: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memoro.training.group.time", SimpleNamespace(monotonic=lambda: 1.0, perf_counter=lambda: 1.0))
+    monkeypatch.setattr("memoro.training.run.time", SimpleNamespace(monotonic=lambda: 1.0, perf_counter=lambda: 1.0))
     [result] = train_many(double, load_data(squares, labels=LABELS, workers=0, quiet=True), [0])
     assert result.metrics
 
@@ -190,8 +194,8 @@ def test_a_pass_has_no_ancestor_of_its_tasks(double: Backbone, squares: Path) ->
     tasks = [new_task(double, name, LABELS) for name in "ab"]
     child = new_task(double, "child", LABELS, extends=[tasks[0]])
 
-    def run_spec(task: Task, **changes: Any) -> RunSpec:
-        return RunSpec(task, Recipe(**changes), find_regime("memory"), splits, double.preprocessing)
+    def run_spec(task: Task, **changes: Any) -> Run:
+        return Run(task, Recipe(**changes), find_regime("memory"), splits, double.preprocessing)
 
     with pytest.raises(TrainingError, match="'child' extends 'a': train 'a' first"):
         train_runs(double, [run_spec(tasks[0]), run_spec(child)])

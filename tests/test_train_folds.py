@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_groups import LABELS, LOAD, root, run_spec, same_result, sweep
+from run_groups import LABELS, LOAD, grid, root, run_spec, same_result, sweep
 from test_train_fit import FRESH, QUICK, distance, double
 from test_train_recipe import save_squares
 
@@ -21,10 +21,9 @@ from memoro.data import ImageSet, Splits, load_data
 from memoro.data.splits import fold_numbers
 from memoro.errors import TrainingError
 from memoro.tasks.task import new_task
-from memoro.training import RunSpec, fit, train_runs
+from memoro.training import Run, fit, train_runs
 from memoro.training.loop import Trainer
 from memoro.training.recipe import TrainOptions
-from memoro.training.sweep import Grid
 
 __all__ = ["double", "root"]  # fixtures
 
@@ -34,7 +33,7 @@ def pool(root: Path) -> Splits:
     return load_data(root / "many", val_fraction=0, **LOAD)
 
 
-def fold_specs(backbone: Backbone, data: Splits, held: Sequence[Any], **given: Any) -> list[RunSpec]:
+def fold_specs(backbone: Backbone, data: Splits, held: Sequence[Any], **given: Any) -> list[Run]:
     return [run_spec(backbone, "t", data, held_out=some, **given) for some in held]
 
 
@@ -61,8 +60,8 @@ def test_folds_come_out_as_if_alone(double: Backbone, pool: Splits) -> None:
 
 
 def test_a_sweep_over_folds(double: Backbone, pool: Splits) -> None:
-    grid = Grid((1,), (0,), (1e-6, 0.1))
-    found = sweep(double, pool, grid, folds=4)
+    settings = grid((1,), (0,), (1e-6, 0.1))
+    found = sweep(double, pool, settings, folds=4)
     assert (found.best.metrics["split"], found.best.metrics["images"]) == ("4 folds", 18)
     assert found.task.spec.metrics["split"] == "4 folds"
     assert len(found.results) == 2 * 5
@@ -79,7 +78,7 @@ def test_a_sweep_over_folds(double: Backbone, pool: Splits) -> None:
     assert found.best.metrics["accuracy"] == pytest.approx(right / 18)
     assert found.rows[1].val == (found.best.metrics["accuracy"],)
     # A test split has the last word.
-    tested = sweep(double, replace(pool, test=replace(pool.train, digests=None)), grid, folds=4)
+    tested = sweep(double, replace(pool, test=replace(pool.train, digests=None)), settings, folds=4)
     assert tested.best.metrics["split"] == "test"
     assert distance(tested.task, found.task) < 1e-10
 
@@ -115,7 +114,7 @@ def test_what_is_held_out_does_not_count_for_balance(double: Backbone, tmp_path:
 def test_a_fold_that_diverges_takes_its_combination_with_it(
     double: Backbone, pool: Splits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calm = sweep(double, pool, Grid((1,), (0,), (0.05, 0.1)), folds=3)
+    calm = sweep(double, pool, grid((1,), (0,), (0.05, 0.1)), folds=3)
     with monkeypatch.context() as patch:
         real = Trainer.train
 
@@ -124,20 +123,20 @@ def test_a_fold_that_diverges_takes_its_combination_with_it(
             return real(self)
 
         patch.setattr(Trainer, "train", spoil)
-        found = sweep(double, pool, Grid((1,), (0,), (0.05, 0.1)), folds=3)
+        found = sweep(double, pool, grid((1,), (0,), (0.05, 0.1)), folds=3)
     assert [row.diverged for row in found.rows] == [0, 1]
     assert [len(row.val) for row in found.rows] == [1, 0]
     assert found.task.spec.training["lr"] == 0.05
     assert found.rows[0] == replace(calm.rows[0], chosen=True)
     assert distance(found.results[3].task, calm.results[3].task) < 1e-10
     with pytest.raises(TrainingError, match="learning rate"):
-        sweep(double, pool, Grid((1,), (0,), (1e300, 1e301)), folds=3)
+        sweep(double, pool, grid((1,), (0,), (1e300, 1e301)), folds=3)
 
 
 def test_fewer_images_than_make_up_the_folds(double: Backbone, tmp_path: Path) -> None:
     root = save_squares(tmp_path / "tiny", {"red": 2, "green": 1, "blue": 1})
     data = load_data(root, val_fraction=0, **LOAD)
-    found = sweep(double, data, Grid((0,), (5,), (0.1, 0.2)), folds=4, epochs=1)
+    found = sweep(double, data, grid((0,), (5,), (0.1, 0.2)), folds=4, epochs=1)
     assert (found.best.metrics["split"], found.best.metrics["images"]) == ("2 folds", 2)
 
 

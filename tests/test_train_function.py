@@ -213,11 +213,11 @@ def test_random_views_are_drawn_where_they_are_asked_for(
     class StoppedError(Exception):
         pass
 
-    def stop(backbone: Backbone, sweeps: Any, options: Any) -> None:
-        assert sweeps[0].recipe.views == views
+    def stop(backbone: Backbone, plans: Any, options: Any) -> None:
+        assert plans[0].recipe.views == views
         raise StoppedError
 
-    monkeypatch.setattr(sys.modules["memoro.training.train"], "run_sweeps", stop)
+    monkeypatch.setattr(sys.modules["memoro.training.train"], "train_plans", stop)
     notes: list[str] = []
     how = {"backbone": backbone, "augment": augment, "log": notes.append, **QUICK}
     with pytest.raises(StoppedError):

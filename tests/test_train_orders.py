@@ -17,7 +17,7 @@ from memoro.backbones import Backbone, load_backbone
 from memoro.data import load_data
 from memoro.errors import BackboneError, TrainingError
 from memoro.training import train_runs
-from memoro.training.sweep import SweepRow
+from memoro.training.result import SettingRow
 
 __all__ = ["root", "shell"]  # fixtures
 
@@ -108,8 +108,10 @@ def test_a_model_that_was_changed_after_loading(vit: Any, root: Path) -> None:
 
 
 def test_what_went_beyond_all_bounds_is_never_the_best() -> None:
-    lost = SweepRow(0, 0, 0, 0.1, val=(), val_loss=float("inf"), test=(), diverged=1)
-    blank = SweepRow(0, 0, 0, 0.2, val=(float("-inf"),), val_loss=0.5, test=(), diverged=0)  # a figure nobody can take
+    lost = SettingRow(0, 0, 0, 0.1, val=(), val_loss=float("inf"), test=(), diverged=1)
+    blank = SettingRow(
+        0, 0, 0, 0.2, val=(float("-inf"),), val_loss=0.5, test=(), diverged=0
+    )  # a figure nobody can take
     assert max([lost, blank], key=lambda row: row.order) is blank
 
 

@@ -26,10 +26,9 @@ from memoro.cli import app
 from memoro.data import Splits, load_data
 from memoro.errors import TrainingError
 from memoro.lab.baselines import REGIMES
+from memoro.processes import find_processes
 from memoro.regimes import TaskPlan
-from memoro.training import Cache, FitResult, Recipe, RunSpec, Trainer, fit, train_runs
-from memoro.training.distributed import find_processes
-from memoro.training.sweep import Grid, SweepSpec, run_sweeps
+from memoro.training import Cache, Plan, Recipe, Run, Trainer, TrainResult, combine, fit, train_plans, train_runs
 
 LABELS = ["blue", "green", "red"]
 RECIPE = Recipe(epochs=3, batch_size=5, lr=0.05, warmup=2)
@@ -43,12 +42,12 @@ def model(regime: str, backbone: Backbone, **options: Any) -> Any:
     return REGIMES[regime].build(backbone, TaskPlan("t", LABELS, seed=1 + RANK, **options))
 
 
-def train(regime: str, backbone: Backbone, splits: Splits, **options: Any) -> list[FitResult]:
+def train(regime: str, backbone: Backbone, splits: Splits, **options: Any) -> list[TrainResult]:
     task = model(regime, backbone, cells=2)
     return [fit(backbone, task, splits, regime=REGIMES[regime], recipe=RECIPE, image_size=20, **FRESH, **options)]
 
 
-def frozen(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
+def frozen(backbone: Backbone, splits: Splits, root: Path) -> list[TrainResult]:
     """Token and memory are not trained, and every process has others to begin with; so are the facts of the past."""
     task = memoro.new_task(backbone, "t", LABELS, cells=2, init="normal", seed=1 + RANK)
     task.update_spec(training={"seed": 1 + RANK})
@@ -57,25 +56,24 @@ def frozen(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
     return [found]
 
 
-def sweep(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
+def sweep(backbone: Backbone, splits: Splits, root: Path) -> list[TrainResult]:
     """Two rates, two forks and the folds of each, in one pass."""
-    plan, grid = TaskPlan("t", LABELS), Grid(cells=(1,), from_layers=(0, 3), rates=(0.02, 0.1))
+    settings = combine((0.02, 0.1), cells=(1,), from_layer=(0, 3))
     recipe, preprocessing = replace(RECIPE, epochs=2), backbone.preprocessing.at(20)
-    spec = SweepSpec(plan, REGIMES["memory"], splits, preprocessing, grid, recipe, folds=2)
-    [found] = run_sweeps(backbone, [spec], **FRESH)
-    return found.results
+    plan = Plan("t", REGIMES["memory"], splits, preprocessing, recipe, settings, folds=2)
+    return train_plans(backbone, [plan], **FRESH)
 
 
-def mixed(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
+def mixed(backbone: Backbone, splits: Splits, root: Path) -> list[TrainResult]:
     """A task and a baseline side by side; the task's features are kept."""
     made = {regime: model(regime, backbone, cells=1) for regime in ("memory", "memory-full")}
     recipe, preprocessing = replace(RECIPE, views=2), backbone.preprocessing.at(20)
-    specs = [RunSpec(made[name], recipe, REGIMES[name], splits, preprocessing) for name in made]
+    specs = [Run(made[name], recipe, REGIMES[name], splits, preprocessing) for name in made]
     cache = Cache(root / "features", dtype="float32", required=False)
     return train_runs(backbone, specs, cache=cache, workers=0, quiet=True)
 
 
-def interrupted(backbone: Backbone, splits: Splits, root: Path) -> list[FitResult]:
+def interrupted(backbone: Backbone, splits: Splits, root: Path) -> list[TrainResult]:
     """The last process hears Ctrl-C at step 4: all stop there, and go on from the checkpoint."""
     step, calls = Trainer.step, iter(range(1, 100))
 
@@ -93,7 +91,7 @@ def interrupted(backbone: Backbone, splits: Splits, root: Path) -> list[FitResul
     return train("memory", backbone, splits, folder=root / "run", resume=True)
 
 
-WAYS: dict[str, Callable[[Backbone, Splits, Path], list[FitResult]]] = {
+WAYS: dict[str, Callable[[Backbone, Splits, Path], list[TrainResult]]] = {
     "head": lambda backbone, splits, root: train("head", backbone, splits),
     "readout": lambda backbone, splits, root: train("readout", backbone, splits),
     "joint": lambda backbone, splits, root: train("joint", backbone, splits),

@@ -30,11 +30,11 @@ from memoro.data import load_data
 from memoro.errors import MemoroError, TrainingError
 from memoro.regimes import find_regime
 from memoro.tasks.task import new_task
-from memoro.training import Recipe, RunSpec, Trainer, fit, loop, train_runs
+from memoro.training import Recipe, Run, Trainer, fit, loop, train_runs
 from memoro.training.checkpoint import KEY
 from memoro.training.runfolder import RunFolder
 
-FIT = sys.modules["memoro.training.fit"]  # by its name it is the function
+TRAIN = sys.modules["memoro.training.train"]  # by its name it is the function
 LABELS = ["red", "green", "blue"]
 STEPS, EPOCH = 20, 5  # in all, and in one epoch
 FRESH: dict[str, Any] = {"workers": 0, "cache": False, "quiet": True}
@@ -215,7 +215,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {
     "between an epoch and its validation": (Trainer, "end_epoch", 2, 2 * EPOCH),
     "between the last step and its validation": (Trainer, "end_epoch", 4, STEPS),
     "between an epoch's figures and its checkpoint": (loop, "save_checkpoint", 1 + EPOCH + 1, EPOCH),
-    "after all of it": (FIT, "evaluate_runs", 1, STEPS),
+    "after all of it": (TRAIN, "answer_held_out", 1, STEPS),
 }
 
 
@@ -274,7 +274,7 @@ def test_several_runs_are_resumed_together(backbone: Backbone, squares: Path, tm
             if stop:
                 patch.setattr("memoro.training.Trainer.step", at_call(stop, Trainer.step))
             size, regime = backbone.preprocessing.at(20), find_regime("memory")
-            specs = [RunSpec(task, recipe, regime, splits, size) for task, recipe in settings]
+            specs = [Run(task, recipe, regime, splits, size) for task, recipe in settings]
             found = train_runs(backbone, specs, folder=tmp_path / name, resume=resume, **FRESH)
         assert [bool(result.metrics) for result in found] == [True, False, True]
         return [result.task for result in found]

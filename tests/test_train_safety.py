@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import in_fork
 from families import CASES
-from run_groups import root, run_spec, sets, sweep
+from run_groups import grid, root, run_spec, sets, sweep
 from test_train_fit import FRESH, LABELS, QUICK, distance, double, squares
 from test_train_resume import at_call, often
 from typer.testing import CliRunner
@@ -26,8 +26,8 @@ from memoro.cli import app
 from memoro.errors import BackboneError, MemoroError, TaskFileError, TrainingError
 from memoro.tasks.task import new_task
 from memoro.training import Trainer, fit
+from memoro.training.result import SettingRow
 from memoro.training.runfolder import lock_folder
-from memoro.training.sweep import Grid, SweepRow
 
 __all__ = ["double", "often", "root", "squares"]  # fixtures
 
@@ -252,9 +252,9 @@ def test_fit_keeps_features_by_default_like_the_command(backbone: Backbone, squa
 def test_a_setting_that_diverged_with_some_seeds_is_ranked_last(
     double: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lucky = SweepRow(5, 0, 0, 3.0, val=(0.99,), val_loss=0.1, test=(), diverged=2)
-    steady = SweepRow(5, 0, 0, 0.1, val=(0.5, 0.6, 0.7), val_loss=0.9, test=(), diverged=0)
-    lost = SweepRow(5, 0, 0, 9.0, val=(), val_loss=float("inf"), test=(), diverged=3)
+    lucky = SettingRow(5, 0, 0, 3.0, val=(0.99,), val_loss=0.1, test=(), diverged=2)
+    steady = SettingRow(5, 0, 0, 0.1, val=(0.5, 0.6, 0.7), val_loss=0.9, test=(), diverged=0)
+    lost = SettingRow(5, 0, 0, 9.0, val=(), val_loss=float("inf"), test=(), diverged=3)
     assert sorted([lost, lucky, steady], key=lambda row: row.order, reverse=True) == [steady, lucky, lost]
     real = Trainer.train
 
@@ -266,11 +266,12 @@ def test_a_setting_that_diverged_with_some_seeds_is_ranked_last(
 
     monkeypatch.setattr(Trainer, "train", spoil)
     notes: list[str] = []
-    found = sweep(double, sets(root)[0], Grid((1,), (0,), (1e-9, 0.1), 3), log=notes.append, epochs=4)
+    found = sweep(double, sets(root)[0], grid((1,), (0,), (1e-9, 0.1), 3), log=notes.append, epochs=4)
     assert [row.diverged for row in found.rows] == [0, 2]
     assert found.rows[1].val > (found.rows[0].val[0],)  # it did win on the seed that was left
     assert found.task.spec.training["lr"] == 1e-9
-    assert "1 cells, rank 0, from layer 0, lr 0.1 diverged with 2 of 3 seeds and is ranked last" in notes[-1]
+    text = "note: t: 1 cells, rank 0, from layer 0, lr 0.1 diverged with 2 of 3 seeds and is ranked last."
+    assert text in notes
 
 
 # ------------------------------------------------------------------------------------------------------- devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from run_groups import grid
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.data import Augment, Splits
 from memoro.errors import TrainingError
-from memoro.regimes import REGIMES, TaskPlan
-from memoro.training import Recipe
-from memoro.training.sweep import Grid, SweepResult, SweepSpec, run_sweeps
+from memoro.regimes import REGIMES
+from memoro.training import Plan, Recipe, Setting, TrainResult, combine, train_plans
+from memoro.training.plan import choose_rates, choose_sizes
 
 
 @pytest.fixture
@@ -32,12 +34,12 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def test_a_grid_is_every_combination() -> None:
-    settings = Grid((0, 5), (0, 3), (0.1, 0.3), 2).settings()
+def test_settings_are_every_combination() -> None:
+    settings = combine((0.1, 0.3), cells=(0, 5), from_layer=(0, 3), seeds=range(2))
     assert len(settings) == len(set(settings)) == 16
-    assert Grid((5, 5), (0,), (0.1,), 1).settings() == [(5, 0, None, 0.1, 0)]
-    with pytest.raises(TrainingError):
-        Grid(cells=())
+    assert combine((0.1,), cells=(5, 5), from_layer=(0,)) == ((5, 0, None, 0.1, 0),)
+    with pytest.raises(TrainingError, match="at least one value each for cells"):
+        combine((0.1,), cells=())
 
 
 @pytest.mark.parametrize(
@@ -45,30 +47,29 @@ def test_a_grid_is_every_combination() -> None:
     [(np.logspace(-4, -2, 3), (0.0001, 0.001, 0.01)), (torch.tensor([0.5]), (0.5,)), ("0.1", (0.1,)), (1, (1.0,))],
     ids=str,
 )
-def test_a_grid_takes_arrays_and_single_values(given: Any, rates: tuple[float, ...]) -> None:
-    sizes: dict[str, Any] = {"cells": np.arange(2), "from_layers": np.int64(3), "ranks": None}
-    grid = Grid(**sizes, rates=given)
-    assert grid == Grid((0, 1), (3,), rates, ranks=(None,))
-    assert hash(grid) is not None
-    assert {type(value) for value in (*grid.cells, *grid.from_layers)} == {int}
+def test_arrays_and_single_values(backbone: Backbone, given: Any, rates: tuple[float, ...]) -> None:
+    assert choose_rates(given, REGIMES["memory"], Recipe()) == rates
+    asked: dict[str, Any] = {"cells": np.arange(2), "from_layer": np.int64(3), "rank": None}
+    sizes = choose_sizes(asked, REGIMES["memory"], None, backbone)
+    assert sizes == {"cells": (0, 1), "from_layer": (3,), "rank": (None,)}
+    assert {type(value) for value in (*sizes["cells"], *sizes["from_layer"])} == {int}
 
 
-def test_a_learning_rate_is_a_number() -> None:
+def test_a_learning_rate_is_a_number(backbone: Backbone, photos: Path) -> None:
     with pytest.raises(TrainingError, match="lr 'fast': choose one or more numbers"):
-        Grid(rates="fast")  # type: ignore[arg-type]
+        memoro.train(photos, backbone=backbone, lr="fast")
 
 
-def sweep(backbone: Backbone, splits: Splits, grid: Grid, recipe: Recipe, folds: int = 0) -> SweepResult:
-    plan = TaskPlan("colours", splits.labels)
-    spec = SweepSpec(plan, REGIMES["memory"], splits, backbone.preprocessing, grid, recipe, folds)
-    [result] = run_sweeps(backbone, [spec], workers=0, cache=False, quiet=True)
+def sweep(backbone: Backbone, splits: Splits, settings: Sequence[Setting], recipe: Recipe) -> TrainResult:
+    plan = Plan("colours", REGIMES["memory"], splits, backbone.preprocessing, recipe, settings)
+    [result] = train_plans(backbone, [plan], workers=0, cache=False, quiet=True)
     return result
 
 
 def test_the_best_by_validation_is_chosen(backbone: Backbone, photos: Path) -> None:
     splits = memoro.load_data(photos, val_fraction=0.3, quiet=True)
     recipe = Recipe(epochs=3, batch_size=8, augment=Augment(crop="none"))
-    result = sweep(backbone, splits, Grid((0, 2), (0, 3), (1e-6, 0.1), 2), recipe)
+    result = sweep(backbone, splits, grid((0, 2), (0, 3), (1e-6, 0.1), 2), recipe)
     assert len(result.rows) == 8
     assert all(len(row.val) == 2 and row.diverged == 0 for row in result.rows)
     best = max(result.rows, key=lambda row: row.order)
@@ -77,15 +78,15 @@ def test_the_best_by_validation_is_chosen(backbone: Backbone, photos: Path) -> N
     assert result.task.spec.training["lr"] == 0.1
     # The chosen task is what the same run gives alone.
     seed = result.task.spec.training["seed"]
-    alone = sweep(backbone, splits, Grid((best.cells,), (best.from_layer,), (0.1,), seed + 1), recipe)
-    twin = next(row for row in alone.rows if row.lr == 0.1)
+    alone = sweep(backbone, splits, grid((best.cells,), (best.from_layer,), (0.1,), seed + 2), recipe)
+    [twin] = alone.rows
     assert twin.val[seed] == pytest.approx(best.val[seed])
 
 
 def test_a_sweep_needs_something_to_choose_by(backbone: Backbone, photos: Path) -> None:
     splits = memoro.load_data(photos, val_fraction=0, quiet=True)
     with pytest.raises(TrainingError, match="no validation images"):
-        sweep(backbone, splits, Grid(), Recipe())
+        sweep(backbone, splits, grid(rates=(0.03, 0.1)), Recipe())
 
 
 def test_sweep_from_the_shell(vit: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,14 +19,14 @@ from memoro.data import load_data
 from memoro.engine import streams
 from memoro.errors import TrainingError
 from memoro.tasks.task import Task, new_task
-from memoro.training import Cache, FitResult, RunSpec, fit, fit_tasks, train_runs
+from memoro.training import Cache, Run, TrainResult, fit, fit_tasks, train_runs
 from memoro.training.loop import Trainer
 from memoro.training.recipe import TrainOptions
 
 __all__ = ["double", "often", "root"]  # fixtures
 
 
-def several(backbone: Backbone, root: Path) -> list[RunSpec]:
+def several(backbone: Backbone, root: Path) -> list[Run]:
     """Other set sizes, batches, image sizes, heads, forks and recipes."""
     many, few, labels, number = sets(root)
     assert [one.kind for one in (many, few, labels, number)] == ["softmax", "softmax", "multilabel", "regression"]
@@ -55,7 +55,7 @@ def test_tasks_with_sets_of_their_own_come_out_as_if_alone(double: Backbone, roo
 
 
 def test_a_set_whose_run_diverges_leaves_the_others_alone(double: Backbone, root: Path) -> None:
-    def specs() -> list[RunSpec]:
+    def specs() -> list[Run]:
         first, second, *_ = several(double, root)
         return [first, replace(second, recipe=replace(second.recipe, lr=1e300))]
 
@@ -66,7 +66,7 @@ def test_a_set_whose_run_diverges_leaves_the_others_alone(double: Backbone, root
 
 
 def test_several_sets_from_the_cache(double: Backbone, root: Path, tmp_path: Path) -> None:
-    def specs() -> list[RunSpec]:
+    def specs() -> list[Run]:
         return [replace(one, recipe=replace(one.recipe, views=2)) for one in several(double, root)[:3]]
 
     cache = Cache(tmp_path / "features", dtype="float32")
@@ -136,7 +136,7 @@ def test_a_child_waits_for_its_parent(double: Backbone, root: Path, tmp_path: Pa
 def test_two_courses_are_resumed(
     double: Backbone, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: None, call: int
 ) -> None:
-    def train(name: str, resume: bool = False) -> list[FitResult]:
+    def train(name: str, resume: bool = False) -> list[TrainResult]:
         return train_runs(double, several(double, root)[:2], folder=tmp_path / name, resume=resume, **FRESH)
 
     calm = train("calm")

@@ -26,9 +26,8 @@ from memoro.evaluation.metrics import metrics_tables
 from memoro.files import keep_copy, write_whole
 from memoro.phases import Phases
 from memoro.training import Cache
-from memoro.training.cached import GIGABYTE
-from memoro.training.fit import what_is_kept
-from memoro.training.sweep import SweepRow, sweep_table
+from memoro.training.cached import GIGABYTE, what_is_kept
+from memoro.training.result import SettingRow, sweep_table
 
 TRAIN = ("-b", "vit", "--image-size", 20, "--set", "batch_size=8", "--set", "workers=0", "--epochs", 2)
 
@@ -125,7 +124,7 @@ def test_only_the_chosen_setting_has_a_test_figure(shell: Callable[..., Any]) ->
     chosen = [run for run in runs if run["chosen"]]
     assert (len(runs), len(chosen)) == (3, 1)
     assert [bool(run["test"]) for run in runs] == [run["chosen"] for run in runs]
-    rows = [SweepRow(5, 0, 0, 0.1, (0.5,), 1.0, (), 0), SweepRow(5, 0, 0, 0.3, (0.9,), 1.0, (0.7,), 0, chosen=True)]
+    rows = [SettingRow(5, 0, 0, 0.1, (0.5,), 1.0, (), 0), SettingRow(5, 0, 0, 0.3, (0.9,), 1.0, (0.7,), 0, chosen=True)]
     text = rendered(sweep_table("set", rows, "validation accuracy"))
     assert text.count("0.700") == 1
     assert text.index("0.900") < text.index("0.500")
@@ -229,7 +228,7 @@ def test_tables_fit_80_columns_without_cutting_words(backbone: Backbone, tmp_pat
     results = {"photographs": softmax, "keywords": {**several, **common}, "construction": {**numbers, **common}}
     text = rendered(*metrics_tables(results))
     words = "photographs keywords construction validation accuracy balanced calib. exact label absolute mediterranean"
-    rows = [SweepRow(5, 8, 0, 0.003, (0.5, 0.6, 0.7), 1.0, (0.5, 0.6, 0.7), 1, chosen=True)] * 2
+    rows = [SettingRow(5, 8, 0, 0.003, (0.5, 0.6, 0.7), 1.0, (0.5, 0.6, 0.7), 1, chosen=True)] * 2
     text += rendered(sweep_table("construction", rows, "validation accuracy"))
     tasks = [
         random_task(backbone, f"photographs-{number}", labels=["mediterranean", "architecture"]) for number in range(5)

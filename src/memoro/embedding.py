@@ -23,7 +23,6 @@ from memoro.errors import DataError
 from memoro.images import Picture, open_image
 from memoro.tasks.ridge import Read
 from memoro.training.cached import Cache
-from memoro.training.distributed import ALONE
 from memoro.training.recipe import TrainOptions
 from memoro.training.statistics import StatisticsReader
 
@@ -77,7 +76,7 @@ def statistics_of(
     """A function from the numbers (b) of images to their statistics (b, layers, statistics, dim)."""
     preprocessing = backbone.preprocessing if image_size is None else backbone.preprocessing.at(image_size)
     options = TrainOptions(cache=cache, workers=workers, quiet=quiet)
-    return StatisticsReader(backbone, options, ALONE).read(images, preprocessing)
+    return StatisticsReader(backbone, options).read(images, preprocessing)
 
 
 def open_backbone(backbone: Any, device: str | None = None) -> Backbone:

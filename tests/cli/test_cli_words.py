@@ -27,9 +27,8 @@ from memoro.evaluation.metrics import metrics_tables
 from memoro.evaluation.predictions import predictions_table
 from memoro.training.checkpoint import compare_identities
 from memoro.training.recipe import Recipe
-from memoro.training.result import TrainResult, fit_table
+from memoro.training.result import SettingRow, TrainResult, fit_table, sweep_table
 from memoro.training.runfolder import ProgressBar
-from memoro.training.sweep import SweepRow, sweep_table
 
 __all__ = ["shell"]  # a fixture
 
@@ -78,7 +77,7 @@ def test_tables_and_bars_escape_for_every_console(
     figures = {"split": "test", "images": 3, "accuracy": 0.5, "worst_classes": {STRANGE: 0.5}}
     assert rendered(*metrics_tables({STRANGE: figures})).count(STRANGE) == 3
     assert STRANGE in rendered(
-        sweep_table(STRANGE, [SweepRow(1, 0, 0, 0.1, (0.5,), 1.0, (), 0)], "validation accuracy")
+        sweep_table(STRANGE, [SettingRow(1, 0, 0, 0.1, (0.5,), 1.0, (), 0)], "validation accuracy")
     )
     record = inspect_tasks(pets, [random_task(backbone, STRANGE, labels=[STRANGE, "b"])])
     assert rendered(*inspect_tables(record)).count(STRANGE) == 2
@@ -144,10 +143,10 @@ def test_tables_leave_out_what_is_empty(backbone: Backbone, kind: str) -> None:
     text = rendered(*metrics_tables({"pets": figures}))
     assert "worst" not in text
     assert "R²" not in text
-    rows = [SweepRow(5, 0, 0, 0.1, (0.5,), 1.0, (), 0)]
+    rows = [SettingRow(5, 0, 0, 0.1, (0.5,), 1.0, (), 0)]
     assert "test" not in rendered(sweep_table("pets", rows, "validation accuracy"))
     assert "diverged" not in rendered(sweep_table("pets", rows, "validation accuracy"))
-    assert "diverged" in rendered(sweep_table("pets", [*rows, SweepRow(5, 0, 0, 9.0, (), 1.0, (0.5,), 1)], "x"))
+    assert "diverged" in rendered(sweep_table("pets", [*rows, SettingRow(5, 0, 0, 9.0, (), 1.0, (0.5,), 1)], "x"))
 
 
 def test_the_worst_classes_are_those_with_mistakes(backbone: Backbone, pets: Path) -> None:

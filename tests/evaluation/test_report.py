@@ -126,7 +126,7 @@ def test_a_training_survives_its_report(tiny: memoro.Backbone, tmp_path: Path, m
     def fail(*given: Any) -> None:
         raise ValueError("no page today")
 
-    monkeypatch.setattr("memoro.training.report.write_report", fail)
+    monkeypatch.setattr("memoro.training.result.write_report", fail)
     told: list[str] = []
     data = save_squares(tmp_path / "set")
     done = memoro.train(data, backbone=tiny, lr=0.1, folder=tmp_path / "run", **{**HOW, "log": told.append})

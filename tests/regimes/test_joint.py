@@ -25,9 +25,9 @@ from memoro.cli import app
 from memoro.data import ImageSet, Splits, load_data
 from memoro.demo.drawings import draw_letters
 from memoro.errors import TrainingError
+from memoro.regimes.start import regime_of
 from memoro.tasks.task import Task, join_members, new_task
 from memoro.training import fit
-from memoro.training.fit import regime_of
 
 __all__ = ["double"]  # a fixture
 

@@ -22,7 +22,7 @@ from memoro.evaluation.calibrate import calibrate
 from memoro.evaluation.metrics import measure, measure_task
 from memoro.heads import HeadKind
 from memoro.tasks.calibration import fit_calibration
-from memoro.training.trust import add_calibration
+from memoro.training.finish import add_calibration
 
 __all__ = ["colours"]  # fixtures
 

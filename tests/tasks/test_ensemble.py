@@ -21,9 +21,9 @@ from memoro.backbones import Backbone
 from memoro.errors import CompositionError, TaskError, TaskFileError, TrainingError
 from memoro.evaluation.inspect import describe_task, inspect_file, inspect_tables
 from memoro.lab.baselines import BASELINES
+from memoro.regimes.start import start_from
 from memoro.tasks.mask import trace_lineage
 from memoro.tasks.task import Task, join_members, split_members
-from memoro.training.warmstart import start_from
 
 
 def as_tasks(members: list[Task]) -> list[Task]:

@@ -25,7 +25,7 @@ from memoro.engine.featurestore import total_bytes
 from memoro.errors import TaskError, TrainingError
 from memoro.tasks.ridge import RidgeSystem
 from memoro.tasks.task import new_task
-from memoro.training import fit, readouts, statistics
+from memoro.training import fit, statistics
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_near_duplicates_are_left_out_together(backbone: Backbone, tmp_path: Pat
     assert honest.metrics["accuracy"] < 0.75
     with pytest.MonkeyPatch.context() as patch:
         alone = groups._replace(numbers=np.arange(72))
-        patch.setattr(readouts, "near_groups", lambda images: alone)
+        patch.setattr(statistics, "near_groups", lambda images: alone)
         assert memoro.train(splits, backbone=backbone, **SOLVED).metrics["accuracy"] > 0.95
 
 
@@ -194,7 +194,7 @@ def test_columns_share_statistics_and_their_factorisation(
             made.append(count)
             super().__init__(count, *given)
 
-    monkeypatch.setattr(readouts, "RidgeSystem", Counted)
+    monkeypatch.setattr(statistics, "RidgeSystem", Counted)
     with counted() as computed:
         found = memoro.train(table, backbone=backbone, label_column=["heat", "labels", "number"], **SOLVED)
     assert (made, computed()) == ([20], 20)

@@ -23,8 +23,8 @@ from memoro.cli.settings import Settings, add_flags, read_settings, shell_log
 from memoro.console import plain_console
 from memoro.data import Augment, DataOptions
 from memoro.phases import Phases
+from memoro.processes import printing_once
 from memoro.training.cached import Cache
-from memoro.training.distributed import find_processes
 from memoro.training.recipe import Recipe, TrainOptions
 from memoro.training.train import train as train_tasks
 
@@ -157,42 +157,41 @@ def train(
     if cache is not False:
         cache = Cache(**{"required": bool(cache), **found[Cache]})
     sizes = {"cells": cells, "rank": rank, "from_layer": from_layer}
-    varied = {name: numbers(text) for name, text in sizes.items() if text is not None}
-    lr = flags.pop("lr")
-    allow_tf32(own_device(device), flags["precision"])
-    here = find_processes(own_device(device))
-    errors = plain_console(stderr=True, soft_wrap=True, quiet=not here.main)
-    changes = {**flags, **found[Recipe], **found[TrainOptions], **found[DataOptions], **varied}
-    changes["folder"] = flags["folder"] or "runs/{task}"
+    changes = {**flags, **found[Recipe], **found[TrainOptions], **found[DataOptions]}
+    changes |= {name: numbers(text) for name, text in sizes.items() if text is not None}
+    changes |= {"lr": numbers(flags["lr"], float) if flags["lr"] else None, "folder": flags["folder"] or "runs/{task}"}
     if found[Augment]:
         changes["augment"] = Augment(**found[Augment])
-    try:
-        results = train_tasks(
-            read_data(data),
-            backbone=name_backbone(backbone, hint=here.main),
-            device=device,
-            task=task,
-            regime=regime,
-            lr=None if lr is None else numbers(lr, float),
-            seeds=seeds,
-            extends=gather_tasks(extends or [], "--extends"),
-            start_from=start_from,
-            out=out or "",
-            recipe=recipe,
-            cache=cache,
-            log=shell_log(errors, context),
-            quiet=not here.main,
-            phases=context.obj or Phases(),
-            **changes,
-        )
-    except KeyboardInterrupt as stop:
-        errors.print(f"{stop or 'stopped'}. Run the same command with --resume to continue from the last checkpoint.")
-        raise typer.Exit(130) from None
-    trained = list(results.values()) if isinstance(results, dict) else [results]
-    if as_json and here.main:
-        records = [result.to_json() for result in trained]
-        print_json(records[0] if len(records) == 1 else {"tasks": records, "folder": str(trained[0].folder)})
-    for table in [table for result in trained for table in result.tables()] if here.main and not as_json else []:
-        plain_console().print(table, soft_wrap=isinstance(table, str))
+    allow_tf32(own_device(device), flags["precision"])
+    with printing_once(own_device(device)):
+        errors = plain_console(stderr=True, soft_wrap=True)
+        try:
+            results = train_tasks(
+                read_data(data),
+                backbone=name_backbone(backbone, hint=True),
+                device=device,
+                task=task,
+                regime=regime,
+                seeds=seeds,
+                extends=gather_tasks(extends or [], "--extends"),
+                start_from=start_from,
+                out=out or "",
+                recipe=recipe,
+                cache=cache,
+                log=shell_log(errors, context),
+                phases=context.obj or Phases(),
+                **changes,
+            )
+        except KeyboardInterrupt as stop:
+            errors.print(
+                f"{stop or 'stopped'}. Run the same command with --resume to continue from the last checkpoint."
+            )
+            raise typer.Exit(130) from None
+        trained = list(results.values()) if isinstance(results, dict) else [results]
+        if as_json:
+            records = [result.to_json() for result in trained]
+            print_json(records[0] if len(records) == 1 else {"tasks": records, "folder": str(trained[0].folder)})
+        for table in () if as_json else [table for result in trained for table in result.tables()]:
+            plain_console().print(table, soft_wrap=isinstance(table, str))
     if not all(result.metrics for result in trained):
         raise typer.Exit(1)

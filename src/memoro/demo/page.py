@@ -16,7 +16,7 @@ from memoro.files import write_whole
 from memoro.pages.charts import Points, bar_chart, line_chart, meter
 from memoro.pages.page import Html, picture, render_page, table, tag
 from memoro.plots import save_figure
-from memoro.training.sweep import SweepResult
+from memoro.training import TrainResult
 
 COLORS = {"good": "#176b2c", "bad": "#b3261e", "other": "#9a9a9a"}
 
@@ -35,7 +35,7 @@ class DemoResult:
 
     file: Path
     splits: Splits
-    sweep: SweepResult
+    result: TrainResult
     composed: float
     head: float
     """The accuracy of a linear head on the frozen backbone."""
@@ -69,8 +69,8 @@ def result_rows(results: dict[str, DemoResult]) -> list[list[str]]:
     """A row for each task, under `RESULT_COLUMNS`."""
     rows = []
     for name, found in results.items():
-        task = found.sweep.task
-        accuracies = (found.sweep.best.metrics["accuracy"], found.composed, found.head)
+        task = found.result.task
+        accuracies = (found.result.metrics["accuracy"], found.composed, found.head)
         rows.append([
             name,
             str(len(task.labels)),
@@ -166,12 +166,8 @@ def _costs(cost: Cost, tasks: int) -> dict[str, float]:
 
 
 def _curves(found: DemoResult) -> list[tuple[str, Points]]:
-    """Validation accuracy of every run; the selected one is drawn last, above the others."""
-    runs = sorted(found.sweep.results, key=lambda result: result is found.sweep.best)
-    return [
-        ("" if run is found.sweep.best else "faint", [(entry["epoch"], entry["val_accuracy"]) for entry in run.history])
-        for run in runs
-    ]
+    """Validation accuracy of the best run."""
+    return [("", [(entry["epoch"], entry["val_accuracy"]) for entry in found.result.history])]
 
 
 def draw_overview(path: Path, answered: Answered, cost: Cost, tasks: int) -> None:

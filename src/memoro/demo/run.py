@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,12 +19,8 @@ from memoro.engine.composition import Composition, compose
 from memoro.engine.verify import sample_pixels
 from memoro.evaluation.evaluate import evaluate
 from memoro.extras import need
-from memoro.regimes import REGIMES, TaskPlan
-from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_task, save_task
-from memoro.training.cached import Cache
-from memoro.training.recipe import find_recipe
-from memoro.training.sweep import Grid, SweepResult, SweepSpec, run_sweeps
+from memoro.training import Cache, TrainResult, train
 
 
 def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int = 1000, epochs: int = 14) -> Path:
@@ -44,33 +39,32 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
     sets = {**load_columns(table, COLUMNS, quiet=True), "digit": load_data(images, quiet=True)}
     parity = {"parity": load_data(write_parity_table(images), quiet=True)}
 
-    def sweep(regime: str, sets: dict[str, Splits], grid: Grid, extends: Sequence[Task] = ()) -> dict[str, SweepResult]:
-        recipe = find_recipe(None, regime)[1]
-        recipe = replace(recipe, epochs=epochs, views=2, augment=Augment(crop="pad", flip=0.0))
-        plans = {name: TaskPlan(name, splits.labels, splits.kind, extends=extends) for name, splits in sets.items()}
-        sweeps = [
-            SweepSpec(plans[name], REGIMES[regime], splits, backbone.preprocessing, grid, recipe)
-            for name, splits in sets.items()
-        ]
+    def sweep(regime: str, sets: dict[str, Splits], **settings: Any) -> dict[str, TrainResult]:
         runs = folder / "runs" / f"{regime}-{'-'.join(sets)}"
-        results = run_sweeps(backbone, sweeps, cache=Cache(folder / "features"), folder=runs)
-        return dict(zip(sets, results, strict=True))
+        common: dict[str, Any] = {"epochs": epochs, "views": 2, "augment": Augment(crop="pad", flip=0.0)}
+        common |= {"cache": Cache(folder / "features"), "folder": runs}
+        found: dict[str, TrainResult] = train(dict(sets), backbone=backbone, regime=regime, **common, **settings)
+        return found
 
     console.print(
         "\n[bold]1. Four tasks in one pass.[/] Letter, style and case are labels of the same images; digits are "
         "another set. Each task tries two forks and two learning rates, and is joined with a read-out of the upper "
         "layers: 16 runs, and each base pass is computed once."
     )
-    grid = Grid(from_layers=(backbone.depth // 3, backbone.depth * 2 // 3), rates=(0.001, 0.003), ranks=(8,))
-    found = sweep("joint", sets, grid)
+    grid: dict[str, Any] = {
+        "from_layer": (backbone.depth // 3, backbone.depth * 2 // 3),
+        "lr": (0.001, 0.003),
+        "rank": 8,
+    }
+    found = sweep("joint", sets, **grid)
     console.print(
         "\n[bold]2. A task that extends another.[/] `parity` (odd or even) attends to the token of `digit`, "
         "which does not change."
     )
-    found |= sweep("joint", parity, grid, [found["digit"].task])
+    found |= sweep("joint", parity, extends=found["digit"].task, **grid)
     sets |= parity
     console.print("\n[bold]3. A linear head for each task, for comparison[/], from the same cached passes.")
-    heads = sweep("head", sets, Grid((0,), (0,), (0.1, 0.3, 1.0)))
+    heads = sweep("head", sets, lr=(0.1, 0.3, 1.0))
 
     files = {name: save_task(result.task, folder / f"{name}.safetensors") for name, result in found.items()}
     model = compose(backbone, [load_task(file) for file in files.values()])
@@ -81,7 +75,7 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
             sets[name],
             swept,
             metrics[name]["accuracy"],
-            heads[name].best.metrics["accuracy"],
+            heads[name].metrics["accuracy"],
             _notice(model, name, sets),
         )
         for name, swept in found.items()

@@ -12,9 +12,8 @@ from rich.table import Table
 from memoro.backbones import Backbone
 from memoro.console import Cell, format_bytes, format_count, make_table
 from memoro.evaluation.metrics import format_worst
-from memoro.evaluation.training_images import SKETCH
 from memoro.tasks.familiarity import Familiarity
-from memoro.tasks.record import describe_fact
+from memoro.tasks.record import SKETCH, describe_fact
 from memoro.tasks.spec import ModelSpec
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_tasks

@@ -11,11 +11,10 @@ import numpy.typing as npt
 from memoro.console import format_count
 from memoro.data import ImageSet, Splits
 from memoro.data.dataset import digest_keys
+from memoro.tasks.record import SKETCH
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 
-SKETCH = "image_sketch"
-"""The training fact by which the images that a task learned from are recognised: see `sketch_images`."""
 SKETCH_SIZE = 256
 
 

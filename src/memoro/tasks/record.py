@@ -259,6 +259,8 @@ def _number(value: object) -> float:
 
 
 MAX_TEXT = 200
+SKETCH = "image_sketch"
+"""The fact by which the images that a task learned from are recognised; it is not for people."""
 
 
 def describe_fact(value: object, most: int = MAX_TEXT) -> str:

@@ -22,7 +22,6 @@ from memoro.images import Levels, Preprocessing, open_image
 from memoro.images.finding import HEAD_BYTES, is_heif
 from memoro.tasks.spec import ReadOut
 from memoro.teach.photos import Photos
-from memoro.training.distributed import ALONE
 from memoro.training.recipe import TrainOptions
 from memoro.training.statistics import StatisticsReader
 
@@ -157,7 +156,7 @@ class Gallery:
         return True
 
     def _compute(self, index: Sequence[int]) -> None:
-        reader = StatisticsReader(self.backbone, self._options, ALONE)
+        reader = StatisticsReader(self.backbone, self._options)
         read = reader.read(self.images(index), self.preprocessing)
         limit = float(np.finfo(np.float16).max)
         found = read(torch.arange(len(index), device="cpu")).flatten(1).float().clamp(-limit, limit)

@@ -16,6 +16,7 @@ from memoro.backbones.load import TINY, own_device
 from memoro.backbones.precision import Precision
 from memoro.errors import TeachError
 from memoro.heads import HeadKind, find_kind
+from memoro.regimes.start import read_start
 from memoro.tasks.spec import check_name
 from memoro.tasks.task import Task
 from memoro.teach.gallery import Gallery
@@ -26,7 +27,6 @@ from memoro.teach.photos import Photos, open_photos
 from memoro.teach.suggestions import Scene, Suggestion, suggest
 from memoro.teach.suspects import Suspect
 from memoro.training import TrainOptions, train
-from memoro.training.warmstart import read_start
 
 SURE = 0.95
 """Probability from which a guess may be accepted without a closer look."""

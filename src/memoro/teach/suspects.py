@@ -26,7 +26,6 @@ from memoro.tasks.taskfile import load_task
 from memoro.teach.labels import label_text
 from memoro.teach.learning import Learned, Lesson, find_groups, solve, used_labels
 from memoro.teach.photos import label_of
-from memoro.training.distributed import ALONE
 from memoro.training.recipe import TrainOptions
 from memoro.training.statistics import StatisticsReader
 
@@ -139,7 +138,7 @@ def suspects(
     chosen: Backbone = load_backbone(*([] if source is None else [source]), device=device, precision=precision)
     steps = chosen.preprocessing if known is None else known.spec.preprocessing
     options = TrainOptions(quiet=True)
-    flat = StatisticsReader(chosen, options, ALONE).read(images, steps or chosen.preprocessing)
+    flat = StatisticsReader(chosen, options).read(images, steps or chosen.preprocessing)
     lesson = _lesson_of(images)
     groups = find_groups(replace(images, kind="regression"))
 

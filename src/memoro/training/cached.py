@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,22 +17,25 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.console import format_bytes
+from memoro.console import bar, format_bytes, quoted
 from memoro.data import Loader
 from memoro.data.augment import output_size
 from memoro.engine import featurestore
-from memoro.engine.featurestore import FeatureStore, default_folder
+from memoro.engine.featurestore import FeatureStore, default_folder, total_bytes
 from memoro.engine.records import RecordFormat, StoreDtype
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
 from memoro.options import option
+from memoro.processes import Processes
 from memoro.tasks.spec import ReadOut
 
 GIGABYTE = 10**9
 FREE_SHARE, MOST = 0.1, 20
 """The default budget: this share of the free space, at most this many gigabytes."""
 
+Part = tuple[int, int]
+"""Which part of how many."""
 Buffers = dict[tuple[RecordFormat, int], tuple[Tensor, Tensor]]
 """Memory to read batches into, by record format and batch size."""
 
@@ -120,14 +124,16 @@ class CachedLoader:
         """For each view, the keys without a record and a sample of each: copies of an image have one record."""
         return [{keys[at]: at for at in self.store.missing(keys)} for keys in self.keys]
 
-    def fill(self, tick: Callable[[int], None] = lambda images: None) -> None:
-        """Computes what is missing; calls `tick` with the number of images after every batch."""
+    def fill(self, tick: Callable[[int], None] = lambda images: None, part: Part = (0, 1)) -> None:
+        """Computes what is missing, or of several processes this one's part of it; calls `tick` with the number of
+        images after every batch."""
         checked: set[int] = set()
         # Damaged records are found amid training: there gradients and mixed precision may be on.
         exact = torch.autocast(self._backbone.device.type, enabled=False)
         with torch.no_grad(), exact, self.store.writer() as writer:
             for view, absent in enumerate(self.missing()):
-                for batch in self.loader.pick(list(absent.values()), view) if absent else ():
+                mine = list(absent.values())[part[0] :: part[1]]
+                for batch in self.loader.pick(mine, view) if mine else ():
                     samples = batch.index.tolist()
                     self._check_unchanged(set(samples) - checked)
                     checked.update(samples)
@@ -188,6 +194,14 @@ def keep_features(backbone: Backbone, pixels: Tensor, format: RecordFormat) -> F
 
 def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[int], None]) -> None:
     """Evicts what the budget has no space for and fills all loaders; a CacheError where they do not fit."""
+    make_room(loaders, cache)
+    for loader in loaders:
+        loader.store.refresh()  # loaders may share records
+        loader.fill(tick)
+
+
+def make_room(loaders: Sequence[CachedLoader], cache: Cache) -> None:
+    """Evicts what the budget has no space for; a CacheError where the loaders do not fit."""
     try:
         budget = cache.limit
     except OSError as error:
@@ -213,15 +227,49 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
         raise featurestore.cannot_keep(cache.folder, error) from None
     if needed > 0.95 * free:
         raise CacheError(_too_big(loaders, needed, f"the disk has {format_bytes(free)} left", "`Cache.folder`"))
-    for loader in loaders:
-        loader.store.refresh()  # loaders may share records
-        loader.fill(tick)
 
 
 def estimate(loaders: Sequence[CachedLoader]) -> tuple[int, int]:
     """How many records must be computed, and how many bytes they take."""
     absent = {(loader.store.folder, key): loader for loader in loaders for view in loader.missing() for key in view}
     return len(absent), sum(loader.store.format.size for loader in absent.values())
+
+
+def compute_missing(
+    loaders: Sequence[CachedLoader], cache: Cache, what: str, processes: Processes, *, quiet: bool
+) -> None:
+    """Computes what is missing on disk: the first process of each machine makes room, then all compute their parts. A
+    CacheError in all of them where it does not fit."""
+    machines = processes.all_gather(platform.node())
+    part = machines[: processes.rank].count(platform.node()), machines.count(platform.node())
+    count, size = estimate(loaders)
+    _in_step(processes, lambda: None if part[0] else make_room(loaders, cache))
+    with bar(f"{what} ({format_bytes(size)})", -(-count // part[1]), quiet=quiet or not count) as tick:
+        _in_step(processes, lambda: _fill(loaders, tick, part))
+    # What others computed is on disk now. More is missing only if they saw other files than this process.
+    _in_step(processes, lambda: _fill(loaders, _ignore, (0, 1)))
+
+
+def _ignore(images: int) -> None:
+    """No bar is shown."""
+
+
+def _fill(loaders: Sequence[CachedLoader], tick: Callable[[int], None], part: Part) -> None:
+    for loader in loaders:
+        loader.store.refresh()  # loaders may share records
+        loader.fill(tick, part)
+
+
+def _in_step(processes: Processes, work: Callable[[], None]) -> None:
+    """Does a part of the work that no process leaves before all have done it; an error of one is an error of all."""
+    problem = None
+    try:
+        work()
+    except CacheError as error:
+        problem = str(error)
+    problems = [problem for problem in processes.all_gather(problem) if problem is not None]
+    if problems:
+        raise CacheError(problems[0])
 
 
 def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str) -> str:
@@ -232,3 +280,11 @@ def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str
     if layers > 4:
         choices.insert(0, f"a later fork (4 layers: {format_bytes(size * 4 / layers)})")
     return f"the features take {format_bytes(size)}, and {limit}. Choose {', '.join(choices[:-1])} or {choices[-1]}."
+
+
+def what_is_kept(cache: Cache) -> str:
+    """How many features are on disk, where, and how to remove them."""
+    command = ["memoro", "cache", "--clear", *([] if cache.folder == default_folder() else ["--folder", cache.folder])]
+    size, limit = format_bytes(total_bytes(cache.folder)), format_bytes(cache.limit)
+    where = f"{size} of features are cached in {cache.folder} for later trainings (at most {limit})"
+    return f"{where}. To remove them: {quoted(*command)}"

@@ -25,8 +25,8 @@ from memoro.data import ImageSet
 from memoro.errors import TrainingError
 from memoro.files import free_names, write_whole
 from memoro.training.cached import Cache
-from memoro.training.group import Progress, RunGroup, RunSpec
 from memoro.training.recipe import METRICS
+from memoro.training.run import Progress, Run, RunGroup
 
 KEY, CHECKSUM = "memoro-checkpoint", "crc32"
 
@@ -38,13 +38,13 @@ def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, 
     records = []
     for number, (run, finished) in enumerate((run, group.finished) for group in groups for run in group.runs):
         going = run.stopped is None and not finished
-        state = run.optimizer.state_dict()["state"] if going else {}
+        state = run.optimizer.state if going else {}
         for index, (name, parameter) in enumerate(run.trained.items()):
             if going:
                 tensors[f"{number}.now.{name}"] = parameter.detach()
             if name in run.best and not (going and torch.equal(run.best[name], parameter)):
                 tensors[f"{number}.best.{name}"] = run.best[name]
-            for key, value in state.get(index, {}).items():
+            for key, value in state.get(parameter, {}).items():
                 if value is not None:
                     tensors[f"{number}.optimizer.{index}.{key}"] = torch.as_tensor(value, device="cpu")
         records.append(
@@ -130,6 +130,8 @@ def _restore(record: dict[str, Any], tensors: Mapping[str, Tensor], groups: Sequ
     runs = [run for group in groups for run in group.runs]
     for number, (run, state_of) in enumerate(zip(runs, record["runs"], strict=True)):
         state: dict[int, dict[str, Any]] = {}
+        inside = [one for group in run.optimizer.param_groups for one in group["params"]]
+        places = {id(one): place for place, one in enumerate(inside)}
         with torch.no_grad():
             for index, (name, parameter) in enumerate(run.trained.items()):
                 now, best = f"{number}.now.{name}", f"{number}.best.{name}"
@@ -140,7 +142,7 @@ def _restore(record: dict[str, Any], tensors: Mapping[str, Tensor], groups: Sequ
                 prefix = f"{number}.optimizer.{index}."
                 entries = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
                 if entries:
-                    state[index] = entries
+                    state[places[id(parameter)]] = entries
         whole = run.optimizer.state_dict()
         run.optimizer.load_state_dict({**whole, "state": state})
         run.history = state_of["history"]
@@ -198,31 +200,31 @@ def _shorten(text: str, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def run_identity(backbone: Backbone, specs: Sequence[RunSpec], cache: Cache | None) -> dict[str, Any]:
+def run_identity(backbone: Backbone, runs: Sequence[Run], cache: Cache | None) -> dict[str, Any]:
     """All that must be the same for a resume to be the same training."""
-    sets = {id(images): images for spec in specs for images in (spec.splits.train, spec.splits.val)}
+    sets = {id(images): images for run in runs for images in (run.splits.train, run.splits.val)}
     digests = {key: _data_digest(images) for key, images in sets.items()}
     return {
-        "recipe": [spec.recipe.to_json() for spec in specs],
+        "recipe": [run.recipe.to_json() for run in runs],
         "task": [
             {
-                **spec.task.identity(),
-                "regime": spec.regime.name,
-                **({} if spec.start_from is None else {"start_from": spec.start_from}),
+                **run.task.identity(),
+                "regime": run.regime.name,
+                **({} if run.start_from is None else {"start_from": run.start_from}),
             }
-            for spec in specs
+            for run in runs
         ],
         "backbone": backbone.fingerprint.digest,
         "precision": str(backbone.dtype).removeprefix("torch."),
         "data": [
             {
-                "train": digests[id(spec.splits.train)],
-                "val": digests[id(spec.splits.val)],
-                "held_out": None if spec.held_out is None else hashlib.sha256(spec.held_out.tobytes()).hexdigest(),
+                "train": digests[id(run.splits.train)],
+                "val": digests[id(run.splits.val)],
+                "held_out": None if run.held_out is None else hashlib.sha256(run.held_out.tobytes()).hexdigest(),
             }
-            for spec in specs
+            for run in runs
         ],
-        "preprocessing": [spec.preprocessing.to_json() for spec in specs],
+        "preprocessing": [run.preprocessing.to_json() for run in runs],
         "features": None if cache is None else cache.dtype,
     }
 

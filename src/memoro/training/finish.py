@@ -1,56 +1,208 @@
-"""Finishing a training: measured, calibrated and described tasks."""
+"""Finishing: trained runs become tasks that are calibrated, described, measured and recorded; the best of a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from memoro.backbones import Backbone
 from memoro.console import bar
 from memoro.data import ImageSet
+from memoro.errors import TrainingError
 from memoro.evaluation.logits import Batches, collect_logits
-from memoro.evaluation.metrics import measure_task, recorded
-from memoro.evaluation.training_images import sketch_images
+from memoro.evaluation.metrics import add_folds, measure, measure_task, recorded, score, warn_of
+from memoro.evaluation.training_images import learned_from, sketch_images
+from memoro.heads import HEADS
 from memoro.phases import Phases
-from memoro.tasks.readout import SolvedReadOut
-from memoro.tasks.task import Task
-from memoro.training.group import LEFT_OUT, RunSpec
+from memoro.tasks.calibration import describe_calibration, fit_calibration
+from memoro.tasks.spec import Model
+from memoro.tasks.task import Task, join_members
 from memoro.training.loop import Trainer
-from memoro.training.readouts import ReadOuts
-from memoro.training.run import Run, build_forward
-from memoro.training.trust import Describer, add_calibration, was_seen
+from memoro.training.plan import Plan, Setting
+from memoro.training.recipe import TrainOptions
+from memoro.training.result import SettingRow, TrainResult
+from memoro.training.run import LEFT_OUT, Run, build_forward
+from memoro.training.statistics import Describer, ReadOuts
+
+SEEN = "none: an earlier training may have seen these images; use memoro calibrate with new ones"
+Answers = tuple[Tensor, Tensor]
+"""Logits, and the targets of their images."""
 
 
-@dataclass(frozen=True)
-class FitResult:
-    """A trained task and how its training went."""
+def answer_held_out(trainer: Trainer, readouts: ReadOuts) -> None:
+    """Fills `Run.answers` of all runs, with one pass over each set of images, and gives their tasks their read-outs.
 
-    task: Any
-    """The Task, or what another regime trains, with its best weights."""
-    history: list[dict[str, Any]] = field(repr=False)
-    """One entry per epoch. Where folds were held out, `fold_loss` and the like are the means over their runs."""
-    metrics: dict[str, Any]
-    """Of the test split, or of the validation split where there is none; `split` says which. Empty for a run that
-    diverged while others did not; the last note says why."""
-    folder: Path | None
-    notes: tuple[str, ...]
-    logits: Tensor | None = field(default=None, repr=False)
-    """Its answers to the images of that split."""
-    targets: Tensor | None = field(default=None, repr=False)
-    images: ImageSet | None = field(default=None, repr=False)
-    validated: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
-    """Its answers to the validation images, and their targets, where it is calibrated on them."""
+    For images whose features are kept, read-outs are added afterwards, since those of training images are answers of
+    solutions without them. Then tasks get their read-outs, and answer the other images as they will from now on.
+    """
+    kept = {"fold", "val"}
+    by_loader: dict[tuple[bool, int], tuple[Batches, list[tuple[Run, str]]]] = {}
+    for run in trainer.runs:
+        for split in () if run.diverged else run.evaluated:
+            loader = trainer.loaders.evaluation(run, run.evaluated[split], keep=split in kept)
+            by_loader.setdefault((split in kept, id(loader)), (loader, []))[1].append((run, split))
+    total = sum(len(loader.images) for loader, _ in by_loader.values())
+    with bar("evaluating", total, quiet=trainer.options.quiet) as tick:
+        for held_out in (True, False):
+            for loader, members in (found for (own, _), found in by_loader.items() if own is held_out):
+                forward = build_forward(trainer.backbone, [run.task for run, _ in members])
+                gather = trainer.processes.all_gather
+                logits, _ = collect_logits(forward, trainer.backbone, loader, tick=tick, all_gather=gather)
+                for (run, split), out in zip(members, logits, strict=True):
+                    images = run.evaluated[split]  # its own targets: other labels may share the loader
+                    if held_out and run.regime.readout:
+                        out = torch.lerp(out, readouts.answers(run, split, images), run.regime.readout)
+                    run.answers[split] = out, images.targets
+            for run in trainer.runs if held_out else ():
+                if run.regime.readout and run.held_out is None and isinstance(run.task, Task):
+                    readouts.solve(run).attach(run.task, run.regime.readout)
+    for run in trainer.all_runs:
+        if run.regime.readout == 1 and isinstance(run.task, Task):
+            split, images = run.final
+            readouts.solve(run).attach(run.task, 1.0)
+            run.answers[split] = readouts.answers(run, split, images), images.targets
 
-    def __iter__(self) -> Iterator[Any]:
-        """`task, history, metrics = fit(…)`"""
-        return iter((self.task, self.history, self.metrics))
+
+class Finisher:
+    """Makes results of runs that are trained and have answered."""
+
+    def __init__(self, backbone: Backbone, readouts: ReadOuts, describer: Describer, options: TrainOptions) -> None:
+        self._backbone, self._options = backbone, options
+        self._readouts, self._describer = readouts, describer
+
+    def finish(self, *members: Sequence[Run]) -> TrainResult:
+        """The result of a run; of a run after those of its folds; or of an ensemble of several such sequences.
+
+        Its metrics are those of its best weights, on images that it did not learn from if there are any.
+        """
+        first, options = members[0], self._options
+        *folds, run = first
+        notes, history = run.splits.notes, run.history
+        if run.stopped is not None:
+            notes = (*notes, run.stopped)
+        if run.diverged:
+            return TrainResult(run.task, history, {}, options.folder, notes)
+        task, (split, images) = run.task, run.final
+        seen = bool(task.spec.training.keys() - {"seed"})  # it was trained before, on images that may be these
+        for member in members:
+            self._record_training(member[-1])
+        self._describer.add_familiarity(run)
+        if len(members) > 1:
+            task = _join([member[-1] for member in members])
+        out, targets = _mean_answers([member[-1] for member in members], split)
+        fitted_on = split in {"val", LEFT_OUT}
+        if folds:
+            parts = [_mean_answers(same, "fold") for same in list(zip(*members, strict=True))[:-1]]
+            held_out = torch.cat([logits for logits, _ in parts]), torch.cat([own for _, own in parts])
+            source = f"{len(folds)} folds"
+            add_calibration(task, held_out, source, seen=was_seen(task, run.train))
+            history = add_folds(history, [fold.history for fold in folds], [len(own) for _, own in parts])
+            if split != "test":
+                fitted_on, split, (out, targets) = True, source, held_out
+                images = run.train.subset(
+                    np.concatenate([fold.held_out for fold in folds if fold.held_out is not None])
+                )
+        elif run.regime.readout == 1:
+            held_out = self._readouts.solve(run).held_out, run.train.targets
+            add_calibration(task, held_out, LEFT_OUT, seen=was_seen(task, run.train))
+        else:
+            validated = _mean_answers([member[-1] for member in members], "val") if "val" in run.answers else None
+            add_calibration(task, validated, "validation", seen=seen or was_seen(task, run.splits.val))
+        metrics = {"split": split, **measure_task(task, out, targets, fitted_on=fitted_on)}
+        task.update_spec(metrics=recorded(task.kind, metrics, out, targets))
+        result = TrainResult(task, history, metrics, options.folder, notes, out, targets, images)
+        return replace(result, notes=(*notes, *self._warn(result)))
+
+    def _record_training(self, run: Run) -> None:
+        """Records in the task how it was trained."""
+        task, facts = run.task, dict[str, Any]()
+        known = task.spec.training  # of an earlier training, or from where the task was made
+        if run.history:
+            facts = {
+                "optimizer": run.recipe.optimizer,
+                "lr": run.recipe.lr,
+                "batch_size": run.recipe.batch_size,
+                "epochs": len(run.history),
+                "steps": run.history[-1]["step"],
+                "best_epoch": run.best_epoch,
+            }
+        trained = sum(parameter.numel() for parameter in run.trained.values())
+        if run.regime.readout:
+            readout = self._readouts.solve(run)
+            trained += readout.weight.numel() + readout.bias.numel()
+            facts["penalty"] = readout.penalty
+        task.update_spec(
+            preprocessing=run.preprocessing,
+            training={
+                "data": run.splits.name,
+                "images": len(run.train),
+                "regime": run.regime.name,
+                "precision": str(self._backbone.dtype).removeprefix("torch."),
+                **facts,
+                **({"balance": True} if run.recipe.balance else {}),
+                "trained_parameters": trained,
+                **{name: known[name] for name in ("seed", "history") if name in known},
+                **sketch_images(run.train, known),
+            },
+        )
+
+    def _warn(self, result: TrainResult) -> list[str]:
+        """Warnings where the metrics call for them; the user sees them too."""
+        found = [warn_of(result.metrics, balanced=bool(result.task.spec.training.get("balance")))]
+        if result.metrics["split"] != "train":
+            learned = learned_from(result.task, result.images, parents_only=True)
+            found.append(None if learned is None else f"{learned}, so its metrics are too good for new images.")
+        texts = [text for text in found if text is not None]
+        for text in texts:
+            self._options.note(f"warning: {result.task.name}: {text}")
+        return texts
 
 
-def record_time(results: Sequence[FitResult], phases: Phases) -> None:
+def was_seen(task: Model, images: ImageSet | None) -> bool:
+    """Whether an earlier training may have learned from images: of the task that this one started from, or of an
+    ancestor."""
+    return "history" in task.spec.training or learned_from(task, images, parents_only=True) is not None
+
+
+def add_calibration(task: Model, held_out: Answers | None, source: str, *, seen: bool = False) -> None:
+    """Calibrates a Task on its answers to images that it did not learn from; records whether it was possible.
+
+    `seen`: an earlier training, or that of a task that it extends, may have learned from these images.
+    """
+    if not isinstance(task, Task):
+        return
+    found = None if held_out is None or seen else fit_calibration(task.kind, *held_out, source)
+    text = SEEN if seen else describe_calibration(found, 0 if held_out is None else len(held_out[1]))
+    task.update_spec(calibration=found, training={**task.spec.training, "calibration": text})
+
+
+def _mean_answers(runs: Sequence[Run], split: str) -> Answers:
+    """The answers of a run; of several over the same images, the means of their logits."""
+    logits, targets = [run.answers[split][0] for run in runs], runs[0].answers[split][1]
+    return (logits[0] if len(logits) == 1 else torch.stack(logits).mean(dim=0)), targets
+
+
+def _join(runs: Sequence[Run]) -> Task:
+    """The ensemble of the tasks of several runs."""
+    task = join_members([run.task for run in runs if isinstance(run.task, Task)])
+    rates = list(dict.fromkeys(run.recipe.lr for run in runs))
+    training = task.spec.training
+    facts = {
+        "ensemble": task.members,
+        "lr": rates[0] if len(rates) == 1 else rates,
+        "trained_parameters": training["trained_parameters"] * task.members,
+    }
+    task.update_spec(training={**training, **facts})
+    return task
+
+
+def record_time(results: Sequence[TrainResult], phases: Phases) -> None:
     """Records in the tasks how long all of it took, and its phases."""
     seconds = {name: round(value, 2) for name, value in phases.seconds.items()}
     for result in results:
@@ -58,105 +210,81 @@ def record_time(results: Sequence[FitResult], phases: Phases) -> None:
         result.task.update_spec(training=facts)
 
 
-def evaluate_runs(trainer: Trainer, readouts: ReadOuts, describer: Describer) -> list[FitResult]:
-    """The result of each run: metrics of its best weights, on images that it did not learn from if there are any.
+Score = tuple[float, float]
+"""(validation score, -validation loss)"""
 
-    Its task gets its read-out, is calibrated on held-out images, and described by its training images.
-    """
-    runs, folder = {id(run.task): run for run in trainer.runs}, trainer.options.folder
-    answers, results = _answer_held_out(trainer, readouts), []
-    for spec in trainer.specs:
-        run = runs.get(id(spec.task))
-        notes, history = spec.splits.notes, [] if run is None else run.history
-        if run is not None and run.stopped is not None:
-            notes = (*notes, run.stopped)
-        if run is not None and run.diverged:
-            results.append(FitResult(run.task, history, {}, folder, notes))
-            continue
-        task, (split, images) = spec.task, spec.final
-        if spec.regime.readout == 1:
-            assert isinstance(task, Task)
-            readouts.solve(spec).attach(task, 1.0)
-            answers[id(task), split] = readouts.answers(spec, split, images), images.targets
-        out, targets = answers[id(task), split]
-        seen = bool(task.spec.training.keys() - {"seed"})  # it was trained before, on images that may be these
-        seen = seen or was_seen(task, spec.splits.val)
-        _describe(spec, run, None if not spec.regime.readout else readouts.solve(spec), trainer.backbone.dtype)
-        validated = answers.get((id(task), "val"))
-        if spec.regime.readout == 1:
-            held_out = readouts.solve(spec).held_out, spec.train.targets
-            add_calibration(task, held_out, LEFT_OUT, seen=was_seen(task, spec.train))
-        else:
-            add_calibration(task, validated, "validation", seen=seen)
-        describer.add_familiarity(spec)
-        metrics = {"split": split, **measure_task(task, out, targets, fitted_on=split in {"val", LEFT_OUT})}
-        task.update_spec(metrics=recorded(task.kind, metrics, out, targets))
-        results.append(FitResult(task, history, metrics, folder, notes, out, targets, images, validated))
+
+def finish_plans(
+    plans: Sequence[Plan], runs: Sequence[Mapping[Setting, Sequence[Run]]], finisher: Finisher, options: TrainOptions
+) -> list[TrainResult]:
+    """The result of each plan: of its best setting, or of an ensemble of all seeds of the best setting."""
+    chosen = [_choose(plan, by_setting) for plan, by_setting in zip(plans, runs, strict=True)]
+    for plan, (rows, _) in zip(plans, chosen, strict=True):
+        for row in rows:
+            if row.val and row.diverged:
+                which = f"{row.cells} cells, rank {row.rank}, from layer {row.from_layer}, lr {row.lr:g}"
+                seeds = f"{row.diverged} of {row.diverged + len(row.val)} seeds"
+                options.note(f"{plan.name}: {which} diverged with {seeds} and is ranked last.")
+    if not any(row.chosen for rows, _ in chosen for row in rows):
+        names = ", ".join(plan.splits.name for plan in plans)
+        raise TrainingError(f"{names}: all settings diverged: choose smaller learning rates.")
+    results = []
+    for plan, (rows, members) in zip(plans, chosen, strict=True):
+        shown = rows if plan.choices > 1 else ()
+        result = finisher.finish(*members)
+        result = replace(result, rows=shown, score_name=plan.score_name, skipped=plan.splits.skipped)
+        results.append(result)
+        if result.metrics and shown and result.metrics["split"] != "test":
+            options.note(
+                f"{plan.name}: no test split, so metrics are those of the images that settings were chosen on: they "
+                "are optimistic."
+            )
+        if result.metrics and isinstance(result.task, Task) and result.task.spec.calibration is None:
+            why = str(result.task.spec.training["calibration"]).removeprefix("none: ")
+            what = "values have no interval" if result.task.kind == "regression" else "probabilities are not calibrated"
+            options.note(f"{plan.name}: {what} ({why}).")
     return results
 
 
-def _answer_held_out(trainer: Trainer, readouts: ReadOuts) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
-    """The logits of each task for the images of the splits that it is measured on, and their targets.
-
-    For images whose features are kept, read-outs are added afterwards, since those of training images are answers of
-    solutions without them. Then tasks get their read-outs, and answer the other images as they will from now on.
-    """
-    kept = {"fold", "val"}
-    answers: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
-    pairs = [
-        (spec, run, split) for spec, run in zip(trainer.trained, trainer.runs, strict=True)
-        for split in (spec.evaluated if not run.diverged else ())
-    ]  # fmt: skip
-    by_loader: dict[tuple[bool, int], tuple[Batches, list[tuple[RunSpec, Run, str]]]] = {}
-    for spec, run, split in pairs:
-        loader = trainer.loaders.evaluation(spec, spec.evaluated[split], keep=split in kept)
-        by_loader.setdefault((split in kept, id(loader)), (loader, []))[1].append((spec, run, split))
-    total = sum(len(loader.images) for loader, _ in by_loader.values())
-    with bar("evaluating", total, quiet=trainer.options.quiet) as tick:
-        for held_out in (True, False):
-            for loader, members in (found for (own, _), found in by_loader.items() if own is held_out):
-                forward = build_forward(trainer.backbone, [run.task for _, run, _ in members])
-                how: dict[str, Any] = {"tick": tick, "all_gather": trainer.processes.all_gather}
-                logits, _ = collect_logits(forward, trainer.backbone, loader, **how)
-                for (spec, run, split), out in zip(members, logits, strict=True):
-                    images = spec.evaluated[split]  # its own targets: other labels may share the loader
-                    if held_out and spec.regime.readout:
-                        out = torch.lerp(out, readouts.answers(spec, split, images), spec.regime.readout)
-                    answers[id(run.task), split] = out, images.targets
-            for spec in trainer.trained if held_out else ():
-                if spec.regime.readout and spec.held_out is None and isinstance(spec.task, Task):
-                    readouts.solve(spec).attach(spec.task, spec.regime.readout)
-    return answers
+def _choose(plan: Plan, runs: Mapping[Setting, Sequence[Run]]) -> tuple[list[SettingRow], list[Sequence[Run]]]:
+    """A row for each combination over its seeds, and the runs that become the task: those of the best seed, or of all
+    seeds of an ensemble. Where all diverged, no row is chosen."""
+    seeds: dict[Setting, list[Setting]] = {}
+    for setting in runs:
+        seeds.setdefault(setting._replace(seed=plan.recipe.seed), []).append(setting)
+    scores = {setting: score for setting, own in runs.items() if (score := _score(plan, own)) is not None}
+    rows, figure = [], HEADS[plan.splits.kind].main_metric
+    for combination, members in seeds.items():
+        finished = [setting for setting in members if setting in scores]
+        rows.append(
+            SettingRow(
+                *(combination.cells or 0, combination.from_layer or 0, combination.rank or 0, combination.lr),
+                val=tuple(scores[setting][0] for setting in finished),
+                val_loss=-mean(scores[setting][1] for setting in finished) if finished else float("inf"),
+                diverged=len(members) - len(finished),
+            )
+        )
+    at = max(range(len(rows)), key=lambda number: rows[number].order)
+    finished = [setting for setting in list(seeds.values())[at] if setting in scores]
+    if not finished:
+        return rows, [[next(run for own in runs.values() for run in own if run.diverged)]]
+    tested = [runs[setting][-1] for setting in finished if "test" in runs[setting][-1].answers]
+    found = [measure(run.splits.kind, run.splits.labels, *run.answers["test"]).get(figure) for run in tested]
+    rows[at] = replace(rows[at], chosen=True, test=tuple(value for value in found if value is not None))
+    if plan.ensemble:
+        return rows, [runs[setting] for setting in finished]
+    return rows, [runs[max(finished, key=lambda setting: scores[setting])]]
 
 
-def _describe(spec: RunSpec, run: Run | None, readout: SolvedReadOut | None, computed: torch.dtype) -> None:
-    """Records in the task how it was trained."""
-    images, task, facts = spec.train, spec.task, dict[str, Any]()
-    known = task.spec.training  # of an earlier training, or where a sweep made the task
-    if run is not None:
-        facts = {
-            "optimizer": run.recipe.optimizer,
-            "lr": run.recipe.lr,
-            "batch_size": run.recipe.batch_size,
-            "epochs": len(run.history),
-            "steps": run.history[-1]["step"],
-            "best_epoch": run.best_epoch,
-        }
-    trained = sum(parameter.numel() for parameter in run.trained.values()) if run is not None else 0
-    if readout is not None:
-        trained += readout.weight.numel() + readout.bias.numel()
-        facts["penalty"] = readout.penalty
-    task.update_spec(
-        preprocessing=spec.preprocessing,
-        training={
-            "data": spec.splits.name,
-            "images": len(images),
-            "regime": spec.regime.name,
-            "precision": str(computed).removeprefix("torch."),
-            **facts,
-            **({"balance": True} if spec.recipe.balance else {}),
-            "trained_parameters": trained,
-            **{name: known[name] for name in ("seed", "history") if name in known},
-            **sketch_images(images, known),
-        },
-    )
+def _score(plan: Plan, runs: Sequence[Run]) -> Score | None:
+    """What a setting is compared by, higher is better: with folds, by the answers to all images, each from the run that
+    did not see it; else by the epoch whose weights were kept. None if one of its runs diverged."""
+    if any(run.diverged for run in runs):
+        return None
+    (*folds, last), splits = runs, plan.splits
+    if folds or not last.history:
+        answers = [run.answers["fold"] for run in folds] or [last.answers[last.final[0]]]
+        logits, targets = (torch.cat(parts) for parts in zip(*answers, strict=True))
+        return score(splits.kind, measure(splits.kind, splits.labels, logits, targets))
+    figure, nothing = HEADS[splits.kind].main_metric, float("-inf")
+    return max((entry.get(f"val_{figure}", nothing), -entry.get("val_loss", -nothing)) for entry in last.history)

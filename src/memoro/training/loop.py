@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, zip_longest
@@ -14,20 +14,22 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.console import bar, format_bytes
 from memoro.data import Batch
-from memoro.engine.forward import Part, answer_together
-from memoro.errors import CacheError, TaskFileError, TrainingError
+from memoro.engine.forward import answer_together
+from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.logits import AnyBatch, collect_logits, inputs_of
 from memoro.evaluation.metrics import measure, score
+from memoro.processes import Processes, deferred_interrupts
 from memoro.tasks.task import Task
-from memoro.training.cached import Cache, estimate, fill_caches
+from memoro.training.cached import Cache, compute_missing
 from memoro.training.checkpoint import load_checkpoint, run_identity, save_checkpoint, set_aside
-from memoro.training.distributed import ALONE, Processes
-from memoro.training.group import Loaders, RunGroup, RunSpec, build_groups
-from memoro.training.interrupts import deferred_interrupts
 from memoro.training.recipe import TrainOptions
-from memoro.training.run import Run, build_forward, standardised
+from memoro.training.run import Loaders, Run, RunGroup, build_forward, standardised, start_groups
+
+LOSS_SCALE = 2.0**16
+"""What losses are multiplied by in float16 at first, so that gradients do not underflow. It is halved where they
+overflow, and doubled again after `GROWTH` steps."""
+GROWTH = 1000
 
 
 class Callback(Protocol):
@@ -54,19 +56,21 @@ class Trainer:
     def __init__(
         self,
         backbone: Backbone,
-        specs: Sequence[RunSpec],
+        runs: Sequence[Run],
         options: TrainOptions | None = None,
         *,
         cache: Cache | None = None,
-        processes: Processes = ALONE,
     ) -> None:
-        self.backbone, self.specs, self.options = backbone, specs, options or TrainOptions()
-        self.cache, self.processes = cache, processes
+        self.backbone, self.all_runs, self.options = backbone, runs, options or TrainOptions()
+        self.cache, self.processes = cache, self.options.processes
         self.callbacks: list[Callback] = []
-        self.loaders = Loaders(backbone, specs, cache, self.options.workers, processes)
-        self.trained = [spec for spec in specs if spec.regime.readout < 1]
-        """The specs of the runs; what is solved in closed form has none."""
-        self.groups, self.runs = build_groups(self.trained, self.loaders)
+        self.loaders = Loaders(backbone, runs, cache, self.options.workers, self.processes)
+        self.runs = [run for run in runs if run.regime.readout < 1]
+        """Those that have steps; what is solved in closed form has none."""
+        self.groups = start_groups(self.runs, self.loaders)
+        half = backbone.dtype == torch.float16 or self.options.precision == "float16"
+        for run in self.runs:
+            run.prepare(backbone.device, LOSS_SCALE if half else 1.0)
         self.checkpoint = self.options.checkpoint
         self.on_validation: Callable[[], None] = lambda: None
         """Called after every batch of validation images."""
@@ -76,29 +80,19 @@ class Trainer:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """All that must be the same for a resume, and in all processes."""
-        return run_identity(self.backbone, self.specs, self.cache)
+        return run_identity(self.backbone, self.all_runs, self.cache)
 
     def autocast(self) -> torch.autocast:
         # Not Accelerate's own: that is one setting for the whole life of a process.
         # Tasks compute in the backbone's dtype; a baseline may train the backbone's weights, which stay in float32.
-        low = self.options.precision == "bfloat16" and not self.trained[0].regime.composes
-        return torch.autocast(self.backbone.device.type, dtype=torch.bfloat16, enabled=low)
+        half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.options.precision)
+        low = half is not None and not self.runs[0].regime.composes
+        return torch.autocast(self.backbone.device.type, dtype=half, enabled=low)
 
     def fill_cache(self) -> None:
-        """Computes missing features: the first process of each machine does, and the others wait for it."""
-        cached, problem = self.loaders.cached, None
-        if self.cache is not None and self.processes.local_rank == 0:
-            views, size = estimate(cached)
-            try:
-                with bar(f"features ({format_bytes(size)})", views, quiet=self.options.quiet or not views) as tick:
-                    fill_caches(cached, self.cache, tick)
-            except CacheError as error:
-                problem = str(error)
-        problems = [problem for problem in self.processes.all_gather(problem) if problem is not None]
-        if problems:
-            raise CacheError(problems[0])
-        for loader in cached if self.processes.local_rank else ():
-            loader.store.refresh()
+        """Computes missing features."""
+        if self.cache is not None:
+            compute_missing(self.loaders.cached, self.cache, "features", self.processes, quiet=self.options.quiet)
 
     def train(self) -> float:
         """Trains all runs to the end and leaves each task with its best weights by validation score.
@@ -163,7 +157,7 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint, unless every run has diverged: then the last good one is kept."""
-        if self.checkpoint is None or not self.processes.main or all(run.diverged for run in self.runs):
+        if self.checkpoint is None or self.options.written is None or all(run.diverged for run in self.runs):
             return
         started = time.monotonic()
         try:
@@ -186,7 +180,7 @@ class Trainer:
 
     def _start_afresh(self) -> None:
         """Replaces what another training left in the folder; if that was interrupted, it is kept under another name."""
-        if self.checkpoint is not None and self.processes.main and self.checkpoint.is_file():
+        if self.checkpoint is not None and self.options.written is not None and self.checkpoint.is_file():
             kept = set_aside(self.checkpoint)
             if kept:
                 self.options.note(
@@ -211,84 +205,101 @@ class Trainer:
                 )
 
     def step(self, taken: Sequence[tuple[RunGroup, Sequence[AnyBatch]]]) -> None:
-        """One optimiser step of every active run over its group's batches."""
+        """One optimiser step of every active run over its group's batches. What it reads from the device, losses and
+        norms of gradients, it reads at once: each read would wait for all that was started."""
         sums = [_StepSums.over(group, batches, self.processes) for group, batches in taken]
         for batches_now in zip_longest(*(batches for _, batches in taken)):
-            shared: list[tuple[Part, AnyBatch, _StepSums]] = []
-            for (group, _), batch, found in zip(taken, batches_now, sums, strict=True):
-                if batch is None or not len(batch.targets):  # no batch left, or no image of it for this process
-                    continue
-                if isinstance(group.runs[0].task, Task):
-                    shared.append((group.forward(self.backbone), batch, found))
-                else:
+            here = [
+                (group, batch, own)
+                for (group, _), batch, own in zip(taken, batches_now, sums, strict=True)
+                if batch is not None and len(batch.targets)  # a batch is left, with images for this process
+            ]
+            shared = [(group, batch, own) for group, batch, own in here if isinstance(group.runs[0].task, Task)]
+            for group, batch, own in here:
+                if not isinstance(group.runs[0].task, Task):
                     assert isinstance(batch, Batch)  # features are kept only for what composes
-                    self._backward_separately(batch, found)
-            if shared:
-                self._backward_together(shared)
-        for (group, batches), found in zip(taken, sums, strict=True):
-            self._update(group, batches, found)
+                    self._backward_separately(batch, own)
+            if not shared:
+                continue
+            inputs = [inputs_of(batch, self.backbone) for _, batch, _ in shared]
+            with self.autocast():
+                logits = answer_together([group.forward(self.backbone) for group, _, _ in shared], inputs)
+            losses = [
+                loss
+                for (_, batch, own), outs in zip(shared, logits, strict=True)
+                for loss in own.losses_of(batch, outs)
+            ]
+            # Runs have disjoint parameters, so one backward pass gives each run its own gradient.
+            torch.autograd.backward(torch.stack(losses).sum())
+        for (group, batches), entry in zip(taken, self._update([group for group, _ in taken], sums), strict=True):
+            entry["images_per_second"] = group.count_step(batches)
+            if len(self.groups) > 1:
+                entry["group"] = group.name
+            for callback in self.callbacks:
+                callback.on_step_end(group, entry)
 
-    def _backward_together(self, entries: Sequence[tuple[Part, AnyBatch, _StepSums]]) -> None:
-        """Runs have disjoint parameters, so one backward pass gives each run its own gradient."""
-        inputs = [inputs_of(batch, self.backbone) for _, batch, _ in entries]
-        with self.autocast():
-            logits = answer_together([forward for forward, _, _ in entries], inputs)
-        losses = [
-            found.loss(number, batch, out)
-            for (_, batch, found), own in zip(entries, logits, strict=True)
-            for number, out in enumerate(own)
-        ]
-        torch.autograd.backward(torch.stack(losses).sum())
-
-    def _backward_separately(self, batch: Batch, found: _StepSums) -> None:
+    def _backward_separately(self, batch: Batch, own: _StepSums) -> None:
         """One model after the other, so that memory holds the activations of one at a time. Each sees only the
         images that it learns from."""
-        for number, run in enumerate(found.runs):
-            own = batch if run.sample_weight is None else batch.select(run.sample_weight[batch.index] > 0)
-            if not len(own.targets):  # all of them are held out
+        for number, run in enumerate(own.runs):
+            seen = batch if run.sample_weight is None else batch.select(run.sample_weight[batch.index] > 0)
+            if not len(seen.targets):  # all of them are held out
                 continue
             with self.autocast():
-                out = run.task(inputs_of(own, self.backbone))
-            torch.autograd.backward(found.loss(number, own, out))
+                out = run.task(inputs_of(seen, self.backbone))
+            torch.autograd.backward(own.loss(number, *own.place(seen), out))
 
-    def _update(self, group: RunGroup, batches: Sequence[AnyBatch], found: _StepSums) -> None:
-        """Each run clips and steps on its own; one without finite numbers stops."""
-        progress, total = group.progress, group.total_steps
-        losses, correct = self.processes.all_reduce([found.losses, found.correct])
-        gradients = iter(self.processes.all_reduce(_gradients(found.runs)))
+    def _update(self, groups: Sequence[RunGroup], sums: Sequence[_StepSums]) -> list[dict[str, Any]]:
+        """Each run clips and steps on its own; one without finite numbers stops. Returns what is logged for each group:
+        the loss of its best run."""
+        gradients, scalars = list[list[Tensor]](), list[Tensor]()
+        for own in sums:
+            gradients.append(self.processes.all_reduce(_gradients(own.runs)))
+            scalars += self.processes.all_reduce(own.totals())
+            scalars += [torch.linalg.vector_norm(gradient) for gradient in gradients[-1]]
+        numbers = iter(read_numbers(scalars))
+        return [
+            self._update_group(group, own, mine, numbers)
+            for group, own, mine in zip(groups, sums, gradients, strict=True)
+        ]
+
+    def _update_group(
+        self, group: RunGroup, own: _StepSums, gradients: Sequence[Tensor], numbers: Iterator[float]
+    ) -> dict[str, Any]:
+        progress, total, rest = group.progress, group.total_steps, iter(gradients)
+        losses, correct = (list(islice(numbers, len(own.runs))) for _ in range(2))
         entry: dict[str, Any] = {"step": progress.step + 1, "epoch": progress.epoch + 1, "steps": total}
-        for number, run in enumerate(found.runs):
-            own = list(islice(gradients, len(run.trained)))
-            images = float(found.images[number])
-            value = float(losses[number]) / max(images, 1.0)
-            norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in own]).tolist()
+        for number, run in enumerate(own.runs):
+            mine, images = list(islice(rest, len(run.trained))), own.images[number]
+            value = losses[number] / max(images, 1.0)
+            norms = [norm / run.loss_scale for norm in islice(numbers, len(mine))]
+            if not math.isfinite(sum(norms)) and math.isfinite(value) and run.shrink_loss():
+                continue
             if not math.isfinite(sum(norms)) or not math.isfinite(value):
                 run.diverge(f"loss {value:.3g}, gradient {math.hypot(*norms):.3g}", progress.step + 1)
                 continue
-            for parameter, gradient, norm in zip(run.trained.values(), own, norms, strict=True):
-                parameter.grad = gradient * run.recipe.clip_scale(norm)
+            scales = [run.recipe.clip_scale(norm) / run.loss_scale for norm in norms]
+            for parameter, gradient, scale in zip(run.trained.values(), mine, scales, strict=True):
+                parameter.grad = gradient * scale
+            run.grow_loss(GROWTH, LOSS_SCALE)
             rate = run.recipe.rate(progress.step, total)
             for settings in run.optimizer.param_groups:
                 settings["lr"] = rate * settings["lr_scale"]
             run.optimizer.step()
             run.optimizer.zero_grad()
             sums = progress.sums.setdefault(str(group.runs.index(run)), [0.0, 0.0, 0.0])
-            for at, amount in enumerate((float(losses[number]), float(correct[number]), images)):
+            for at, amount in enumerate((losses[number], correct[number], images)):
                 sums[at] += amount
             if images and ("loss" not in entry or value < entry["loss"]):
                 entry |= {"loss": value, "lr": rate}
                 if run.task.kind == "softmax":
-                    entry["accuracy"] = float(correct[number]) / images
-        entry["images_per_second"] = group.count_step(batches)
-        if len(self.groups) > 1:
-            entry["group"] = group.name
-        for callback in self.callbacks:
-            callback.on_step_end(group, entry)
+                    entry["accuracy"] = correct[number] / images
+        return entry
 
     def end_epoch(self, group: RunGroup) -> None:
         """Validates, keeps each run's best weights, stops runs out of patience, and starts the next epoch."""
         progress, entries = group.progress, []
-        runs, results = [run for group in self.groups for run in group.runs], self._validate(group)
+        runs, results = [run for each in self.groups for run in each.runs], self._validate(group)
         for run in group.active:
             found = results.get(id(run))
             if found is not None and not math.isfinite(found["loss"]):
@@ -328,7 +339,7 @@ class Trainer:
         results = {}
         for loader, runs in group.val_sets:
             forward = build_forward(self.backbone, [run.task for run in runs])
-            logits, targets = collect_logits(
+            logits, _ = collect_logits(
                 forward,
                 self.backbone,
                 loader,
@@ -337,52 +348,83 @@ class Trainer:
                 all_gather=self.processes.all_gather,
             )
             for run, out in zip(runs, logits, strict=True):
-                own = targets if run.val_targets is None else run.val_targets
+                assert run.val_targets is not None
                 answers = out if run.scale is None else run.scale.undo(out)
-                results[id(run)] = measure(run.task.kind, run.task.labels, answers, own)
+                results[id(run)] = measure(run.task.kind, run.task.labels, answers, run.val_targets)
         return results
+
+
+def read_numbers(scalars: Sequence[Tensor]) -> list[float]:
+    """The values of some scalars on one device, as one copy."""
+    if not scalars:
+        return []
+    wide = torch.float64 if any(one.dtype == torch.float64 for one in scalars) else torch.float32
+    numbers: list[float] = torch.stack([one.detach().to(wide) for one in scalars]).tolist()
+    return numbers
 
 
 @dataclass
 class _StepSums:
-    """Sums over the batches of one step, for each active run of a group."""
+    """Sums over the batches of one step, for each active run of a group. They stay on the device."""
 
     runs: list[Run]
-    losses: Tensor
-    correct: Tensor
-    images: Tensor
+    losses: list[list[Tensor]]
+    correct: list[list[Tensor]]
+    images: list[float]
     """Images that count: a run may have some held out."""
 
     @classmethod
     def over(cls, group: RunGroup, batches: Sequence[AnyBatch], processes: Processes) -> _StepSums:
         runs = group.active
-        zeros = torch.zeros(len(runs), dtype=torch.float64, device="cpu")
-        images = torch.full_like(zeros, sum(batch.total for batch in batches))
+        images = [float(sum(batch.total for batch in batches))] * len(runs)
         index = torch.cat([batch.index for batch in batches])
         weighted = {at: run.sample_weight[index].sum() for at, run in enumerate(runs) if run.sample_weight is not None}
         if weighted:
-            [images[list(weighted)]] = processes.all_reduce([torch.stack(list(weighted.values())).double()])
-        return cls(runs, zeros, zeros.clone(), images)
+            [counts] = processes.all_reduce([torch.stack(list(weighted.values())).double()])
+            for at, count in zip(weighted, counts.numpy(), strict=True):
+                images[at] = float(count)
+        return cls(runs, [[] for _ in runs], [[] for _ in runs], images)
 
-    def loss(self, number: int, batch: AnyBatch, out: Tensor) -> Tensor:
+    def totals(self) -> list[Tensor]:
+        """The summed losses of all runs, then their correct answers: zero in a process that had no image."""
+        nothing = [next(iter(run.trained.values())).new_zeros(()) for run in self.runs]
+        return [
+            torch.stack([zero, *(part.to(zero) for part in parts)]).sum()
+            for own in (self.losses, self.correct)
+            for zero, parts in zip(nothing, own, strict=True)
+        ]
+
+    def place(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
+        """The targets of a batch and its samples, on the device: one copy for all runs."""
+        device = next(iter(self.runs[0].trained.values())).device
+        return batch.targets.to(device, non_blocking=True), batch.index.to(device, non_blocking=True)
+
+    def losses_of(self, batch: AnyBatch, outs: Sequence[Tensor]) -> list[Tensor]:
+        targets, index = self.place(batch)
+        return [self.loss(number, targets, index, out) for number, out in enumerate(outs)]
+
+    def loss(self, number: int, targets: Tensor, index: Tensor, out: Tensor) -> Tensor:
         """This batch's part of a run's mean loss, for backward; loss and correct answers are added to the sums."""
-        run, device = self.runs[number], out.device
-        targets = (batch.targets if run.targets is None else run.targets[batch.index]).to(device)
-        sample_weight = None if run.sample_weight is None else run.sample_weight[batch.index]
-        weights = None if run.class_weights is None else run.class_weights.to(device)
-        smoothing = run.recipe.label_smoothing
-        there = None if sample_weight is None else sample_weight.to(device)
+        run = self.runs[number]
+        there = run.there
+        targets = targets if there.targets is None else there.targets[index]
+        sample_weight = None if there.sample_weight is None else there.sample_weight[index]
+        how: dict[str, Any] = {"smoothing": run.recipe.label_smoothing, "weights": there.class_weights}
         aims = targets if run.scale is None else run.scale.apply(targets)
-        part = run.task.head_kind.loss_sum(out, aims, smoothing=smoothing, weights=weights, sample_weight=there)
+        part = run.task.head_kind.loss_sum(out, aims, sample_weight=sample_weight, **how)
         if run.scale is None:
-            self.losses[number] += float(part.detach())
+            self.losses[number].append(part.detach())
         else:  # the loss that is reported is in the user's units, as that of validation
             answers = run.scale.undo(out.detach())
-            self.losses[number] += float(run.task.head_kind.loss_sum(answers, targets, sample_weight=there))
+            self.losses[number].append(run.task.head_kind.loss_sum(answers, targets, sample_weight=sample_weight))
         if run.task.kind == "softmax":
-            correct = (out.detach().argmax(-1) == targets).cpu().double()  # MPS has no float64
-            self.correct[number] += float((correct if sample_weight is None else correct * sample_weight).sum())
-        return part / max(float(self.images[number]), 1.0)
+            correct = (out.detach().argmax(-1) == targets).to(part.dtype)
+            self.correct[number].append((correct if sample_weight is None else correct * sample_weight).sum())
+        return (
+            part * (run.loss_scale / max(self.images[number], 1.0))
+            if run.loss_scale != 1
+            else part / max(self.images[number], 1.0)
+        )
 
 
 def _gradients(runs: Sequence[Run]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from memoro.data import Augment
 from memoro.errors import TrainingError
 from memoro.options import option
 from memoro.phases import Phases
+from memoro.processes import ALONE, Processes, find_processes
 from memoro.regimes import Regime, find_regime
 from memoro.training.cached import Cache
 
@@ -120,12 +121,16 @@ class Recipe:
         return min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
 
     def build_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """One parameter group per tensor, in order; memory has an `lr_scale` of its own."""
+        """One parameter group for each `lr_scale`, which is one kernel a step; memory has its own."""
         memory = self.memory_rate if self.memory_rate is not None else 0.03 if self.optimizer == "sgd" else 1.0
         scales = {name: memory if name == "memory" else 1.0 for name in parameters}
         groups = [
-            {"params": [parameter], "lr_scale": scales[name], "lr": self.lr * scales[name]}
-            for name, parameter in parameters.items()
+            {
+                "params": [parameter for name, parameter in parameters.items() if scales[name] == scale],
+                "lr_scale": scale,
+                "lr": self.lr * scale,
+            }
+            for scale in dict.fromkeys(scales.values())
         ]
         if self.optimizer == "adamw":
             return torch.optim.AdamW(groups, weight_decay=self.weight_decay, fused=True)
@@ -199,6 +204,8 @@ class TrainOptions:
     """Called with notes; None: they are printed to stderr."""
     phases: Phases = field(default_factory=Phases, compare=False, repr=False)
     """Measures how long each phase of this training takes."""
+    processes: Processes = field(default=ALONE, compare=False, repr=False)
+    """Those that train together: see `joined`."""
 
     def __post_init__(self) -> None:
         if self.folder is not None:
@@ -207,9 +214,20 @@ class TrainOptions:
             raise TrainingError(f"{self.folds} folds: choose 2 or more, or 0 for a validation split.")
         check_precision(self.precision)
 
+    def joined(self, device: torch.device) -> TrainOptions:
+        """The options in this process among those that train together: only the main one prints."""
+        processes = find_processes(device)
+        silent: dict[str, Any] = {} if processes.main else {"quiet": True, "log": None}
+        return replace(self, processes=processes, **silent)
+
     @property
     def checkpoint(self) -> Path | None:
         return None if self.folder is None else self.folder / CHECKPOINT
+
+    @property
+    def written(self) -> Path | None:
+        """The run folder if this process writes into it: the main one does."""
+        return self.folder if self.processes.main else None
 
     def note(self, text: str) -> None:
         """Reports something that the user should know: a note, or a text that starts with `warning: `."""
@@ -256,3 +274,29 @@ def check_views(recipe: Recipe, cache: Cache | None) -> None:
         raise TrainingError(
             "a cache needs a fixed number of views, such as `views=4`: with `views=None`, every epoch draws new ones."
         )
+
+
+def check_solved(given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Raises where options were given that mean nothing for a read-out."""
+    gradients = {field.name for field in fields(Recipe)} - {"balance", "data_seed", "val_fraction"}
+    usual = RECIPES["default"][1]
+    names = [name for name, value in given.items() if value is not None]
+    names += [name for name, value in changes.items() if name in gradients and value != getattr(usual, name)]
+    if "augment" in names:
+        own, plain = changes["augment"], usual.augment
+        options = {"crop": "crop", "scale": "crop_scale", "flip": "flip"}
+        names += [option for name, option in options.items() if getattr(own, name) != getattr(plain, name)]
+        names.remove("augment")
+    if names:
+        shown = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+        raise TrainingError(f"regime 'readout' is solved in closed form, without training runs: leave out {shown}.")
+
+
+def add_views(recipe: Recipe, options: TrainOptions) -> Recipe:
+    """The recipe with several views of an image if random ones were asked for: `flip=0` and `crop="none"` do not."""
+    augment, views = recipe.augment, RECIPES["paper"][1].views
+    asked = augment.crop not in {None, "none"} or bool(augment.flip) or augment.scale != Augment().scale
+    if recipe.views != 1 or not asked:
+        return recipe
+    options.note(f"random crops and flips need several views of an image: using {views} (`views`).")
+    return replace(recipe, views=views)

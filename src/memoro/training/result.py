@@ -1,28 +1,78 @@
-"""What a training returns: the best run, the settings that were compared, and the files that were written."""
+"""What a training returns, writes and reports: the task, the settings that were compared, its file, its report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
+from torch import Tensor
 
+from memoro.backbones import Backbone
 from memoro.console import finite, format_bytes, format_count, make_table
+from memoro.data import ImageSet, Splits
+from memoro.engine.composition import compose
+from memoro.errors import TaskFileError, TrainingError
 from memoro.evaluation.metrics import COLUMNS, format_worst, name_split, reported, shown_metrics
-from memoro.evaluation.training_images import SKETCH
-from memoro.training.finish import FitResult
-from memoro.training.recipe import REPORT
-from memoro.training.sweep import SweepRow, sweep_table
+from memoro.evaluation.report import TaskReport, write_report
+from memoro.files import keep_copy
+from memoro.regimes import Regime
+from memoro.tasks.record import SKETCH
+from memoro.tasks.spec import Model
+from memoro.tasks.task import Task
+from memoro.training.recipe import REPORT, TrainOptions
+from memoro.training.run import ancestors
+
+SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
-class TrainResult(FitResult):
-    """What `train` returns for a task: the best run, the settings that were tried, and the files that were written."""
+class SettingRow:
+    """One combination of cells, fork, rank and learning rate, over its seeds."""
 
-    rows: Sequence[SweepRow] = field(default=(), repr=False)
+    cells: int
+    from_layer: int
+    rank: int
+    lr: float
+    val: tuple[float, ...]
+    """Best validation score of each seed that did not diverge."""
+    val_loss: float
+    test: tuple[float, ...] = ()
+    """Of the chosen one only: who sees those of the others is led to choose by them."""
+    diverged: int = 0
+    chosen: bool = False
+
+    @property
+    def order(self) -> tuple[bool, float, float]:
+        """Higher is better. A setting that diverged with some seed is not to be trusted: it comes after all others."""
+        return self.diverged == 0, mean(self.val) if self.val else float("-inf"), -self.val_loss
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A trained task and how its training went: the best run, the settings that were tried, the files that were
+    written."""
+
+    task: Any
+    """The Task, or what another regime trains, with its best weights."""
+    history: list[dict[str, Any]] = field(repr=False)
+    """One entry per epoch. Where folds were held out, `fold_loss` and the like are the means over their runs."""
+    metrics: dict[str, Any]
+    """Of the test split, or of the validation split where there is none; `split` says which. Empty for a run that
+    diverged while others did not; the last note says why."""
+    folder: Path | None
+    notes: tuple[str, ...]
+    logits: Tensor | None = field(default=None, repr=False)
+    """Its answers to the images of that split."""
+    targets: Tensor | None = field(default=None, repr=False)
+    images: ImageSet | None = field(default=None, repr=False)
+    rows: Sequence[SettingRow] = field(default=(), repr=False)
     """The settings that were compared, if there were several."""
     score_name: str = ""
     """What they were compared by."""
@@ -31,6 +81,10 @@ class TrainResult(FitResult):
     """Where the file that was there before is kept."""
     skipped: Sequence[Any] = field(default=(), repr=False)
     """Images that could not be read: where, and why."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """`task, history, metrics = fit(…)`"""
+        return iter((self.task, self.history, self.metrics))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready record; `failed` where every run of the task diverged."""
@@ -91,3 +145,139 @@ def _format_time(seconds: float, phases: Mapping[str, float]) -> str:
     """`197 s: reading 3, checking 20, …`, without phases of less than half a second."""
     parts = ", ".join(f"{name} {value:.0f}" for name, value in phases.items() if value >= 0.5)
     return f"{seconds:.0f} s" + (f": {parts}" if parts else "")
+
+
+def sweep_table(name: str, rows: Sequence[SettingRow], score_name: str) -> Table:
+    """Every combination with its score: the chosen one, then the others, best first."""
+    ranked = sorted(rows, key=lambda row: (row.chosen, row.order), reverse=True)
+    averaged = sum(row.chosen for row in rows)
+    columns = {
+        "cells": [str(row.cells) for row in ranked],
+        "rank": [str(row.rank) for row in ranked],
+        "from layer": [str(row.from_layer) for row in ranked],
+        "lr": [f"{row.lr:g}" for row in ranked],
+        score_name: [_mean_and_range(row.val) for row in ranked],
+    }
+    if not any(row.rank for row in rows):
+        del columns["rank"]
+    if any(row.test for row in rows):
+        columns[f"test {score_name.partition(' ')[2]}"] = [
+            _mean_and_range(row.test) if row.test else "" for row in ranked
+        ]
+    first = "the chosen one first" if averaged == 1 else f"the first {averaged} averaged"
+    first = "all averaged" if averaged == len(rows) > 1 else first
+    if any(row.diverged for row in rows):
+        columns["diverged"] = [str(row.diverged or "") for row in ranked]
+    return make_table(list(columns), zip(*columns.values(), strict=True), f"{name}: settings tried ({first})", left=0)
+
+
+def _mean_and_range(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    middle = f"{mean(values):.3f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.3f} to {max(values):.3f})"
+
+
+def choose_target(out: str | Path, *, several: bool) -> Path:
+    """Where task files are written: a file, or a folder. Raises before the training where they could not be; a folder
+    is created where the text ends with a slash, which a Path does not keep."""
+    target = Path(out)
+    try:
+        if str(out).endswith(("/", os.sep)):
+            target.mkdir(parents=True, exist_ok=True)
+        if several and (target.is_file() or target.suffix == SUFFIX):
+            raise TrainingError(f"`out={target}` is a file, but several tasks need a folder, such as `out='tasks/'`.")
+        folder = target if several or target.is_dir() else target.absolute().parent
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise TrainingError(f"`out={target}` cannot be written ({error.strerror}): choose another place.") from None
+    return target
+
+
+def has_content(file: Path, task: Model, regime: Regime) -> bool:
+    """Whether a file holds this very task, as after a finished training was resumed."""
+    try:
+        return regime.read_hashes(file) == [task.content_hash()]
+    except TaskFileError:
+        return False
+
+
+def name_files(target: Path, names: Sequence[str]) -> dict[str, Path]:
+    """The file of each task."""
+    folder = len(names) > 1 or target.is_dir()
+    return {name: target / (name + SUFFIX) if folder else target for name in names}
+
+
+def save_tasks(
+    results: Sequence[TrainResult],
+    files: Mapping[str, Path],
+    leftovers: Sequence[Path],
+    regime: Regime,
+    options: TrainOptions,
+) -> list[TrainResult]:
+    """Writes the tasks' files, and removes the leftovers of writes that were killed before this training began."""
+    saved = []
+    for result in results:
+        file = files.get(result.task.name) if result.metrics else None
+        if file is not None and options.processes.main:
+            result = _save(result, file, regime, options)
+        saved.append(result if file is None else replace(result, file=file))
+    for part in leftovers if options.processes.main else ():
+        part.unlink(missing_ok=True)
+    return saved
+
+
+def _save(result: TrainResult, file: Path, regime: Regime, options: TrainOptions) -> TrainResult:
+    """Writes the task's file; another model that is there already is kept under another name."""
+    task, previous = result.task, None
+    try:
+        if file.is_file() and not has_content(file, task, regime):
+            previous = keep_copy(file)
+            options.note(f"{file} was there already: the old file is kept as {previous}.")
+        regime.save(task, file)
+    except TaskFileError as error:
+        again = "Fix the problem, then train again with `resume=True` to write the file."
+        rest = "" if result.folder is None else f" The weights are saved in {result.folder}. {again}"
+        raise TaskFileError(f"{error}{rest}") from None
+    return replace(result, previous=previous)
+
+
+def save_report(
+    backbone: Backbone, results: Sequence[TrainResult], splits: Sequence[Splits], options: TrainOptions
+) -> None:
+    """Writes `report.html` into the run folder, if there is one.
+
+    A training does not fail because of its report: a note says why there is none.
+    """
+    if options.written is None:
+        return
+    path = options.written / REPORT
+    try:
+        pairs = zip(results, splits, strict=True)
+        reports = [_report(backbone, result, own) for result, own in pairs if result.metrics]
+        write_report(path, ", ".join(report.task.name for report in reports), backbone, reports)
+    except Exception as error:
+        options.note(f"{path} could not be written: {str(error) or type(error).__name__}")
+
+
+def _report(backbone: Backbone, result: TrainResult, splits: Splits) -> TaskReport:
+    assert result.logits is not None
+    assert result.targets is not None
+    assert result.images is not None
+    task = result.task
+    return TaskReport(
+        task,
+        result.metrics,
+        result.logits,
+        result.targets,
+        result.images,
+        splits,
+        notes=result.notes,
+        model=compose(backbone, [*ancestors([task]), task]) if isinstance(task, Task) else None,
+        history=result.history,
+        settings=result.settings_table(),
+        file=result.file,
+    )

@@ -1,66 +1,176 @@
-"""Runs, each the training of one task."""
+"""Runs, each one training of one task, and the groups of runs that share every batch."""
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Backbone
+from memoro.data import ImageSet, Loader, Splits
+from memoro.data.splits import Index
 from memoro.engine.forward import Forward, Part, answer_together
 from memoro.errors import TrainingError
-from memoro.evaluation.logits import Batches
-from memoro.heads import Scale
+from memoro.evaluation.logits import AnyBatch, Batches
+from memoro.heads import HEADS, Scale
+from memoro.images import Preprocessing
+from memoro.processes import Processes
+from memoro.regimes import Regime
 from memoro.tasks.mask import trace_lineage
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
-from memoro.training.recipe import Recipe
+from memoro.training.cached import Buffers, Cache, CachedLoader
+from memoro.training.recipe import Recipe, check_views
+
+LEFT_OUT = "leave-one-out"
+"""The split of a read-out without any other: each training image is answered by a solution without it."""
+IN_COMMON = ("epochs", "steps", "batch_size", "accumulate", "views", "data_seed")
+"""Fields of the recipe that are the same for all runs of a group."""
+
+
+class Placed(NamedTuple):
+    """What a run's steps read besides their batches, where the backbone is."""
+
+    targets: Tensor | None
+    sample_weight: Tensor | None
+    class_weights: Tensor | None
 
 
 @dataclass(eq=False)
 class Run:
-    """One training of one task with one setting, and its state."""
+    """One training of one task: what it learns from what, and how; then how far it is."""
 
     task: Model
     recipe: Recipe
-    trained: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    targets: Tensor | None = None
-    """Of the training images, in their order; None: those that its batches carry."""
-    sample_weight: Tensor | None = None
-    """Weight of each training image (n,); 0 for those that are held out. None: all count alike."""
-    scale: Scale | None = None
-    """Of a regression's targets: within a training, the head answers in these units."""
-    class_weights: Tensor | None = None
-    """See `Head.class_weights`."""
-    val_loader: Batches | None = None
-    """The images that it is scored on after every epoch."""
-    val_targets: Tensor | None = None
-    """Their targets; None: those that the batches carry."""
-    history: list[dict[str, Any]] = field(default_factory=list)
-    best: dict[str, Tensor] = field(default_factory=dict)
-    """The trained parameters at the best validation score so far."""
-    initial: dict[str, Tensor] = field(default_factory=dict)
-    """The trained parameters of a task before the first step: what it gets back if it diverges before it was scored."""
-    best_score: tuple[float, float] | None = None
-    best_epoch: int = -1
-    stopped: str | None = None
-    """Why it was stopped; None while it is active."""
-    diverged: bool = False
+    regime: Regime
+    splits: Splits
+    preprocessing: Preprocessing
+    held_out: Index | None = None
+    """Indices of the training images that it is scored on instead of learning from them: a fold."""
+    start_from: str | None = None
+    """Content hash of the earlier task whose weights it starts from."""
 
-    @classmethod
-    def start(cls, task: Model, recipe: Recipe, trained: dict[str, nn.Parameter], **fields: Any) -> Run:
-        """A run before its first step; every parameter that is not in `trained` is frozen."""
-        for parameter in task.parameters():
+    trained: dict[str, nn.Parameter] = field(default_factory=dict, init=False, repr=False)
+    """The parameters that the regime trains; none where all is solved in closed form."""
+    optimizer: torch.optim.Optimizer = field(init=False, repr=False)
+    targets: Tensor | None = field(default=None, init=False, repr=False)
+    """Of the training images, in their order; None: those that its batches carry."""
+    sample_weight: Tensor | None = field(default=None, init=False, repr=False)
+    """Weight of each training image (n,); 0 for those that are held out. None: all count alike."""
+    there: Placed = field(init=False, repr=False)
+    """What of these each step reads, on the device."""
+    loss_scale: float = field(default=1.0, init=False, repr=False)
+    """What its loss is multiplied by, and its gradients divided by: above 1 in float16."""
+    good_steps: int = field(default=0, init=False, repr=False)
+    """Steps since the scale changed."""
+    scale: Scale | None = field(default=None, init=False, repr=False)
+    """Of a regression's targets: within a training, the head answers in these units."""
+    class_weights: Tensor | None = field(default=None, init=False, repr=False)
+    """See `Head.class_weights`."""
+    val_loader: Batches | None = field(default=None, init=False, repr=False)
+    """The images that it is scored on after every epoch."""
+    val_targets: Tensor | None = field(default=None, init=False, repr=False)
+    """Their targets: others may share the loader with labels of their own."""
+    history: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
+    best: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    """The trained parameters at the best validation score so far."""
+    initial: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    """The trained parameters of a task before the first step: what it gets back if it diverges before it was scored."""
+    best_score: tuple[float, float] | None = field(default=None, init=False)
+    best_epoch: int = field(default=-1, init=False)
+    stopped: str | None = field(default=None, init=False)
+    """Why it was stopped; None while it is active."""
+    diverged: bool = field(default=False, init=False)
+    answers: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    """Of the trained task, by split: its logits for the images of `evaluated`, and their targets."""
+
+    def __post_init__(self) -> None:
+        if not self.splits.train:
+            raise TrainingError(f"{self.splits.name} has no training images.")
+
+    @property
+    def train(self) -> ImageSet:
+        assert self.splits.train is not None
+        return self.splits.train
+
+    @property
+    def val(self) -> ImageSet | None:
+        """The images that it is scored on after every epoch."""
+        return self.splits.val if self.held_out is None else self.train.subset(self.held_out)
+
+    @property
+    def final(self) -> tuple[str, ImageSet]:
+        """The split that its metrics are measured on: one that it did not learn from, if there is one."""
+        if self.held_out is not None:
+            return "fold", self.train.subset(self.held_out)
+        if test := self.splits.new_test:
+            return "test", test
+        if self.splits.val:
+            return "val", self.splits.val
+        return LEFT_OUT if self.regime.readout == 1 else "train", self.train
+
+    @property
+    def evaluated(self) -> dict[str, ImageSet]:
+        """`final`, and the validation split if it has one: what its task is calibrated on."""
+        split, images = self.final
+        val = {"val": self.splits.val} if self.held_out is None and self.splits.val else {}
+        return {split: images, **val}
+
+    @property
+    def group_key(self) -> tuple[Any, ...]:
+        """Equal for runs that can share every batch."""
+        common = [repr(getattr(self.recipe, name)) for name in IN_COMMON]
+        views = self.recipe.augment.for_kind(self.splits.kind)
+        return content_key(self.train), self.preprocessing, self.regime.composes, views, *common
+
+    def start(self, first: Run, loaders: Loaders) -> None:
+        """Gets ready for the first step, in a group whose batches are those of its `first` run."""
+        val = self.val
+        if val is not None:
+            self.val_loader, self.val_targets = loaders.evaluation(self, val, keep=True), val.targets
+        if self.held_out is not None:
+            self.sample_weight = torch.ones(len(self.train), device="cpu")
+            self.sample_weight[torch.from_numpy(self.held_out)] = 0.0
+        learned = self.train.targets if self.sample_weight is None else self.train.targets[self.sample_weight > 0]
+        if self.recipe.balance:
+            self.class_weights = HEADS[self.splits.kind].class_weights(learned, len(self.splits.labels))
+        self.targets = self.train.targets if self.splits is not first.splits else None
+        self.scale = Scale.of(learned) if self.splits.kind == "regression" else None
+        self.trained = self.regime.trains(self.task)
+        for parameter in self.task.parameters():
             parameter.requires_grad_(False)
-        for parameter in trained.values():
+        for parameter in self.trained.values():
             parameter.requires_grad_(True)
-        return cls(task, recipe, trained, recipe.build_optimizer(trained), **fields)
+        self.optimizer = self.recipe.build_optimizer(self.trained)
+
+    def prepare(self, device: torch.device, loss_scale: float) -> None:
+        """Moves what every step reads to the device, once."""
+        parts = (self.targets, self.sample_weight, self.class_weights)
+        self.there = Placed(*(None if part is None else part.to(device) for part in parts))
+        self.loss_scale = loss_scale
+
+    def shrink_loss(self) -> bool:
+        """Halves the scale of a loss whose gradients overflowed, and forgets them; whether it could."""
+        if self.loss_scale <= 1:
+            return False
+        self.loss_scale, self.good_steps = self.loss_scale / 2, 0
+        self.optimizer.zero_grad()
+        return True
+
+    def grow_loss(self, steps: int, most: float) -> None:
+        """Counts a good step; after so many of them, a scale is doubled that was halved before."""
+        self.good_steps += 1
+        if self.good_steps % steps == 0 and 1 < self.loss_scale < most:
+            self.loss_scale *= 2
 
     def diverge(self, what: str, step: int) -> None:
         self.diverged = True
@@ -101,6 +211,146 @@ def standardised(runs: Sequence[Run]) -> Iterator[None]:
         raise
     for task, scale in scaled:
         scale.fold(task.head)
+
+
+@dataclass
+class Progress:
+    """How far a group is. Everything else follows from it: data order and augmentation are pure functions."""
+
+    step: int = 0
+    """Optimiser steps done."""
+    epoch: int = 0
+    batch: int = 0
+    """Batches of this epoch that are done."""
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    """Over this epoch, for each run: loss, correct answers, images."""
+
+
+@dataclass
+class RunGroup:
+    """Runs over the same images. Order and views of the images follow the first run's recipe."""
+
+    runs: Sequence[Run]
+    loader: Batches
+    name: str = ""
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        self._batches: Iterator[AnyBatch] | None = None
+        self._forward: Part | None = None
+        self._began, self._images = 0.0, 0
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.runs[0].recipe
+
+    @property
+    def total_steps(self) -> int:
+        if self.recipe.steps is not None:
+            return self.recipe.steps
+        return self.recipe.epochs * -(-len(self.loader) // self.recipe.accumulate)
+
+    @property
+    def active(self) -> list[Run]:
+        return [run for run in self.runs if run.stopped is None]
+
+    @property
+    def finished(self) -> bool:
+        # A checkpoint between an epoch's last step and its validation still counts the epoch's batches.
+        return not self.active or (self.progress.step >= self.total_steps and not self.progress.batch)
+
+    @property
+    def val_sets(self) -> list[tuple[Batches, list[Run]]]:
+        """Each validation loader, with the active runs that are scored on it."""
+        found: dict[int, tuple[Batches, list[Run]]] = {}
+        for run in self.active:
+            if run.val_loader is not None:
+                found.setdefault(id(run.val_loader), (run.val_loader, []))[1].append(run)
+        return list(found.values())
+
+    def next_batches(self) -> list[AnyBatch]:
+        """The batches of the next step; none when the epoch is over."""
+        if self.progress.step >= self.total_steps:
+            return []
+        if self._batches is None:
+            self._batches = self.loader.epoch(self.progress.epoch, start=self.progress.batch)
+            self._began, self._images = time.perf_counter(), 0
+        return list(islice(self._batches, self.recipe.accumulate))
+
+    def forward(self, backbone: Backbone) -> Part:
+        """The forward pass of the active runs' tasks."""
+        if self._forward is None or len(self._forward[1]) > len(self.active):
+            self._forward = join_tasks(backbone, [run.task for run in self.active if isinstance(run.task, Task)])
+        return self._forward
+
+    def count_step(self, batches: Sequence[AnyBatch]) -> float:
+        """Counts a finished step; returns the images per second of this epoch so far."""
+        self.progress.step += 1
+        self.progress.batch += len(batches)
+        self._images += sum(batch.total for batch in batches)
+        return self._images / max(time.perf_counter() - self._began, 1e-9)  # a clock may not have ticked yet
+
+    def next_epoch(self) -> None:
+        self.progress = Progress(self.progress.step, self.progress.epoch + 1)
+        self._batches = None
+
+
+class Loaders:
+    """Builds the loaders of some runs. Those of the same images are shared; with a cache they read kept features."""
+
+    def __init__(
+        self, backbone: Backbone, runs: Sequence[Run], cache: Cache | None, workers: int | None, processes: Processes
+    ) -> None:
+        self.cached: list[CachedLoader] = []
+        self._backbone, self._cache = backbone, cache
+        self._common: dict[str, Any] = {"workers": workers, "rank": processes.rank, "world": processes.world}
+        tasks = [run.task for run in runs if run.regime.composes]
+        self._first_layer = min((task.from_layer for task in [*tasks, *ancestors(tasks)]), default=0)
+        self._evaluation: dict[Any, Batches] = {}
+        self._buffers: Buffers = {}
+
+    def train(self, run: Run) -> Batches:
+        recipe = run.recipe
+        if run.regime.composes:
+            check_views(recipe, self._cache)
+        views: dict[str, Any] = {"augment": recipe.augment, "views": recipe.used_views}
+        return self._build(run, run.train, None, shuffle=True, seed=recipe.data_seed, **views)
+
+    def evaluation(self, run: Run, images: ImageSet, *, keep: bool) -> Batches:
+        """Plain views in order; `keep` says whether their features are worth keeping."""
+        key = (content_key(images), run.preprocessing, run.regime.composes, run.recipe.batch_size, keep)
+        if key not in self._evaluation:
+            # Validation sets are read one after the other, so they share buffers.
+            self._evaluation[key] = self._build(run, images, self._buffers, keep=keep)
+        return self._evaluation[key]
+
+    def _build(self, run: Run, images: ImageSet, buffers: Buffers | None, keep: bool = True, **how: Any) -> Batches:
+        loader = Loader(images, run.preprocessing, batch_size=run.recipe.batch_size, **self._common, **how)
+        if self._cache is None or not keep or not run.regime.composes:
+            return loader
+        self.cached.append(CachedLoader(loader, self._backbone, self._cache, self._first_layer, buffers))
+        return self.cached[-1]
+
+
+def start_groups(runs: Sequence[Run], loaders: Loaders) -> list[RunGroup]:
+    """The groups that runs form, each of them ready for the first step."""
+    together: dict[Any, list[Run]] = {}
+    for run in runs:
+        together.setdefault(run.group_key, []).append(run)
+    groups = []
+    for number, members in enumerate(together.values(), start=1):
+        loader = loaders.train(members[0])
+        for run in members:
+            run.start(members[0], loaders)
+        groups.append(RunGroup(members, loader, f"{number}: {members[0].splits.name}"))
+    return groups
+
+
+def content_key(images: ImageSet) -> str:
+    """Equal for sets of the same images in the same order, whatever their labels."""
+    if images.digests is not None:
+        return hashlib.sha256(np.ascontiguousarray(images.digests).tobytes()).hexdigest()
+    return f"{id(images.source)} {hashlib.sha256(images.rows.tobytes()).hexdigest()}"
 
 
 def join_tasks(backbone: Backbone, tasks: Sequence[Task]) -> Part:

@@ -19,9 +19,9 @@ from memoro.evaluation.metrics import COLUMNS
 from memoro.evaluation.predictions import no_formula
 from memoro.files import hold_folder, left_behind, write_whole
 from memoro.heads import HEADS
-from memoro.training.group import RunGroup
 from memoro.training.loop import Trainer
 from memoro.training.recipe import CHECKPOINT, METRICS, REPORT, SKIPPED
+from memoro.training.run import RunGroup
 
 
 class ProgressBar(Bar):
@@ -81,10 +81,10 @@ class RunFolder:
 
     def __init__(self, path: Path, trainer: Trainer, *, track: str | None = None) -> None:
         self.path, self.metrics = path, path / METRICS
-        names = list(dict.fromkeys(spec.splits.name for spec in trainer.specs))
+        names = list(dict.fromkeys(run.splits.name for run in trainer.all_runs))
         facts = {"backbone": trainer.backbone.name, "fingerprint": trainer.backbone.fingerprint.digest}
         self._config = {**trainer.identity, **facts, "set": names[0] if len(names) == 1 else names}
-        self._skipped = list(dict.fromkeys(one for spec in trainer.specs for one in spec.splits.skipped))
+        self._skipped = list(dict.fromkeys(one for run in trainer.all_runs for one in run.splits.skipped))
         self._tracker = None if track is None else start_tracker(track, path)
 
     def on_train_begin(self, groups: Sequence[RunGroup]) -> None:

@@ -1,40 +1,56 @@
-"""`train`: from images to a task in one call, as `memoro train` and `memoro sweep` do it."""
+"""`train`, `fit` and `fit_tasks`: plan, run, finish, save."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import fields, replace
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 
-from memoro.arguments import plain_int, several
-from memoro.backbones import Backbone, load_backbone
+from memoro.arguments import several
+from memoro.backbones import Backbone, load_backbone, require_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.backbones.precision import CHOSEN
-from memoro.data import Augment
-from memoro.data.dataset import MAX_UNREADABLE
-from memoro.engine.parents import check_together
-from memoro.errors import TaskFileError, TrainingError
-from memoro.files import keep_copy, left_behind
-from memoro.regimes import Regime, TaskPlan
+from memoro.data import Splits, load_data
+from memoro.data.augment import output_size
+from memoro.data.dataset import MAX_UNREADABLE, DataOptions
+from memoro.engine.featurestore import total_bytes
+from memoro.engine.parents import check_versions
+from memoro.errors import CacheError, TrainingError
+from memoro.evaluation.evaluate import check_labels
+from memoro.extras import need
+from memoro.files import left_behind
+from memoro.heads import find_kind
+from memoro.regimes import Regime
+from memoro.regimes.start import OPTIMISTIC, compare_labels, load_parents, read_start, regime_of
+from memoro.tasks.spec import Model
 from memoro.tasks.task import Task, content_hashes
-from memoro.tasks.taskfile import link_parents, load_tasks
-from memoro.training.distributed import find_processes
-from memoro.training.finish import record_time
-from memoro.training.fit import judge, preprocessing_of, regime_of
-from memoro.training.recipe import RECIPES, SKIPPED, Recipe, TrainOptions, find_recipe, merge_options
-from memoro.training.result import TrainResult
-from memoro.training.sources import choose_folds, cut_validation, load_sources, name_sources
-from memoro.training.sweep import Grid, SweepSpec, check_ensemble, run_sweeps
-from memoro.training.target import SUFFIX, check_target, file_of, has_content, read_target
-from memoro.training.warmstart import OPTIMISTIC, compare_labels, read_start
-
-MOST_BYTES = 80
-"""Of the name of a run folder that joins those of several tasks."""
+from memoro.training.cached import Cache, what_is_kept
+from memoro.training.checkpoint import read_identity
+from memoro.training.finish import Finisher, answer_held_out, finish_plans, record_time
+from memoro.training.loop import Trainer
+from memoro.training.plan import (
+    Plan,
+    choose_folds,
+    choose_rates,
+    choose_seeds,
+    choose_sizes,
+    combine,
+    cut_validation,
+    find_notes,
+    keep_known_rate,
+    load_sources,
+    name_folder,
+    name_sources,
+    preprocessing_of,
+)
+from memoro.training.recipe import Recipe, TrainOptions, add_views, check_solved, find_recipe, merge_options
+from memoro.training.result import TrainResult, choose_target, name_files, save_report, save_tasks
+from memoro.training.run import Run, ancestors
+from memoro.training.statistics import Describer, ReadOuts, StatisticsReader
 
 
 @overload
@@ -90,241 +106,284 @@ def train(
     Fields of the recipe and of the options can be given by name: `epochs=5`, `image_size=112`, `folder="runs/{task}"`.
     The task file is written to `out`, a file or folder, if that is given.
     """
-    from memoro.training.report import report_training
-
+    # Plan: what is trained, on what, and how.
     start = None if start_from is None else read_start(start_from, task)
-    regime = regime if start is None else regime_of(start, regime)
-    own_recipe = isinstance(recipe, Recipe)
-    if lr is None and isinstance(recipe, Recipe):
-        lr = recipe.lr
-    chosen, recipe = find_recipe(recipe, regime)
-    recipe, options = merge_options(recipe, options, changes)
-    ensemble, folds = options.ensemble, options.folds
-    target = None if out is None else read_target(out)
+    lr = recipe.lr if lr is None and isinstance(recipe, Recipe) else lr
+    stays = isinstance(backbone, Backbone) and device is None
+    place = None if stays else own_device(device)
+    chosen, found = find_recipe(recipe, regime if start is None else regime_of(start, regime))
+    found, options = merge_options(found, options, changes)
+    options = options.joined(torch.device(place) if place is not None else backbone.device)
+    if not isinstance(recipe, Recipe) and "views" not in changes:
+        found = add_views(found, options)
+    sizes = {"cells": cells, "from_layer": from_layer, "rank": rank}
     if chosen.readout == 1:
-        _check_solved(
-            {
-                "lr": lr,
-                "cells": cells,
-                "rank": rank,
-                "from_layer": from_layer,
-                "ensemble": ensemble,
-                "folds": folds,
-                "seeds": None if seeds == 1 else seeds,
-            },
-            changes,
-        )
-    seeds, ensemble = plain_int(seeds), plain_int(ensemble)
-    if ensemble is None:
-        ensemble = 1 if start is None or seeds != 1 else start.members
-    check_ensemble(ensemble, seeds, chosen)
-    rates = chosen.rates[recipe.optimizer]
-    rates = rates[len(rates) // 2 :][:1] if chosen.readout == 1 else rates
-    grid = Grid(
-        several(cells),
-        several(from_layer),
-        several(rates if lr is None else lr),
-        seeds=max(seeds, ensemble),
-        first_seed=recipe.seed,
-        ranks=several(rank),
-        ensemble=ensemble > 1,
-    )
-    for rate in grid.rates:
-        replace(recipe, lr=rate)  # raises where it is none
-    columns = None if label_column is None else [label_column] if isinstance(label_column, str) else [*label_column]
+        given = {**sizes, "lr": lr, "ensemble": options.ensemble, "folds": options.folds}
+        check_solved({**given, "seeds": None if seeds == 1 else seeds}, changes)
+    rates = choose_rates(lr, chosen, found)
+    seeds, members = choose_seeds(seeds, options.ensemble, chosen, start)
+    columns = [label_column] if isinstance(label_column, str) else label_column
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
         task, kind = task or start.name, kind or start.kind
-    sources = name_sources(data, task, columns)
-    if start is not None and len(sources) > 1:
-        raise TrainingError("`start_from` continues one task: give one set of images, and one `label_column` at most.")
-    if target is not None:
-        check_target(target, several=len(sources) > 1)
-    stays = isinstance(backbone, Backbone) and device is None
-    rounds = options.precision if chosen.composes else None
-    backbone = load_backbone(backbone, device=None if stays else own_device(device), precision=rounds)
-    main = find_processes(backbone.device).main
-    if not main:
-        options = replace(options, quiet=True, log=None)
-
+    sources = name_sources(data, task, columns, start)
+    target = None if out is None else choose_target(out, several=len(sources) > 1)
+    backbone = load_backbone(backbone, device=place, precision=options.precision if chosen.composes else None)
     if options.precision == "auto" and backbone.checkpoint is not None and backbone.dtype == torch.bfloat16:
         options.note(CHOSEN)
-    if not own_recipe and recipe.views == 1 and "views" not in changes and _asks_for_views(recipe.augment):
-        recipe = replace(recipe, views=RECIPES["paper"][1].views)
-        options.note(f"random crops and flips need several views of an image: using {recipe.views} (`views`).")
-    grid = _with_sizes(grid, chosen, start, backbone)
-    if not chosen.composes:  # each run has its own passes: no folds unless asked for
-        folds = folds or 0
-    plan = TaskPlan("", (), extends=_link_parents(several(extends)))
-    missing = {parent.name for parent in start.extends} - {parent.name for parent in plan.extends} if start else ()
-    if missing:
-        parents = ", ".join(f"`extends={name}{SUFFIX}`" for name in sorted(missing))
-        raise TrainingError(f"the task to start from extends {', '.join(sorted(missing))}: add {parents}.")
-    options.phases.switch("reading")
-    reading = {
-        "kind": kind,
-        "image_column": image_column,
-        "allow_absolute": allow_absolute,
-        "max_unreadable": max_unreadable,
-    }
-    sets = load_sources(sources, columns, recipe, options, **reading)
-    options.phases.switch("start-up")
+    wanted = choose_sizes(sizes, chosen, start, backbone)
+    settings = combine(rates, **wanted, seeds=range(found.seed, found.seed + max(seeds, members)))
+    parents = load_parents(several(extends), start)
+    reading = DataOptions(
+        kind=None if kind is None else find_kind(kind), image_column=image_column, allow_absolute=allow_absolute,
+        max_unreadable=max_unreadable, val_fraction=0, seed=found.data_seed,
+        workers=options.workers, quiet=options.quiet, phases=options.phases,
+    )  # fmt: skip
+    with options.phases.during("reading"):
+        sets = load_sources(sources, columns, reading)
     if start is not None:
-        name, splits = next(iter(sets.items()))
-        options.note(compare_labels(start, splits))
-        sets[name] = replace(splits, notes=(*splits.notes, OPTIMISTIC))
-    files = {} if target is None else {name: file_of(name, target, several=len(sets) > 1) for name in sets}
+        options.note(compare_labels(start, next(iter(sets.values()))))
+        sets = {name: replace(splits, notes=(*splits.notes, OPTIMISTIC)) for name, splits in sets.items()}
+    files = {} if target is None else name_files(target, list(sets))
     leftovers = [part for file in files.values() for part in left_behind(file)]
-    compared = choose_folds(list(sets.values()), chosen, grid, folds, recipe)
-    own_steps = None if start is None else start.spec.preprocessing
-    sweeps = [
-        SweepSpec(
-            replace(plan, name=name, labels=splits.labels, head=splits.kind),
-            chosen, cut_validation(splits, chosen, number, sets, recipe),
-            preprocessing_of(backbone, options, splits, own_steps), grid, recipe, number, start,
+    several_runs = len(settings) > (members if members > 1 else 1)
+    plans = [
+        Plan(
+            name, chosen, cut_validation(splits, chosen, folds, list(sets.values()), found),
+            preprocessing_of(backbone, options, splits, None if start is None else start.spec.preprocessing),
+            found, settings, folds, members > 1, parents, start,
         )
-        for (name, splits), number in zip(sets.items(), compared, strict=True)
+        for (name, splits), folds in choose_folds(sets, chosen, several_runs, options.folds, found)
     ]  # fmt: skip
-    asked = lr is not None or seeds > 1 or any(isinstance(sizes, Iterable) for sizes in (cells, rank, from_layer))
-    if not asked:
-        sweeps = [_with_known_rate(sweep, options) for sweep in sweeps]
-    if start is not None and grid.seeds < start.members:
-        options.note(
-            f"only {grid.seeds} of the {start.members} members of {start.name!r} are trained further (`ensemble`)."
-        )
-    if options.folder is not None:
-        options = replace(options, folder=Path(str(options.folder).replace("{task}", _name_folder(list(sets)))))
-    for text in _notes(sweeps, folds, options):
+    if lr is None and seeds == 1 and not any(isinstance(size, Iterable) for size in sizes.values()):
+        plans = [keep_known_rate(plan, options) for plan in plans]
+    options = name_folder(options, list(sets))
+    for text in find_notes(plans, options):
         options.note(text)
-    results = {}
-    for sweep, found in zip(sweeps, run_sweeps(backbone, sweeps, options), strict=True):
-        rows, best = found.rows if sweep.grid.choices > 1 else (), judge(found.best, options)
-        result = TrainResult(**vars(best), rows=rows, score_name=sweep.score_name, skipped=sweep.splits.skipped)
-        if result.metrics and rows and result.metrics["split"] != "test":
-            text = (
-                "no test split, so metrics are those of the images that settings were chosen on: they are optimistic."
-            )
-            options.note(f"{sweep.plan.name}: {text}")
-        if result.metrics and isinstance(result.task, Task) and result.task.spec.calibration is None:
-            why = str(result.task.spec.training["calibration"]).removeprefix("none: ")
-            what = "values have no interval" if result.task.kind == "regression" else "probabilities are not calibrated"
-            options.note(f"{sweep.plan.name}: {what} ({why}).")
-        results[sweep.plan.name] = result
-    record_time(list(results.values()), options.phases)
-    for name, result in results.items():
-        if result.metrics and name in files:
-            results[name] = _save(result, files[name], chosen, options, write=main)
-    for part in leftovers if main else ():  # of a write that was killed before this training began
-        part.unlink(missing_ok=True)
-    more = [{"settings": one.settings_table(), "file": one.file} for one in results.values()]
-    report_training(backbone, list(results.values()), [sweep.splits for sweep in sweeps], options, more)
+
+    # Run, and finish.
+    results = train_plans(backbone, plans, options)
+
+    # Save: task files, and a report.
+    results = save_tasks(results, files, leftovers, chosen, options)
+    save_report(backbone, results, [plan.splits for plan in plans], options)
     many = type(data) is dict or not (label_column is None or isinstance(label_column, str))
-    return results if many else next(iter(results.values()))
+    return dict(zip(sets, results, strict=True)) if many else results[0]
 
 
-def _check_solved(sizes: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """Raises where options were given that mean nothing for a read-out."""
-    gradients = {field.name for field in fields(Recipe)} - {"balance", "data_seed", "val_fraction"}
-    usual = RECIPES["default"][1]
-    given = [name for name, value in sizes.items() if value is not None]
-    given += [name for name, value in changes.items() if name in gradients and value != getattr(usual, name)]
-    if "augment" in given:
-        own, plain = changes["augment"], usual.augment
-        options = {"crop": "crop", "scale": "crop_scale", "flip": "flip"}
-        given += [option for name, option in options.items() if getattr(own, name) != getattr(plain, name)]
-        given.remove("augment")
-    if given:
-        names = ", ".join(f"`{name}`" for name in dict.fromkeys(given))
-        raise TrainingError(f"regime 'readout' is solved in closed form, without training runs: leave out {names}.")
+def fit(
+    backbone: Backbone,
+    task: Model,
+    data: Any,
+    *,
+    regime: str | Regime | None = None,
+    recipe: Recipe | str | None = None,
+    options: TrainOptions | None = None,
+    **changes: Any,
+) -> TrainResult:
+    """Trains `task` in place on `data` (anything that load_data takes, or Splits) and measures it.
+
+    It starts from the task's weights (their seed is an argument of new_task) and prepares images as in its earlier
+    training, if there was one and no `image_size` is given.
+
+    `recipe` is a Recipe or the name of one (see `RECIPES`). Without it, the regime decides: the paper's, or for
+    low-rank weights AdamW with a rate of 0.001. This is one run with one learning rate;
+    `memoro.train` tries several in one pass. Fields of the recipe and of the options can be given by name:
+    `fit(backbone, task, "photos", epochs=5, lr=0.03, folder="runs/photos")`. What is not a Task needs the regime
+    that built it.
+    """
+    return fit_tasks(backbone, [(task, data)], regime=regime, recipe=recipe, options=options, **changes)[0]
 
 
-def _with_sizes(grid: Grid, regime: Regime, start: Task | None, backbone: Backbone) -> Grid:
-    """The grid with the sizes of the task to start from, or without those that the regime does not have. Raises where
-    others were asked for."""
-    free = (None,)
-    if start is not None:
-        start.spec.check_backbone(backbone)
-        own = replace(grid, cells=(start.cells,), from_layers=(start.from_layer,), ranks=(start.rank,))
-        for name in ("cells", "from_layers", "ranks"):
-            if getattr(grid, name) not in {free, getattr(own, name)}:
-                raise TrainingError(
-                    f"{start.name!r} keeps its cells, rank and layers: leave out `cells`, `rank` and `from_layer`."
-                )
-        return own
-    if regime.name in {"head", "readout"}:
-        if any(grid.cells) or grid.from_layers not in {free, (backbone.depth,)}:
-            raise TrainingError(f"regime {regime.name!r} has no layers of its own: leave out `cells` and `from_layer`.")
-        return replace(grid, cells=free, from_layers=free)
-    if not regime.composes:
-        for name, asked in (("cells", grid.cells), ("rank", grid.ranks)):
-            if asked != free and name not in regime.sizes(backbone.depth):
-                raise TrainingError(f"regime {regime.name!r} has no {name}: leave out `{name}`.")
-    return grid
+def fit_tasks(
+    backbone: Backbone,
+    tasks: Sequence[tuple[Model, Any]],
+    *,
+    regime: str | Regime | None = None,
+    recipe: Recipe | str | None = None,
+    options: TrainOptions | None = None,
+    **changes: Any,
+) -> list[TrainResult]:
+    """Trains several tasks, each on its own data, with one base pass per step; otherwise as `fit`.
+
+    Each result is the same as if the task were trained alone. Tasks over the same images (`load_columns`) share every
+    image's base pass. A task that extends another one of the list is trained after it.
+    """
+    require_backbone(backbone)
+    if "seed" in changes:
+        raise TrainingError(
+            "seed is for initial weights, which these tasks already have: pass it to new_task, or use data_seed for "
+            "the order of the images."
+        )
+    own = recipe if isinstance(recipe, Recipe) else None
+    options = merge_options(own, options, changes)[1].joined(backbone.device)
+    runs = []
+    for task, data in tasks:
+        chosen = regime_of(task, regime)
+        found = merge_options(own or find_recipe(recipe, chosen)[1], None, changes)[0]
+        with options.phases.during("reading"):
+            splits = data if isinstance(data, Splits) else _load(data, task, found, options)
+        preprocessing = preprocessing_of(backbone, options, splits, task.spec.preprocessing)
+        runs.append(Run(task, found, chosen, splits, preprocessing))
+    stages = _stages(runs)
+    done: dict[int, TrainResult] = {}
+    for number, stage in enumerate(stages, start=1):
+        here = options
+        if options.folder is not None and len(stages) > 1:
+            here = replace(options, folder=options.folder / str(number))
+        results = train_runs(backbone, stage, here)
+        save_report(backbone, results, [run.splits for run in stage], here)
+        done |= {id(result.task): result for result in results}
+    return [done[id(task)] for task, _ in tasks]
 
 
-def _with_known_rate(sweep: SweepSpec, options: TrainOptions) -> SweepSpec:
-    """The sweep with a single learning rate where there are no images to choose one with."""
-    if sweep.folds or sweep.splits.val is not None or sweep.grid.choices == 1:
-        return sweep
-    middle = sweep.grid.rates[len(sweep.grid.rates) // 2]
-    options.note(f"{sweep.plan.name}: no validation images to choose a learning rate with: using {middle:g}.")
-    return replace(sweep, grid=replace(sweep.grid, rates=(middle,)))
+def _load(data: Any, task: Model, recipe: Recipe, options: TrainOptions) -> Splits:
+    return load_data(
+        data,
+        kind=task.kind,
+        labels=task.labels,
+        val_fraction=recipe.val_fraction,
+        seed=recipe.data_seed,
+        workers=options.workers,
+        quiet=options.quiet,
+        phases=options.phases,
+    )
 
 
-def _name_folder(names: Sequence[str]) -> str:
-    """`a+b` for the tasks a and b; for many, which no file name could hold, the first one and a hash of all."""
-    whole = "+".join(names)
-    if len(names) == 1 or len(whole.encode()) <= MOST_BYTES:
-        return whole
-    first = names[0].encode()[: MOST_BYTES // 2].decode(errors="ignore")
-    return f"{first}+{len(names) - 1}-more-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+def _stages(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs in stages, so that every task is trained after those that it extends."""
+    stages: list[list[Run]] = []
+    waiting = list(runs)
+    while waiting:
+        untrained = {id(run.task) for run in waiting}
+        stage = [run for run in waiting if not untrained & {id(older) for older in ancestors([run.task])}]
+        if not stage:
+            raise TrainingError("these tasks extend each other in a cycle.")
+        stages.append(stage)
+        waiting = [run for run in waiting if not any(run is done for done in stage)]
+    return stages
 
 
-def _asks_for_views(augment: Augment) -> bool:
-    """Whether random views were asked for: `flip=0` and `crop="none"` ask for plain ones."""
-    return augment.crop not in {None, "none"} or bool(augment.flip) or augment.scale != Augment().scale
+def train_runs(
+    backbone: Backbone, runs: Sequence[Run], options: TrainOptions | None = None, **changes: Any
+) -> list[TrainResult]:
+    """Trains all runs at once, with one base pass per step for all of them, and finishes them.
+
+    Fields of the options can be given by name. `image_size` is not read: each run has its preprocessing.
+    """
+    options = replace(options or TrainOptions(), **changes).joined(backbone.device)
+    finisher = run_all(backbone, runs, options)
+    results = [finisher.finish([run]) for run in runs]
+    record_time(results, options.phases)
+    return results
 
 
-def _link_parents(extends: Iterable[Task | str | Path]) -> list[Task]:
-    """The tasks to build on. A task with mere records of its parents is replaced by a copy with the parents."""
-    tasks = [task for source in extends for task in ([source] if isinstance(source, Task) else load_tasks(source))]
-    unlinked = [task for task in tasks if any(not isinstance(parent, Task) for parent in task.extends)]
-    if unlinked:
-        check_together(tasks)
-        tasks = [copy(task) if any(task is one for one in unlinked) else task for task in tasks]
-        link_parents(tasks, content_hashes(tasks))
-    return tasks
+def train_plans(
+    backbone: Backbone, plans: Sequence[Plan], options: TrainOptions | None = None, **changes: Any
+) -> list[TrainResult]:
+    """Trains all runs of all plans at once; the best setting of each becomes its task. Otherwise as `train_runs`."""
+    options = replace(options or TrainOptions(), **changes).joined(backbone.device)
+    runs = [plan.start_runs(backbone) for plan in plans]
+    finisher = run_all(backbone, [run for by_setting in runs for own in by_setting.values() for run in own], options)
+    results = finish_plans(plans, runs, finisher, options)
+    record_time(results, options.phases)
+    return results
 
 
-def _notes(sweeps: Sequence[SweepSpec], folds: int | None, options: TrainOptions) -> list[str]:
-    """Options without effect, and properties of the data."""
-    notes, settings, regime = [], len(sweeps[0].grid.settings()), sweeps[0].regime
-    if folds and not any(sweep.folds for sweep in sweeps):
-        why = "there is only one setting" if sweeps[0].grid.choices == 1 else "there is a validation split"
-        notes.append(f"`folds={folds}` is not used, because {why}.")
-    if sweeps[0].recipe.patience and any(sweep.folds for sweep in sweeps):
-        notes.append("`patience` is not used: the runs of a cross-validation are compared at the end.")
-    notes += dict.fromkeys(text for sweep in sweeps for text in sweep.splits.notes)
-    if options.folder is not None and any(sweep.splits.skipped for sweep in sweeps):
-        notes.append(f"all images that were left out are listed in {options.folder / SKIPPED}.")
-    if options.resume and options.checkpoint is not None and not options.checkpoint.is_file():
-        notes.append(f"there is no checkpoint in {options.folder}: starting from the beginning.")
-    if settings > 1 and not regime.composes:
-        notes.append(f"regime {regime.name!r} has a pass of its own, so its {settings} runs need separate passes.")
-    return notes
+def run_all(backbone: Backbone, runs: Sequence[Run], options: TrainOptions) -> Finisher:
+    """Trains all runs, and lets their tasks answer the images that they are measured on."""
+    from memoro.training.runfolder import ProgressBar, RunFolder, lock_folder
+
+    need("accelerate")
+    if any(run.regime.composes for run in runs):
+        backbone = load_backbone(backbone, precision=options.precision)
+    _check_runs(backbone, runs)
+    for run in runs:
+        run.task.prepare_training(backbone)
+    reader = StatisticsReader(backbone, options)
+    readouts = ReadOuts(backbone, reader, options)
+    with lock_folder(options.written) if options.written is not None else nullcontext():
+        options.phases.switch("base passes")
+        trainer = build_trainer(backbone, runs, options)
+        for run in runs:
+            if isinstance(run.task, Task):
+                run.task.detach_readout()
+            if run.regime.readout:
+                readouts.solve(run)
+        if options.written is not None:
+            trainer.callbacks.append(RunFolder(options.written, trainer, track=options.track))
+        if trainer.runs:
+            name, steps = trainer.runs[0].task.name, sum(group.total_steps for group in trainer.groups)
+            with ProgressBar(name, steps, options.quiet) as shown:
+                trainer.callbacks.append(shown)
+                trainer.on_validation = shown.update
+                options.phases.switch("training")
+                trainer.train()
+            if all(run.diverged for run in trainer.runs):
+                kept = "" if trainer.checkpoint is None else f" The last good checkpoint is in {trainer.checkpoint}."
+                raise TrainingError(f"{name!r}: {trainer.runs[0].stopped}.{kept}")
+        for callback in () if trainer.runs else trainer.callbacks:
+            callback.on_train_begin([])
+        options.phases.switch("evaluation")
+        answer_held_out(trainer, readouts)
+    if options.wanted_cache is not None and total_bytes(options.wanted_cache.folder):
+        options.note(what_is_kept(options.wanted_cache))
+    return Finisher(backbone, readouts, Describer(backbone, reader, options), options)
 
 
-def _save(result: TrainResult, file: Path, regime: Regime, options: TrainOptions, *, write: bool) -> TrainResult:
-    """Writes the task's file; another model that is there already is kept under another name."""
-    task, previous = result.task, None
-    if not write:
-        return replace(result, file=file)
+def _check_runs(backbone: Backbone, runs: Sequence[Run]) -> None:
+    tasks = [run.task for run in runs]
+    for task in tasks:
+        if sum(task is other for other in tasks) > 1:
+            raise TrainingError(f"{task.name!r} was passed twice: create one task per dataset.")
+        if isinstance(task, Task) and task.members > 1:
+            raise TrainingError(f"{task.name!r} is an ensemble: continue its members with train(…, start_from=task).")
+    if backbone.dtype == torch.float16:
+        raise TrainingError(
+            f"{backbone.name} is in float16, in which gradients underflow: choose `precision='bfloat16'` or 'float32'."
+        )
+    backbone.check_unchanged(read_weights=True)
+    older = ancestors(tasks)
+    for task in [*tasks, *older]:
+        task.spec.check_backbone(backbone)
+    hashes = content_hashes(older)
+    for task in older:
+        check_versions(task, [parent for parent in task.extends if isinstance(parent, Task)], hashes)
+    for run in runs:
+        check_labels(run.task, run.splits)
+        backbone.check_pixels(torch.empty(1, 3, *output_size(run.preprocessing), device="cpu"))
+
+
+def build_trainer(backbone: Backbone, runs: Sequence[Run], options: TrainOptions) -> Trainer:
+    """A trainer whose features are computed; without any where they do not fit and are not required."""
+    cache = _choose_cache(options, backbone, runs)
+    trainer = Trainer(backbone, runs, options, cache=cache)
     try:
-        if file.is_file() and not has_content(file, task, regime):
-            previous = keep_copy(file)
-            options.note(f"{file} was there already: the old file is kept as {previous}.")
-        regime.save(task, file)
-    except TaskFileError as error:
-        again = "Fix the problem, then train again with `resume=True` to write the file."
-        rest = "" if result.folder is None else f" The weights are saved in {result.folder}. {again}"
-        raise TaskFileError(f"{error}{rest}") from None
-    return replace(result, file=file, previous=previous)
+        trainer.fill_cache()
+    except CacheError as error:
+        if cache is None or cache.required:
+            raise
+        options.note(f"training without the cache: {error}")
+        trainer = Trainer(backbone, runs, options)
+    return trainer
+
+
+def _choose_cache(options: TrainOptions, backbone: Backbone, runs: Sequence[Run]) -> Cache | None:
+    """The cache, None where nothing can be kept; an error where it is required and cannot be used."""
+    cache = options.wanted_cache
+    if cache is None:
+        return None
+    if cache.required:
+        for run in runs:
+            if not run.regime.composes:
+                raise TrainingError(
+                    f"regime {run.regime.name!r} has a pass of its own, so its features cannot be cached: "
+                    "leave out `cache`."
+                )
+        return cache
+    kept = [run for run in runs if run.regime.composes]
+    if not kept or backbone.device.type != "cpu" or any(run.recipe.views is None for run in kept):
+        return None
+    if options.resume and options.checkpoint is not None and options.checkpoint.is_file():
+        # A training that started without features must continue without them.
+        return None if read_identity(options.checkpoint).get("features") is None else cache
+    return cache

@@ -24,8 +24,8 @@ from memoro.data import ImageSet, Splits, load_data
 from memoro.errors import CompositionError, TrainingError
 from memoro.lab.baselines import BASELINES, REGIMES, Baseline, BaselinePlan
 from memoro.regimes.regime import all_parameters
-from memoro.training import Cache, FitResult, Recipe, RunSpec, Trainer, train_runs
-from memoro.training.target import has_content
+from memoro.training import Cache, Recipe, Run, Trainer, TrainResult, train_runs
+from memoro.training.result import has_content
 
 __all__ = ["double", "squares"]  # fixtures
 PLAN = BaselinePlan("model", LABELS, cells=2, width=3, rank=2, seed=1)
@@ -72,13 +72,13 @@ def test_what_was_trained_is_what_a_file_answers(
 # ------------------------------------------------------------------------------------------------------- company
 
 
-def specs_of(names: list[str], backbone: Backbone, splits: Splits, **changes: Any) -> list[RunSpec]:
+def specs_of(names: list[str], backbone: Backbone, splits: Splits, **changes: Any) -> list[Run]:
     recipe = Recipe(**{"epochs": 2, "batch_size": 8, "lr": 0.03, "warmup": 1, **changes})
     size = backbone.preprocessing.at(20)
-    return [RunSpec(build(name, backbone), recipe, REGIMES[name], splits, size) for name in names]
+    return [Run(build(name, backbone), recipe, REGIMES[name], splits, size) for name in names]
 
 
-def learn(names: list[str], backbone: Backbone, splits: Splits, **options: Any) -> dict[str, FitResult]:
+def learn(names: list[str], backbone: Backbone, splits: Splits, **options: Any) -> dict[str, TrainResult]:
     results = train_runs(backbone, specs_of(names, backbone, splits), **FRESH, **options)
     return dict(zip(names, results, strict=True))
 

@@ -14,7 +14,7 @@ from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure_task
 from memoro.lab.baselines.baseline import Baseline, BaselinePlan
 from memoro.lab.baselines.methods import BASELINES
-from memoro.training import FitResult, fit, train
+from memoro.training import TrainResult, fit, train
 
 
 def train_baseline(data: Any, method: str, *, width: int = 5, checkpointing: bool = False, **settings: Any) -> Any:
@@ -31,7 +31,7 @@ def train_baseline(data: Any, method: str, *, width: int = 5, checkpointing: boo
     return train(data, regime=regime, **settings)
 
 
-def fit_baseline(backbone: Backbone, model: Baseline, data: Any, **changes: Any) -> FitResult:
+def fit_baseline(backbone: Backbone, model: Baseline, data: Any, **changes: Any) -> TrainResult:
     """`memoro.fit` for a baseline."""
     return fit(backbone, model, data, regime=BASELINES[model.regime].regime, **changes)
 

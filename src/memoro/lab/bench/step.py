@@ -15,9 +15,9 @@ from memoro.data import Splits, load_data
 from memoro.lab.baselines import BASELINES, REGIMES, BaselinePlan
 from memoro.lab.bench.models import CLASSES, MODELS
 from memoro.training.cached import Cache
-from memoro.training.group import RunSpec
 from memoro.training.loop import Trainer
 from memoro.training.recipe import TrainOptions, find_recipe
+from memoro.training.run import Run
 
 Step = Callable[[], object]
 RANK = 8
@@ -82,9 +82,9 @@ def build_step(setting: Setting, candidate: Candidate, folder: Path) -> tuple[St
     own = find_recipe(None, regime)[1]
     recipe = replace(own, steps=1_000_000, batch_size=setting.batch, views=1)
     tasks = [regime.build(backbone, replace(plan, seed=seed)) for seed in range(candidate.runs)]
-    specs = [RunSpec(task, recipe, regime, splits, backbone.preprocessing.at(side)) for task in tasks]
+    runs = [Run(task, recipe, regime, splits, backbone.preprocessing.at(side)) for task in tasks]
     cache = Cache(folder / "features") if candidate.cached else None
-    trainer = Trainer(backbone, specs, TrainOptions(workers=0, quiet=True), cache=cache)
+    trainer = Trainer(backbone, runs, TrainOptions(workers=0, quiet=True), cache=cache)
     trainer.fill_cache()
     [group] = trainer.groups
     batches = group.next_batches()

@@ -19,9 +19,9 @@ from memoro.lab.baselines import REGIMES, BaselinePlan
 from memoro.lab.bench.step import RANK
 from memoro.plots import save_figure
 from memoro.training.cached import Cache, CachedLoader, fill_caches
-from memoro.training.group import RunGroup, RunSpec
 from memoro.training.loop import Trainer
 from memoro.training.recipe import OptimizerName, Recipe, TrainOptions
+from memoro.training.run import Run, RunGroup
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def bench_time_to_accuracy(
         regime = REGIMES[approach.regime]
         own, rank = (None, RANK) if approach.regime == "side" else (cells, None)
         task = regime.build(backbone, BaselinePlan("goal", splits.labels, cells=own, rank=rank, seed=0))
-        spec = RunSpec(task, recipe, regime, splits, preprocessing)
-        curve = _train(backbone, spec, approach.cached, goal, workers, tick)
+        planned = Run(task, recipe, regime, splits, preprocessing)
+        curve = _train(backbone, planned, approach.cached, goal, workers, tick)
         tick(most - len(curve))
         found.append(TimeToAccuracy(approach, curve, goal))
     return found
@@ -142,11 +142,11 @@ def epoch_count(epochs: int, approaches: Sequence[Approach] = APPROACHES) -> int
 
 
 def _train(
-    backbone: Backbone, spec: RunSpec, cached: bool, goal: float, workers: int | None, tick: Callable[[int], None]
+    backbone: Backbone, planned: Run, cached: bool, goal: float, workers: int | None, tick: Callable[[int], None]
 ) -> list[tuple[float, float]]:
     with tempfile.TemporaryDirectory() as folder:
         cache = Cache(Path(folder)) if cached else None
-        trainer = Trainer(backbone, [spec], TrainOptions(workers=workers), cache=cache)
+        trainer = Trainer(backbone, [planned], TrainOptions(workers=workers), cache=cache)
         start = time.perf_counter()
         if cache is not None:
             [group] = trainer.groups

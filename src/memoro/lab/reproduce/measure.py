@@ -22,9 +22,8 @@ from memoro.images import Preprocessing
 from memoro.lab.baselines import REGIMES
 from memoro.lab.reproduce.methods import Method
 from memoro.tasks.task import Task
-from memoro.training import FitResult, Recipe, RunSpec, TrainOptions, train_runs
+from memoro.training import Recipe, Run, TrainOptions, TrainResult, train_runs
 from memoro.training.checkpoint import run_identity
-from memoro.training.sweep import average_results
 
 Correct = np.ndarray[Any, np.dtype[np.bool_]]
 """Whether each image was classified correctly."""
@@ -81,16 +80,16 @@ class Bench:
     options: TrainOptions = field(default_factory=lambda: TrainOptions(quiet=True))
     """With a `folder`, every training has a checkpoint in it and continues from that."""
 
-    def train(self, specs: Sequence[RunSpec]) -> list[FitResult]:
-        """All specs in one call; features are kept only for what composes."""
+    def train(self, runs: Sequence[Run]) -> list[TrainResult]:
+        """All runs in one call; features are kept only for what composes."""
         options = self.options
-        if not all(spec.regime.composes for spec in specs):
+        if not all(run.regime.composes for run in runs):
             options = replace(options, cache=False)
         if options.folder is not None:
-            identity = json.dumps(run_identity(self.backbone, specs, options.wanted_cache))
+            identity = json.dumps(run_identity(self.backbone, runs, options.wanted_cache))
             name = hashlib.sha256(identity.encode()).hexdigest()[:16]
             options = replace(options, folder=options.folder / name, resume=True)
-        return train_runs(self.backbone, specs, options)
+        return train_runs(self.backbone, runs, options)
 
 
 @dataclass(frozen=True)
@@ -141,17 +140,17 @@ def select_rates(
         for seed in range(budget.judging_seeds)
         for part in parts
     ]
-    specs = [
-        make_spec(bench, unseen, method, budget, lr, seed, part, extends.get(method.name, ()))
+    runs = [
+        make_run(bench, unseen, method, budget, lr, seed, part, extends.get(method.name, ()))
         for method, lr, seed, part in keys
     ]
-    gathered: dict[tuple[str, float, int], list[FitResult]] = {}
-    for (method, lr, seed, _), result in zip(keys, bench.train(specs), strict=True):
+    gathered: dict[tuple[str, float, int], list[TrainResult]] = {}
+    for (method, lr, seed, _), result in zip(keys, bench.train(runs), strict=True):
         gathered.setdefault((method.name, lr, seed), []).append(result)
     return {method.name: _choose(method, gathered) for method in methods}
 
 
-def _choose(method: Method, gathered: Mapping[tuple[str, float, int], list[FitResult]]) -> Selection:
+def _choose(method: Method, gathered: Mapping[tuple[str, float, int], list[TrainResult]]) -> Selection:
     scores: dict[float, list[float]] = {}
     for (name, lr, _), results in gathered.items():
         if name == method.name:
@@ -165,7 +164,7 @@ def _choose(method: Method, gathered: Mapping[tuple[str, float, int], list[FitRe
     return Selection(best, scores, curve)
 
 
-def _accuracy(results: Sequence[FitResult]) -> float:
+def _accuracy(results: Sequence[TrainResult]) -> float:
     """Over the images of all folds; 0 if a run diverged."""
     if not all(result.metrics for result in results):
         return 0.0
@@ -180,7 +179,7 @@ def train_seeds(
     budget: Budget,
     extends: Mapping[str, Sequence[Task]] = {},
     seeds: Iterable[int] | None = None,
-) -> dict[str, list[FitResult]]:
+) -> dict[str, list[TrainResult]]:
     """Each method's runs on all training images at its rate, one per seed, measured on the test split.
 
     An ensemble has several runs per seed, and a method may have several rates: the logits of all its runs of a seed
@@ -195,17 +194,23 @@ def train_seeds(
         for seed in chosen
         for member in range(method.ensemble)
     ]
-    specs = [
-        make_spec(bench, splits, method, budget, lr, own, extends=extends.get(method.name, ()))
+    runs = [
+        make_run(bench, splits, method, budget, lr, own, extends=extends.get(method.name, ()))
         for method, lr, _, own in keys
     ]
-    found: dict[str, dict[int, list[FitResult]]] = {method.name: {} for method, _ in rates}
-    for (method, _, seed, _), result in zip(keys, bench.train(specs) if specs else [], strict=True):
+    found: dict[str, dict[int, list[TrainResult]]] = {method.name: {} for method, _ in rates}
+    for (method, _, seed, _), result in zip(keys, bench.train(runs) if runs else [], strict=True):
         found[method.name].setdefault(seed, []).append(result)
-    return {name: [average_results(runs) for runs in some.values()] for name, some in found.items()}
+    return {name: [_average(results) for results in some.values()] for name, some in found.items()}
 
 
-def make_spec(
+def _average(results: Sequence[TrainResult]) -> TrainResult:
+    """The first of several results over the same images, with the mean of their logits."""
+    logits = [result.logits for result in results if result.logits is not None]
+    return replace(results[0], logits=torch.stack(logits).mean(dim=0)) if logits else results[0]
+
+
+def make_run(
     bench: Bench,
     splits: Splits,
     method: Method,
@@ -214,10 +219,10 @@ def make_spec(
     seed: int,
     held_out: Index | None = None,
     extends: Sequence[Task] = (),
-) -> RunSpec:
+) -> Run:
     task = method.build(bench.backbone, splits, seed, extends)
     recipe = budget.recipe(method, lr, seed)
-    return RunSpec(task, recipe, REGIMES[method.regime], splits, bench.preprocessing, held_out)
+    return Run(task, recipe, REGIMES[method.regime], splits, bench.preprocessing, held_out)
 
 
 def measure_methods(
@@ -242,7 +247,7 @@ def measure_methods(
     return records
 
 
-def summarise(results: Sequence[FitResult]) -> dict[str, Any]:
+def summarise(results: Sequence[TrainResult]) -> dict[str, Any]:
     """The test accuracy of each run, which images each got right, and how many runs diverged."""
     return {
         **summarise_answers([correct_of(result) for result in results]),
@@ -258,7 +263,7 @@ def summarise_answers(rights: Sequence[Correct]) -> dict[str, Any]:
     }
 
 
-def correct_of(result: FitResult) -> Correct:
+def correct_of(result: TrainResult) -> Correct:
     """Which images of the measured split were classified correctly; empty for a run that diverged."""
     if result.logits is None or result.targets is None:
         return np.zeros(0, dtype=bool)

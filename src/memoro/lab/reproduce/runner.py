@@ -27,8 +27,8 @@ from memoro.lab.reproduce.extension import measure_extension
 from memoro.lab.reproduce.measure import Bench, Budget, limit_training, measure_methods
 from memoro.lab.reproduce.plan import CHILDREN, CPU, Job, Key
 from memoro.lab.reproduce.records import Records
+from memoro.processes import Processes, find_processes
 from memoro.training import TrainOptions
-from memoro.training.distributed import Processes, find_processes
 from memoro.training.runfolder import lock_folder
 
 MOST_PIXELS = 112

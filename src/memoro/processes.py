@@ -1,9 +1,12 @@
-"""The processes that train together, as `torchrun` or `accelerate launch` started them. Usually it is one."""
+"""The processes that train together, as `torchrun` or `accelerate launch` started them, usually one; and Ctrl-C."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -77,3 +80,33 @@ def find_processes(device: torch.device) -> Processes:
     # Unless told otherwise, Accelerate treats several processes on CPUs as one.
     state: Any = PartialState(cpu=launched and device.type == "cpu", timeout=TIMEOUT)
     return Processes(state.process_index, state.num_processes, max(state.local_process_index, 0), str(state.device))
+
+
+@contextmanager
+def printing_once(device: torch.device) -> Iterator[None]:
+    """Within, only the main process prints."""
+    if find_processes(device).main:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[Callable[[], bool]]:
+    """Within, Ctrl-C only sets a flag, so that no step is left half done; a second Ctrl-C interrupts at once."""
+    flag: list[bool] = []
+
+    def handler(number: int, frame: Any) -> None:
+        if flag:
+            raise KeyboardInterrupt
+        flag.append(True)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: bool(flag)
+    finally:
+        signal.signal(signal.SIGINT, before)

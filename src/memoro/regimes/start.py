@@ -1,9 +1,9 @@
-"""Starting from an earlier task: its weights, for the same labels, more of them or fewer."""
+"""Starting from an earlier task, with its weights, for the same labels, more or fewer; and building on earlier ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Sequence
+from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,17 @@ from typing import Any
 from memoro.console import format_count
 from memoro.data import Splits
 from memoro.data.annotations import first_few
+from memoro.engine.parents import check_together
 from memoro.errors import TrainingError
-from memoro.evaluation.training_images import SKETCH
-from memoro.tasks.task import Task, split_members
-from memoro.tasks.taskfile import load_tasks
+from memoro.regimes import Regime, find_regime
+from memoro.tasks.record import SKETCH
+from memoro.tasks.spec import Model
+from memoro.tasks.task import Task, content_hashes, split_members
+from memoro.tasks.taskfile import link_parents, load_tasks
 
 MAX_HISTORY = 100
 RECORDED = ("data", "images", "regime", "epochs", "lr")
-"""What the history of a task tells about each earlier training."""
+"""What the history of a task has of each earlier training."""
 OPTIMISTIC = (
     "the earlier training may have seen the images that runs are scored on, so scores may be optimistic, and the task "
     "is not calibrated: use memoro calibrate with new images."
@@ -88,3 +91,35 @@ def _history(old: Task) -> list[dict[str, Any]]:
     return [*earlier, {"task": old.name, "labels": len(old.labels), **about, "content": old.content_hash()}][
         -MAX_HISTORY:
     ]
+
+
+def load_parents(extends: Iterable[Task | str | Path], start: Task | None) -> list[Task]:
+    """The tasks to build on. A task with mere records of its parents is replaced by a copy with the parents."""
+    tasks = [task for source in extends for task in ([source] if isinstance(source, Task) else load_tasks(source))]
+    unlinked = [task for task in tasks if any(not isinstance(parent, Task) for parent in task.extends)]
+    if unlinked:
+        check_together(tasks)
+        tasks = [copy(task) if any(task is one for one in unlinked) else task for task in tasks]
+        link_parents(tasks, content_hashes(tasks))
+    missing = {parent.name for parent in start.extends} - {task.name for task in tasks} if start else ()
+    if missing:
+        parents = ", ".join(f"`extends={name}.safetensors`" for name in sorted(missing))
+        raise TrainingError(f"the task to start from extends {', '.join(sorted(missing))}: add {parents}.")
+    return tasks
+
+
+def regime_of(task: Model, regime: str | Regime | None) -> Regime:
+    """The regime that is given; without one, that of the task."""
+    if regime is None and isinstance(task, Task):
+        reads = task.spec.readout
+        if reads is not None:
+            regime = "readout" if reads.share == 1 else "joint"
+        else:
+            regime = "head" if task.from_layer == task.spec.backbone.depth else "side" if task.rank else "memory"
+    if regime is None:
+        raise TrainingError(f"{task.name!r} is not a task: pass the regime that built it, regime=….")
+    found = find_regime(regime)
+    if found.composes != isinstance(task, Task):
+        made = "a task" if isinstance(task, Task) else "not a task"
+        raise TrainingError(f"{task.name!r} is {made}; regime {found.name!r} only trains models that it built itself.")
+    return found
