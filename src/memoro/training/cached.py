@@ -23,6 +23,7 @@ from memoro.data.augment import output_size
 from memoro.engine import featurestore
 from memoro.engine.featurestore import FeatureStore, default_folder, total_bytes
 from memoro.engine.records import RecordFormat, StoreDtype
+from memoro.engine.resident import Resident, free_memory, resident_bytes
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
@@ -108,6 +109,9 @@ class CachedLoader:
         self.views = range(loader.views or 1)
         self.keys = [[self._key(sample, view) for sample in range(len(self.images))] for view in self.views]
         """Of every image, a list for each view."""
+        self._resident: Resident | None = None
+        self._placed = False
+        """Whether it was decided where features are read from."""
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -168,7 +172,21 @@ class CachedLoader:
             self.store.refresh()  # another process may have computed them again already
             self.fill()
 
+    @property
+    def resident_bytes(self) -> int:
+        """What its features take in memory."""
+        return resident_bytes(self.store, len({key for view in self.keys for key in view}), self._backbone.dtype)
+
     def _read(self, keys: Sequence[bytes]) -> Features:
+        device = self._backbone.device
+        if not self._placed:
+            self._placed = True
+            if 0 < self.resident_bytes <= free_memory(device):
+                every = [key for view in self.keys for key in view]
+                self._mend(every)
+                self._resident = Resident(self.store, every, device, self._backbone.dtype)
+        if self._resident is not None:
+            return self._resident.read(keys, self._biases)
         self._mend(keys)
         place = (self.store.format, self.batch_size)
         if place not in self.buffers:

@@ -65,8 +65,12 @@ def answer_held_out(trainer: Trainer, readouts: ReadOuts) -> None:
     for run in trainer.all_runs:
         if run.regime.readout == 1 and isinstance(run.task, Task):
             split, images = run.final
-            readouts.solve(run).attach(run.task, 1.0)
-            run.answers[split] = readouts.answers(run, split, images), images.targets
+            solved = readouts.solve(run)
+            solved.attach(run.task, 1.0)
+            if split == LEFT_OUT:
+                run.answers[split] = solved.held_out, images.targets[solved.answered]
+            else:
+                run.answers[split] = readouts.answers(run, split, images), images.targets
 
 
 class Finisher:
@@ -109,8 +113,11 @@ class Finisher:
                     np.concatenate([fold.held_out for fold in folds if fold.held_out is not None])
                 )
         elif run.regime.readout == 1:
-            held_out = self._readouts.solve(run).held_out, run.train.targets
+            solved = self._readouts.solve(run)
+            held_out = solved.held_out, run.train.targets[solved.answered]
             add_calibration(task, held_out, LEFT_OUT, seen=was_seen(task, run.train))
+            if split == LEFT_OUT and len(out) < len(images):
+                images = images.subset(solved.answered.numpy())
         else:
             validated = _mean_answers([member[-1] for member in members], "val") if "val" in run.answers else None
             add_calibration(task, validated, "validation", seen=seen or was_seen(task, run.splits.val))

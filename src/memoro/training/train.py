@@ -14,11 +14,13 @@ from memoro.arguments import several
 from memoro.backbones import Backbone, load_backbone, require_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.backbones.precision import CHOSEN
+from memoro.console import format_bytes
 from memoro.data import Splits, load_data
 from memoro.data.augment import output_size
 from memoro.data.dataset import MAX_UNREADABLE, DataOptions
 from memoro.engine.featurestore import total_bytes
 from memoro.engine.parents import check_versions
+from memoro.engine.resident import free_memory
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.extras import need
@@ -337,10 +339,6 @@ def _check_runs(backbone: Backbone, runs: Sequence[Run]) -> None:
             raise TrainingError(f"{task.name!r} was passed twice: create one task per dataset.")
         if isinstance(task, Task) and task.members > 1:
             raise TrainingError(f"{task.name!r} is an ensemble: continue its members with train(…, start_from=task).")
-    if backbone.dtype == torch.float16:
-        raise TrainingError(
-            f"{backbone.name} is in float16, in which gradients underflow: choose `precision='bfloat16'` or 'float32'."
-        )
     backbone.check_unchanged(read_weights=True)
     older = ancestors(tasks)
     for task in [*tasks, *older]:
@@ -358,6 +356,12 @@ def build_trainer(backbone: Backbone, runs: Sequence[Run], options: TrainOptions
     cache = _choose_cache(options, backbone, runs)
     trainer = Trainer(backbone, runs, options, cache=cache)
     try:
+        size, free = sum(one.resident_bytes for one in trainer.loaders.cached), free_memory(backbone.device)
+        if cache is not None and not cache.required and backbone.device.type != "cpu" and size > free:
+            raise CacheError(
+                f"the features take {format_bytes(size)}, and {format_bytes(free)} of the GPU's memory is for them. "
+                "To read them from disk in every epoch, use `cache=True`."
+            )
         trainer.fill_cache()
     except CacheError as error:
         if cache is None or cache.required:
@@ -381,7 +385,7 @@ def _choose_cache(options: TrainOptions, backbone: Backbone, runs: Sequence[Run]
                 )
         return cache
     kept = [run for run in runs if run.regime.composes]
-    if not kept or backbone.device.type != "cpu" or any(run.recipe.views is None for run in kept):
+    if not kept or backbone.device.type not in {"cpu", "cuda"} or any(run.recipe.views is None for run in kept):
         return None
     if options.resume and options.checkpoint is not None and options.checkpoint.is_file():
         # A training that started without features must continue without them.
