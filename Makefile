@@ -43,10 +43,11 @@ bench: .venv/ready
 test-timm: .venv-timm/ready
 	.venv-timm/bin/python -m pytest tests_timm
 
-# The pages in a real browser. Screenshots are left in tests_browser/screenshots.
-test-browser: .venv/ready
+# The pages and the site in a real browser. Screenshots are left in tests_browser/screenshots.
+test-browser: .venv/ready docs
 	@command -v chromium >/dev/null || { echo "chromium is not on the PATH. Install it with: sudo apt-get install chromium"; exit 1; }
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r tests_browser/requirements.txt
+	npm install --prefix tests_browser --no-package-lock --silent
 	$(BIN)/python -m pytest -n 0 tests_browser
 
 # Bulk prediction on a Ray cluster of this machine.

@@ -68,9 +68,7 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
 }
 
 
-def parts_of(
-    found: Familiarity, statistics: Tensor, targets: Tensor, others: Others
-) -> dict[str, tuple[Strange, Tensor]]:
+def parts_of(found: Familiarity, statistics: Tensor, targets: Tensor) -> dict[str, tuple[Strange, Tensor]]:
     """By score: how strange images are, and how strange held-out training images are."""
     plain = fit_familiarity(statistics, targets, None)
     assert plain is not None

@@ -24,6 +24,7 @@ import memoro
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import own_device
 from memoro.cli import app
+from memoro.engine.forward import answer_together
 from memoro.errors import BackboneError, MemoroError, TaskFileError, TrainingError
 from memoro.tasks.task import new_task
 from memoro.training import Trainer, fit
@@ -329,8 +330,9 @@ def test_tasks_reach_the_backbones_device(vit: Any, root: Path) -> None:
     trainer = Trainer(there, [spec])
     assert {parameter.device.type for parameter in spec.task.parameters()} == {"meta"}
     assert {parameter.device.type for parameter in parent.parameters()} == {"cpu"}  # not asked to move
-    forward = trainer.groups[0].forward(there)
-    assert forward(torch.empty(2, 3, 20, 20, device="meta"))[0].device.type == "meta"
+    pixels = torch.empty(2, 3, 20, 20, device="meta")
+    [[logits]] = answer_together([trainer.groups[0].forward(there)], [pixels])
+    assert logits.device.type == "meta"
 
 
 def test_a_folder_with_files_of_others_is_left_alone(backbone: Backbone, squares: Path, tmp_path: Path) -> None:

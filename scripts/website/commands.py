@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -99,7 +100,9 @@ def section(words: str, command: Any) -> str:
 
 
 def _join(texts: list[str]) -> list[str]:
-    return [line for text in texts for line in (" ".join(text.split("\n")).replace("<", "&lt;"), "")]
+    """Paragraphs, with options as code."""
+    lines = (re.sub(r"(?<![\w`-])(--[a-z][\w-]*)", r"`\1`", " ".join(text.split("\n"))) for text in texts)
+    return [line for text in lines for line in (text.replace("<", "&lt;"), "")]
 
 
 def command_pages() -> dict[str, str]:

@@ -35,6 +35,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links as they are in the repository, where pages lie elsewhere, become links of the site."""
     name = page.file.src_uri
+    if name.startswith("results/") or name in OTHERS.values():
+        page.meta["search"] = {"boost": 0.2}  # guides and the reference come first
     up = "../" * name.count("/")
     if name in OTHERS.values():
         markdown = markdown.replace("](docs/", "](")
@@ -52,7 +54,16 @@ def _inline(found: re.Match[str]) -> str:
     return f'<figure class="drawing">{svg.strip()}</figure>'
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """The empty corner of a table is no heading."""
+    return re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
+
+
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """The theme loads the script that lets search work on files from another host: ours is here."""
+    """The theme loads the script that lets search work on files from another host, ours is here; and a name for its
+    search dialog."""
     up = "../" * page.file.dest_uri.count("/")
+    output = output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
     return re.sub(r'src="https://unpkg.com/iframe-worker/shim[^"]*"', f'src="{up}assets/worker.js"', output)

@@ -8,10 +8,11 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_overloads, get_type_hints
 
 import memoro
 from memoro.options import read_options
@@ -32,6 +33,11 @@ PAGES = {
 JOINED = {"images": "backbones", "embedding": "evaluation"}
 EXTRA = ("sklearn",)
 """Public modules that are imported by their own name."""
+INSIDE = {
+    *("Anatomy", "Block", "Context", "Head", "Levels", "MlpParts", "Outputs", "Pass", "Phases", "QueryKeyValue"),
+    *("Recognition", "Source", "TaskPlan", "TrainableCopy"),
+}
+"""Types of public fields that users have no need of."""
 WIDTH = 88
 
 
@@ -64,7 +70,7 @@ def returned() -> dict[str, type]:
         for one in [value, *members]:
             for kind in hinted(one):
                 own = kind.__module__.startswith("memoro.") and not kind.__name__.startswith("_")
-                if own and kind.__name__ not in names and kind.__name__ not in found and kind.__doc__:
+                if own and kind.__name__ not in {*names, *found, *INSIDE} and kind.__doc__:
                     found[kind.__name__] = kind
                     waiting.append(kind)
     return dict(sorted(found.items()))
@@ -73,11 +79,10 @@ def returned() -> dict[str, type]:
 def hinted(value: Any) -> Iterator[type]:
     """The classes in the annotations of a function, a property or a class's fields."""
     value = value.fget if isinstance(value, property) else getattr(value, "func", value)
-    try:
-        hints = get_type_hints(value).values()
-    except (NameError, TypeError, AttributeError):  # names that only type checkers import
-        return
-    waiting = list(hints)
+    waiting: list[Any] = []
+    for one in [value, *(get_overloads(value) if inspect.isfunction(value) else ())]:
+        with suppress(NameError, TypeError, AttributeError):  # names that only type checkers import
+            waiting += get_type_hints(one).values()
     while waiting:
         one = waiting.pop()
         waiting += get_args(one)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
-from typing import Any
+from typing import Any, TypedDict, cast
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,23 @@ class Attention:
     itself: list[float]
     memory: list[float]
     parents: dict[str, list[float]]
+
+
+class AnswerDict(TypedDict, total=False):
+    """An answer as a dictionary: of the fields of `Answer` those that it has."""
+
+    label: str
+    probability: float
+    labels: list[str]
+    probabilities: dict[str, float]
+    thresholds: dict[str, float]
+    values: dict[str, float]
+    intervals: dict[str, list[float]]
+    score: float
+    familiarity: float
+    coarse: bool
+    unfamiliar: bool
+    attention: Any
 
 
 @dataclass(frozen=True)
@@ -66,10 +83,10 @@ class Answer:
     def get(self, name: str, default: Any = None) -> Any:
         return dict(self).get(name, default)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> AnswerDict:
         """The fields that it has, as JSON values."""
         attention = {} if self.attention is None else {"attention": vars(self.attention)}
-        return {**self, **attention}
+        return cast(AnswerDict, {**self, **attention})
 
     def rows(self, top: int | None = None) -> Iterator[dict[str, Any]]:
         """Its rows in a table, see `COLUMNS`: one for each number or label.

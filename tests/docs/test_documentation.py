@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,6 @@ import memoro
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIRST = [ROOT / "README.md", ROOT / "docs" / "start.md"]
 """What `make test` follows; `make test-slow` follows all."""
-SKIPPED = {
-    "docs/distributed.md": 6,
-    "docs/onnx.md": 1,
-    "docs/reproduction.md": 1,
-    "docs/scale.md": 1,
-    "docs/serving.md": 1,
-    "docs/sharing.md": 2,
-    "docs/training.md": 1,
-}
-"""Blocks that are not run, by page: each says why in its title."""
-
 pytestmark = pytest.mark.skipif(not PAGES[0].is_file(), reason="the documentation is only in the repository")
 
 
@@ -87,7 +75,8 @@ def test_blocks_that_are_not_run_say_why() -> None:
     blocks = [block for page in PAGES for block in blocks_of(page.read_text(), name_of(page))]
     reasons = {block.where: block.reason for block in blocks if block.reason is not None}
     assert all(len(reason.split()) >= 3 for reason in reasons.values())
-    assert Counter(where.split(":")[0] for where in reasons) == SKIPPED
+    run = [block for block in blocks if block.reason is None and block.language in RUN]
+    assert len(reasons) < len(run) / 4, f"{len(run)} blocks are run, {len(reasons)} are not"
     plain = {"text", "json"}  # formats and answers, not code
     assert {block.language for block in blocks if block.reason is None} <= {*RUN, *plain}
     assert not any(NOT_RUN in page.read_text() for page in PAGES[:1]), "all of the README runs"

@@ -15,15 +15,23 @@ from PIL import Image, ImageDraw
 
 import memoro
 
-CLASSES = {"cat": 3, "dog": 4, "kitchen": 5, "bedroom": 8}
-"""Corners of what is drawn for each class."""
+CORNERS = {"cat": 3, "dog": 60}
 
 
 def draw(label: str, generator: np.random.Generator, radius: int | None = None) -> Image.Image:
+    """A triangle is a cat, a circle a dog; upright stripes are a kitchen, others a bedroom."""
     ground, ink = (tuple(generator.integers(low, high, 3).tolist()) for low, high in ((140, 256), (0, 90)))
     image = Image.new("RGB", (72, 64), ground)
-    circle = (*generator.integers(24, 40, 2).tolist(), radius or int(generator.integers(12, 22)))
-    ImageDraw.Draw(image).regular_polygon(circle, CLASSES[label], int(generator.integers(0, 90)), fill=ink)
+    pen, radius = ImageDraw.Draw(image), radius or int(generator.integers(12, 22))
+    if label in CORNERS:
+        x, y, turn = (
+            generator.integers(24, 40).item(),
+            generator.integers(24, 40).item(),
+            generator.integers(0, 90).item(),
+        )
+        pen.regular_polygon((x, y, radius), CORNERS[label], turn, fill=ink)
+    for at in range(0, 72, 6) if label not in CORNERS else ():
+        pen.line((at, 0, at, 64) if label == "kitchen" else (0, at, 72, at), fill=ink, width=3)
     return image
 
 
@@ -52,11 +60,11 @@ def make_world(root: Path) -> None:
         for index in range(number):
             label = ("cat", "dog")[index % 2] if folder == "new" else ("kitchen", "bedroom")[index % 2]
             draw(label, generator).save(root / folder / f"{index}.jpg", quality=95)
-    draw("cat", generator, 17).save(root / "photo.jpg", quality=95)
+    draw("cat", generator, 21).save(root / "photo.jpg", quality=95)
     (root / "table").mkdir()
     rows = []
     for index in range(32):
-        label, radius = ("cat", "dog")[index % 2], 10 + index % 12
+        label, radius = ("cat", "dog")[index % 2], (10, 11, 12, 13, 20, 21, 22, 23)[index // 2 % 8]
         draw(label, generator, radius).save(root / "table" / f"{index}.jpg", quality=95)
         size = "large" if radius > 15 else "small"
         rows.append((f"table/{index}.jpg", label, size, radius * 10, f"{label}|{size}"))

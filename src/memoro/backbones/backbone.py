@@ -37,7 +37,7 @@ class TrainableCopy:
 
 @dataclass(frozen=True, eq=False)
 class Backbone:
-    """What `load_backbone` returns. It reads the model that it was built around and never changes it."""
+    """A frozen Vision Transformer: what `load_backbone` returns. The model that it was built around never changes."""
 
     name: str
     """Hub id, name of the folder or class: how a person finds it again. Task files store it, so it is not a path."""

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from memoro.answer import Answer
+from memoro.answer import Answer, AnswerDict
 from memoro.errors import CompositionError, ImageError
 from memoro.images import MAX_PIXELS, PICTURE_TYPES, Picture, Preprocessing, open_image, read_file, walk_images
 from memoro.options import option
@@ -42,7 +42,7 @@ class Prediction:
     embeddings: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     """The final tokens (dim) of the base and of each task, if they were asked for."""
 
-    def to_json(self) -> dict[str, dict[str, Any]]:
+    def to_json(self) -> dict[str, AnswerDict]:
         """The answers as JSON values."""
         return {name: answer.to_json() for name, answer in self.answers.items()}
 
@@ -192,7 +192,7 @@ def new_decoder(passes: Sequence[Pass]) -> Decoder:
     return Decoder(tuple(group.preprocessing for group in passes))
 
 
-def read_predictions(predictions: Iterable[Prediction]) -> list[dict[str, dict[str, Any]]]:
+def read_predictions(predictions: Iterable[Prediction]) -> list[dict[str, AnswerDict]]:
     """All answers as JSON values; an error for the first image that could not be read."""
     answers = []
     for row in predictions:

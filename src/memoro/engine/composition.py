@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import torch
 from torch import Tensor, nn
 
+from memoro.answer import AnswerDict
 from memoro.arguments import several
 from memoro.backbones import Backbone, require_backbone
 from memoro.engine.answers import (
@@ -48,7 +49,9 @@ def compose(backbone: Backbone, tasks: Task | Iterable[Task] = (), *, live: bool
 
 
 class Composition(nn.Module):
-    """Attach and detach give a new one, so threads can share it; `to` moves it in place, like any module. It is always
+    """A backbone with tasks, all of which one pass answers: what `compose` returns.
+
+    `attach` and `detach` give a new one, so threads can share it; `to` moves it in place, like any module. It is always
     in eval mode.
 
     As a module it has the backbone's frozen weights as `base` and the tasks by their numbers, since a task's name may
@@ -191,7 +194,7 @@ class Composition(nn.Module):
         top: int | None = None,
         unfamiliar: Unfamiliar = "mark",
         false_alarms: float = FALSE_ALARMS,
-    ) -> list[dict[str, dict[str, Any]]]:
+    ) -> list[dict[str, AnswerDict]]:
         """What each task answers for each image: one dictionary per image, by task name, of the fields of `Answer`.
 
         An image is a path, encoded bytes, an open file, a PIL image, an array (height, width, channels) or a tensor

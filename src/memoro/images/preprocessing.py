@@ -22,7 +22,7 @@ MAX_PIXEL = 1e4
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Frozen data: equal values mean that two tasks can share a pass."""
+    """How an image becomes the pixels that a backbone takes. Equal values mean that two tasks can share a pass."""
 
     resize: int | tuple[int, int] | None = 224
     """Length of the shortest edge, or (height, width), or no resizing."""

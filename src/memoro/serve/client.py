@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode, urlsplit
 
+from memoro.answer import AnswerDict
 from memoro.errors import ImageError, ServeError
 from memoro.serve.options import ServeOptions
 
@@ -62,7 +63,7 @@ class Client:
         top: int | None = None,
         unfamiliar: Unfamiliar = "mark",
         false_alarms: float | None = None,
-    ) -> list[dict[str, dict[str, Any]]]:
+    ) -> list[dict[str, AnswerDict]]:
         """What each task answers for each image: takes images, and returns answers, as `Composition.predict` does.
 
         Without `top`, with the probabilities of 5 labels; the library returns those of all.
@@ -70,7 +71,7 @@ class Client:
         found = self.ask("predict", images, tasks, top=top, unfamiliar=unfamiliar, false_alarms=false_alarms)
         return [image["answers"] for image in found["images"]]
 
-    def explain(self, images: Pictures, tasks: Sequence[str] | None = None) -> list[dict[str, dict[str, Any]]]:
+    def explain(self, images: Pictures, tasks: Sequence[str] | None = None) -> list[dict[str, AnswerDict]]:
         """The same, with each answer's `attention`: where the task looked."""
         return [image["answers"] for image in self.ask("explain", images, tasks)["images"]]
 

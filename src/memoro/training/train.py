@@ -120,7 +120,7 @@ def train(
         found = add_views(found, options)
     sizes = {"cells": cells, "from_layer": from_layer, "rank": rank}
     if chosen.readout == 1:
-        given = {**sizes, "lr": lr, "ensemble": options.ensemble, "folds": options.folds}
+        given = {"lr": lr, **sizes, "ensemble": options.ensemble, "folds": options.folds}
         check_solved({**given, "seeds": None if seeds == 1 else seeds}, changes)
     rates = choose_rates(lr, chosen, found)
     seeds, members = choose_seeds(seeds, options.ensemble, chosen, start)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from memoro.answer import AnswerDict
 from memoro.backbones import Anatomy, Backbone
 from memoro.engine.answers import (
     AnswerOptions,
@@ -214,9 +215,7 @@ class Baseline(TaskModule[BaselineSpec]):
         logits: Tensor = self.head(self.features(pixel_values).to(self.head.weight.dtype))
         return logits
 
-    def predict(
-        self, images: Pictures, *, batch_size: int = 32, top: int | None = None
-    ) -> list[dict[str, dict[str, Any]]]:
+    def predict(self, images: Pictures, *, batch_size: int = 32, top: int | None = None) -> list[dict[str, AnswerDict]]:
         """What it answers for each image, by its name, as a composition of one task would."""
         pictures, how = list_pictures(images), AnswerOptions(batch_size, top)
         return read_predictions(answer_pictures(pictures, self.prediction_passes(), [self.name], how))
