@@ -22,8 +22,7 @@ from memoro.data import Loader
 from memoro.data.augment import output_size
 from memoro.engine import featurestore
 from memoro.engine.featurestore import FeatureStore, default_folder, total_bytes
-from memoro.engine.records import RecordFormat, StoreDtype
-from memoro.engine.resident import Resident, free_memory, resident_bytes
+from memoro.engine.records import RecordFormat, Resident, StoreDtype, free_memory, resident_bytes
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
