@@ -24,7 +24,7 @@ import memoro
 from memoro.data import Augment
 from memoro.lab.reproduce.measure import FOLDS, Bench, Budget, limit_training, measure_methods
 from memoro.lab.reproduce.methods import ADAMW, Method
-from memoro.lab.reproduce.report import format_values
+from memoro.lab.tables.report import format_values
 from memoro.training import Cache, TrainOptions
 from reports import load_results, load_splits, make_parser, table, write_report
 

@@ -23,7 +23,7 @@ from memoro.data.unlabelled import open_unlabelled
 from memoro.engine.answers import AnswerOptions
 from memoro.errors import DataError
 from memoro.evaluation.bulk import MANIFEST, Job, answer_here, begin
-from memoro.evaluation.on_ray import answer_on_ray
+from memoro.evaluation.parallel import answer_on_ray
 from memoro.evaluation.predictions import Predictor
 
 COUNT, SHARD = 96, 8

@@ -148,7 +148,7 @@ class Bar:
             parts = [f"{job.description}: {job.completed:,.0f}{whole}", job.fields["figures"]]
             seconds = round(self._told - self._began)
             line = ", ".join([*filter(None, parts), *([f"{seconds} s"] if job.completed else [])])
-            if line != self._line:  # the last one may have been told already
+            if line != self._line:  # the last one may have been printed already
                 self._console.print(line)
             self._line = line
 

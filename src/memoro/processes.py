@@ -83,13 +83,13 @@ def find_processes(device: torch.device) -> Processes:
 
 
 @contextmanager
-def printing_once(device: torch.device) -> Iterator[None]:
-    """Within, only the main process prints."""
+def printing_once(device: torch.device) -> Iterator[bool]:
+    """Within, only the main process prints; whether this is the one."""
     if find_processes(device).main:
-        yield
+        yield True
         return
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield
+        yield False
 
 
 @contextmanager

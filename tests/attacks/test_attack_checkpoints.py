@@ -13,7 +13,7 @@ import pytest
 from families import CASES
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_train_recipe import save_squares
+from squares import save_squares
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.data import Splits, load_data

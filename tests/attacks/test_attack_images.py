@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from image_files import picture, save_classes, to_bytes
 from PIL import EpsImagePlugin, Image
-from test_data_images import picture, save_classes, to_bytes
 
 import memoro
 from memoro.data import load_data

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from test_data_images import picture, to_bytes
+from image_files import picture, to_bytes
 
 from memoro.data import Splits, load_data
 from memoro.errors import DataError, MemoroError

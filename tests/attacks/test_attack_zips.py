@@ -6,7 +6,7 @@ import tracemalloc
 import zipfile
 from pathlib import Path
 
-from test_data_folders import members, zipped
+from image_files import members, zipped
 
 from memoro.data import load_data
 

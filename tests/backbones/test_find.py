@@ -60,7 +60,7 @@ def test_a_folder_is_found_by_its_fingerprint(
     assert str(tmp_path).encode() not in file.read_bytes(), "no path of this machine is in the file"
     told = shell("predict", photo, "-t", file, code=1).err
     assert "the tasks were trained on vit (ViT," in told
-    assert "Pass it with -b FOLDER" in told
+    assert "Pass it with --backbone FOLDER" in told
     assert "set MEMORO_BACKBONES" in told
     shell("predict", photo, "-t", file, "-b", "vit")
     # Other weights under the same name come first and do not match; the right ones have another name.
@@ -92,7 +92,7 @@ def test_a_folder_that_a_file_names_is_never_opened(shell: Shell, photo: Path, t
     (tmp_path / "vit").rename(tmp_path / "owner" / "vit")
     for number, name in enumerate((str(tmp_path / "owner" / "vit"), "owner/vit", "./owner/vit", "owner\\vit", "..")):
         other = renamed(file, name, tmp_path / f"{number}.safetensors")
-        assert "Pass it with -b FOLDER" in shell("predict", photo, "-t", other, code=1).err
+        assert "Pass it with --backbone FOLDER" in shell("predict", photo, "-t", other, code=1).err
     shell("predict", photo, "-t", tmp_path / "0.safetensors", "-b", "owner/vit")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import prefer_bfloat16, random_task
 from families import FAMILIES, Case
-from test_train_recipe import save_squares
+from squares import save_squares
 from typer.testing import CliRunner
 
 import memoro

@@ -11,8 +11,8 @@ from baseline_models import build
 from conftest import random_task
 from families import FAMILIES, Case
 from reproduction_checkpoint import save_checkpoint
+from squares import save_squares
 from test_train_numbers import save_table
-from test_train_recipe import save_squares
 from torch import nn
 from trust import add_readout
 

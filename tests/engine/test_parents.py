@@ -10,7 +10,7 @@ import torch
 from conftest import random_task
 from families import CASES
 from reproduction_checkpoint import save_checkpoint
-from test_train_recipe import save_squares
+from squares import save_squares
 
 import memoro
 from memoro.backbones import Backbone

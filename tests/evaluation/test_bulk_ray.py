@@ -15,9 +15,9 @@ from shell import shell
 from memoro.data.tables import Places
 from memoro.data.unlabelled import Chain, Stream, open_unlabelled
 from memoro.errors import DataError
-from memoro.evaluation import on_ray
+from memoro.evaluation import parallel
 from memoro.evaluation.bulk import Job, begin
-from memoro.evaluation.on_ray import place_workers
+from memoro.evaluation.parallel import place_workers
 from memoro.evaluation.predictions import Predictor
 
 __all__ = ["photos", "predictor", "shell", "tasks"]  # fixtures
@@ -77,7 +77,7 @@ def test_a_ray_worker_out_of_memory_is_replaced(photos: Path, predictor: Predict
         exceptions=SimpleNamespace(**errors),
     )
     job = new_job(photos, predictor)
-    tally = on_ray._run(fake, job, begin(job), None, lambda count: None, told.append)
+    tally = parallel._run(fake, job, begin(job), None, lambda count: None, told.append)
     assert asked == [{"num_cpus": 2, "num_gpus": 0}]
     assert told == ["no worker is ready after 60 s; each needs 2 cores of one machine. See `ray status`."]
     assert (tally.images, deaths) == (COUNT, [])
@@ -88,4 +88,4 @@ def test_streams_are_refused_with_ray(photos: Path, predictor: Predictor) -> Non
     stream = Stream(None, "image", "owner/name:train", Places("."), COUNT)
     for source in (stream, Chain((open_unlabelled(["photos"]), stream))):
         with pytest.raises(DataError, match="leave out `ray` or `streaming`"):
-            on_ray.check_ray(new_job(source, predictor))
+            parallel.check_ray(new_job(source, predictor))

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from conftest import random_task
 from PIL import Image
 from shell import Shell, shell
-from test_train_recipe import save_squares
+from squares import save_squares
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.console import bar, make_table, plain_console, printable
-from memoro.demo.page import Cost, DemoResult, write_page
+from memoro.demo.demo_page import Cost, DemoResult, write_page
 from memoro.errors import ImageError
 from memoro.evaluation.metrics import class_figures, measure, warn_of
 from memoro.images import open_image

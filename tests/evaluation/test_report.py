@@ -13,14 +13,14 @@ import torch
 from families import CASES
 from PIL import Image, ImageFont
 from shell import Shell, shell
-from test_train_recipe import save_square, save_squares
+from squares import save_square, save_squares
 
 import memoro
 from memoro.data.near import near_duplicates
 from memoro.evaluation.metrics import class_figures, find_mistakes
 from memoro.images import open_image
 from memoro.pages.charts import histogram_chart, line_chart, matrix_chart, scatter_chart, shorten, text_width
-from memoro.pages.page import Html, render_page, tag
+from memoro.pages.elements import Html, render_page, tag
 from memoro.tasks.calibration import Calibration, decide_unseen
 
 __all__ = ["shell"]  # a fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train_recipe import save_squares
+from squares import save_squares
 
 import memoro
 from memoro.backbones import Backbone

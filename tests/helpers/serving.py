@@ -76,7 +76,14 @@ def serving(backbone: Backbone, *places: Path, **options: Any) -> Iterator[Runni
     """Starts a server with these tasks and stops it gracefully."""
     chosen = ServeOptions(**{"port": 0, "decoders": 2, **options})
     store = open_store(places, lambda _: backbone)
-    server, listening = make_server(store, chosen), listen(chosen)
+    with in_thread(make_server(store, chosen), store, chosen) as running:
+        yield running
+
+
+@contextmanager
+def in_thread(server: Any, store: TaskStore, options: ServeOptions) -> Iterator[Running]:
+    """Runs a server until the end of the block, where it stops gracefully."""
+    listening = listen(options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

@@ -13,9 +13,9 @@ from conftest import random_task
 from families import CASES
 from random_tasks import members_of
 from safetensors import safe_open
+from small_training import LABELS, QUICK, double
 from solved import SHARE, SOLVED, logits, pixels_of, read
-from test_train_fit import LABELS, QUICK, double
-from test_train_recipe import save_squares
+from squares import save_squares
 from torch import Tensor
 from typer.testing import CliRunner
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_train_fit import LABELS, PLAIN, QUICK, squares
+from small_training import LABELS, PLAIN, QUICK, squares
 from torch import Tensor, nn
 
 import memoro

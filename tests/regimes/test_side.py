@@ -10,8 +10,8 @@ import torch
 from conftest import random_task
 from families import CASES, Case
 from safetensors.torch import load_file
+from squares import save_squares
 from task_files import rewrite
-from test_train_recipe import save_squares
 
 import memoro
 from memoro.backbones import Backbone

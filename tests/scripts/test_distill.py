@@ -12,7 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from test_data_images import png_header, save_classes
+from image_files import png_header, save_classes
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 
 from memoro import load_backbone

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from test_train_recipe import save_squares
+from squares import save_squares
 from transformers import ViTConfig, ViTForImageClassification
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

@@ -19,7 +19,7 @@ from memoro.backbones import Backbone
 from memoro.cli import app
 from memoro.engine.explain import _RAMP
 from memoro.images import Preprocessing
-from memoro.pages.page import read_style
+from memoro.pages.elements import read_style
 from memoro.serve.app import SAMPLES, read_files
 
 __all__ = ["backbone", "folder"]  # fixtures

@@ -12,8 +12,8 @@ from conftest import random_task
 from families import CASES, Case
 from random_tasks import SIZES, members_of
 from safetensors import safe_open
+from squares import save_squares
 from task_files import rewrite
-from test_train_recipe import save_squares
 from test_train_told import rendered
 
 import memoro

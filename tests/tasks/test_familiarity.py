@@ -16,6 +16,7 @@ from memoro.engine.answers import Routing
 from memoro.evaluation.evaluate import auroc, false_positives
 from memoro.tasks.familiarity import (
     PRINCIPAL,
+    ROUTING,
     SHRINKAGE,
     Familiarity,
     FamiliarityBank,
@@ -79,9 +80,10 @@ def test_strangeness_is_the_sum_of_two_standardised_parts() -> None:
     own = answers - (both.offset - plain.offset)
     assert float(own.mean()) == pytest.approx(0, abs=0.15), "in standard deviations of the answers to own images"
     assert float(own.std()) == pytest.approx(1, abs=0.15)
-    scores = bank.judge(new)[0]
-    assert torch.allclose(*scores.T, atol=1e-6), "the layer says nothing about which task an image belongs to"
-    assert float(scores[:, 0].std()) > 0.01
+    scores = bank.judge(new)[0].double()
+    densities = 29 * scores + ROUTING * bank.strangeness(new).double()
+    assert torch.allclose(*densities.T, atol=1e-3), "float32: the layer counts in the score by the strangeness alone"
+    assert not torch.allclose(*scores.T, atol=1e-3)
 
 
 def test_photographs_teach_what_the_token_does_not_tell() -> None:
@@ -208,7 +210,8 @@ def test_the_limit_is_where_answers_are_marked(count: int) -> None:
 
 
 def test_scores_tell_whose_image_it_is() -> None:
-    """Scores are log-densities of mixtures with one covariance for all: the mean of the tasks' covariances."""
+    """Scores are log-densities of mixtures with one covariance for all, the mean of the tasks' covariances, less a
+    multiple of the strangeness."""
     parts = [draw(400, 11, classes, seed=classes, shift=classes) for classes in (2, 5)]
     known = [found for tokens, classes in parts if (found := fit(tokens[:300], classes[:300])) is not None]
     bank = FamiliarityBank(known)
@@ -225,7 +228,8 @@ def test_scores_tell_whose_image_it_is() -> None:
             means = one.means.double() @ one.directions.double() + one.center
             normal = torch.distributions.MultivariateNormal(means, pooled)
             dense.append(normal.log_prob(new.double().unsqueeze(1)).logsumexp(dim=1) - math.log(len(means)))
-        expected = (dense[0] - dense[1]) / 11
+        strangeness = bank.strangeness(spread(new)).double()
+        expected = (dense[0] - dense[1] - ROUTING * (strangeness[:, 0] - strangeness[:, 1])) / 11
         assert torch.allclose((scores[:, 0] - scores[:, 1]).double(), expected, rtol=0.02, atol=0.02), "half precision"
 
 

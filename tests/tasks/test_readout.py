@@ -13,9 +13,10 @@ from conftest import random_task
 from PIL import Image
 from run_groups import LOAD
 from safetensors import safe_open
+from small_training import LABELS, QUICK
 from solved import SOLVED, logits, pixels_of, read
-from test_train_fit import LABELS, QUICK, TABLES, write_table
-from test_train_recipe import save_square, save_squares
+from squares import save_square, save_squares
+from test_train_fit import TABLES, write_table
 
 import memoro
 from memoro.backbones import Backbone

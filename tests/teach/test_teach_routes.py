@@ -7,18 +7,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
-from serving import Running
+from serving import Running, in_thread
 from sessions import backbone, draw, fill, kept_elsewhere
 
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import ServeError
 from memoro.serve.options import ServeOptions
-from memoro.serve.server import address_of, listen, make_server, open_store
+from memoro.serve.server import make_server, open_store
 from memoro.teach.finishing import Finishing
 from memoro.teach.routes import add_teaching
 from memoro.teach.run import run_teaching
@@ -38,16 +37,11 @@ def teaching(session: Session, tasks: Path, **given: Any) -> Iterator[Running]:
     finishing = Finishing(
         command, tasks / "x.safetensors", tasks / "runs", lambda data: store.attach(data, session.name)
     )
-    listening = listen(options)
     server = make_server(store, options, lambda app: add_teaching(app, session, finishing, ["memoro …"]))
-    thread = Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
     try:
-        yield Running(address_of(listening), store, server, thread)
+        with in_thread(server, store, options) as running:
+            yield running
     finally:
-        server.should_exit = True
-        thread.join(60)
-        listening.close()
         finishing.close()
 
 

@@ -43,8 +43,8 @@ def find_backbone(
         _check_config(record)
         return _check(record, load_checkpoint(record.name, dtype, device, processor, use_safetensors=True))
     raise BackboneError(
-        f"the tasks were trained on {record}, a local folder whose path is not stored in task files. Pass it with -b "
-        f"FOLDER (in Python, load_backbone(FOLDER)), or set {FOLDERS} to its parent folder."
+        f"the tasks were trained on {record}, a local folder whose path is not stored in task files. Pass it with "
+        f"`backbone=FOLDER` or load_backbone(FOLDER), or set {FOLDERS} to its parent folder."
     )
 
 
@@ -59,7 +59,7 @@ def _check_config(record: BackboneRecord) -> None:
     if not _may_be(Path(file).parent, record):
         raise BackboneError(
             f"the tasks were trained on {record}, but {record.name} on the hub is another model now: pass the version "
-            "that they were trained on with -b FOLDER, or train them again."
+            "that they were trained on with `backbone=FOLDER`, or train them again."
         )
 
 
@@ -67,7 +67,8 @@ def _check(record: BackboneRecord, backbone: Backbone) -> Backbone:
     if record.fingerprint.match(backbone.fingerprint) == "different":
         raise BackboneError(
             f"the tasks were trained on {record}, but {backbone.name} has other weights now (fingerprint "
-            f"{backbone.fingerprint.short}): pass the version that they were trained on with -b, or train them again."
+            f"{backbone.fingerprint.short}): pass the version that they were trained on with `backbone`, or train "
+            "them again."
         )
     return backbone
 

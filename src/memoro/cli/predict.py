@@ -20,7 +20,7 @@ from memoro.console import Bar, format_count, format_time, plain_console
 if TYPE_CHECKING:
     from memoro.data.unlabelled import Unlabelled
     from memoro.evaluation.bulk import Job
-    from memoro.evaluation.on_ray import RayOptions
+    from memoro.evaluation.parallel import RayOptions
     from memoro.evaluation.predictions import Predictor, Tally
 
 app = typer.Typer()
@@ -125,8 +125,7 @@ def predict(
     from memoro.data.workers import worker_count
     from memoro.engine.answers import AnswerOptions, Routing
     from memoro.evaluation.bulk import SHARD_SIZE, Job
-    from memoro.evaluation.on_gpus import list_devices, share
-    from memoro.evaluation.on_ray import RayOptions
+    from memoro.evaluation.parallel import RayOptions, list_devices, share
     from memoro.evaluation.predictions import Predictor, check_form
 
     folder = out is not None and (out.endswith(("/", os.sep)) or Path(out).is_dir())
@@ -240,7 +239,7 @@ def _write_shards(job: Job, resume: bool, workers: int | None, cluster: RayOptio
     """Answers as files of a folder. Returns what all of them hold."""
     from memoro.data.workers import worker_count
     from memoro.evaluation.bulk import answer_here, begin, claim, count_answered
-    from memoro.evaluation.on_ray import answer_on_ray, check_ray
+    from memoro.evaluation.parallel import answer_on_ray, check_ray
 
     errors = plain_console(stderr=True, soft_wrap=True)
     if cluster is not None:

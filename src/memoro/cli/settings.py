@@ -55,7 +55,7 @@ def _data() -> Sequence[type]:
 
 
 def _predict() -> Sequence[type]:
-    from memoro.evaluation.on_ray import RayOptions
+    from memoro.evaluation.parallel import RayOptions
 
     return *_data(), RayOptions
 
@@ -72,7 +72,7 @@ FIELDS: Mapping[str, Fields] = {
         _train, ("kind", "label_column", "image_size", "lr", "epochs", "seed", "precision", "folder", "resume", "track")
     ),
     "eval": Fields(_data, ("label_column",), _READ),
-    "calibrate": Fields(_data, ("label_column",), _READ[:-1]),
+    "calibrate": Fields(_data, ("label_column",), _READ),
     "predict": Fields(
         _predict, (), ("image_column", "allow_absolute", *_READ[3:], "ray", "ray_address", "ray_workers")
     ),

@@ -59,7 +59,7 @@ def compose_files(
     Bundle tasks into one file. Every parent of a task must be included.
     """
     from memoro.console import format_bytes
-    from memoro.engine.parents import check_together
+    from memoro.engine.plan import check_together
     from memoro.tasks.taskfile import save_tasks
 
     tasks = gather_tasks(files, option="")

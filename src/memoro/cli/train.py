@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -26,6 +27,7 @@ from memoro.phases import Phases
 from memoro.processes import printing_once
 from memoro.training.cached import Cache
 from memoro.training.recipe import Recipe, TrainOptions
+from memoro.training.result import TrainResult
 from memoro.training.train import train as train_tasks
 
 app = typer.Typer()
@@ -163,7 +165,7 @@ def train(
     if found[Augment]:
         changes["augment"] = Augment(**found[Augment])
     allow_tf32(own_device(device), flags["precision"])
-    with printing_once(own_device(device)):
+    with printing_once(own_device(device)) as main:
         errors = plain_console(stderr=True, soft_wrap=True)
         try:
             results = train_tasks(
@@ -188,10 +190,16 @@ def train(
             )
             raise typer.Exit(130) from None
         trained = list(results.values()) if isinstance(results, dict) else [results]
-        if as_json:
-            records = [result.to_json() for result in trained]
-            print_json(records[0] if len(records) == 1 else {"tasks": records, "folder": str(trained[0].folder)})
-        for table in () if as_json else [table for result in trained for table in result.tables()]:
-            plain_console().print(table, soft_wrap=isinstance(table, str))
+        if main:
+            _print_results(trained, as_json)
     if not all(result.metrics for result in trained):
         raise typer.Exit(1)
+
+
+def _print_results(results: Sequence[TrainResult], as_json: bool) -> None:
+    if as_json:
+        records = [result.to_json() for result in results]
+        print_json(records[0] if len(records) == 1 else {"tasks": records, "folder": str(results[0].folder)})
+        return
+    for table in [table for result in results for table in result.tables()]:
+        plain_console().print(table, soft_wrap=isinstance(table, str))

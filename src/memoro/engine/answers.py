@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -254,8 +255,8 @@ class Decoder:
         if isinstance(picture, ImageError):
             raise picture
         wanted = dict.fromkeys((preprocessing.draft, preprocessing.white) for preprocessing in self.preprocessings)
-        options: dict[str, Any] = {"name": name, "max_pixels": self.max_pixels, "opened": {}}
-        return {(draft, white): open_image(picture, draft=draft, white=white, **options) for draft, white in wanted}
+        read = partial(open_image, picture, name=name, max_pixels=self.max_pixels, opened={})
+        return {(draft, white): read(draft=draft, white=white) for draft, white in wanted}
 
 
 def _stack(images: list[Tensor]) -> list[Tensor]:

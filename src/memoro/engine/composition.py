@@ -30,7 +30,7 @@ from memoro.engine.answers import (
 )
 from memoro.engine.explain import Explanation, explain_tasks, read_views
 from memoro.engine.forward import Forward
-from memoro.engine.parents import check_parents
+from memoro.engine.plan import check_parents
 from memoro.engine.streams import Ends, run_streams
 from memoro.engine.verify import Verification, verify_composition
 from memoro.errors import CompositionError
@@ -145,8 +145,8 @@ class Composition(nn.Module):
             self.check_size(tasks, (pixels.shape[-2], pixels.shape[-1]))
         forward = self._forward
         pool_from = min(forward.pool_from(wanted), self.backbone.depth - pool)
-        how: dict[str, Any] = {"pool_from": pool_from, "with_base": True, "seconds": seconds}
-        [ends] = run_streams(self.backbone.anatomy, [pixels], [forward.stream(wanted)], **how)
+        anatomy, streams = self.backbone.anatomy, [forward.stream(wanted)]
+        [ends] = run_streams(anatomy, [pixels], streams, pool_from=pool_from, with_base=True, seconds=seconds)
         assert ends.base is not None
         answers, tokens = {"base": ends.base}, {}
         for number, (token, logits) in zip(wanted, forward.read(wanted, ends), strict=True):
@@ -200,15 +200,15 @@ class Composition(nn.Module):
         An image is a path, encoded bytes, an open file, a PIL image, an array (height, width, channels) or a tensor
         (channels, height, width), of bytes or of floats from 0 to 1. A folder stands for the images in it, by name, and
         an array with one more axis for a batch. `top` limits `probabilities` to that many labels. Tasks with the same
-        preprocessing share a pass; `passes` tells which do.
+        preprocessing share a pass; `passes` shows which do.
 
         `unfamiliar` says what happens if an image looks unlike those that a task was trained on: `mark` adds
         `unfamiliar` to each answer, `drop` leaves out the answer, `keep` does neither. `false_alarms` is the share of a
         task's own images that may be called unfamiliar. An image that cannot be read is an error: for rows with
         errors, and for more images than fit into memory, use `predict_stream`.
         """
-        how: dict[str, Any] = {"unfamiliar": unfamiliar, "false_alarms": false_alarms}
-        return read_predictions(self.predict_stream(images, tasks, batch_size=batch_size, top=top, **how))
+        routed = partial(self.predict_stream, unfamiliar=unfamiliar, false_alarms=false_alarms)
+        return read_predictions(routed(images, tasks, batch_size=batch_size, top=top))
 
     def predict_stream(
         self,

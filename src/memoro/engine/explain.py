@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -128,9 +128,9 @@ def read_views(images: Iterable[tuple[str, Picture]], preprocessing: Preprocessi
     pixels: list[Tensor] = []
     views: list[Image.Image] = []
     for name, picture in images:
-        options: dict[str, Any] = {"name": name, "opened": {}, "white": preprocessing.white}
-        pixels.append(preprocessing.to_tensor(open_image(picture, draft=preprocessing.draft, **options)))
-        views.append(view.fit(open_image(picture, draft=view.draft, **options)))
+        read = partial(open_image, picture, name=name, opened={}, white=preprocessing.white)
+        pixels.append(preprocessing.to_tensor(read(draft=preprocessing.draft)))
+        views.append(view.fit(read(draft=view.draft)))
     if not pixels:
         raise ImageError("no images to explain.")
     if len({image.shape for image in pixels}) > 1:

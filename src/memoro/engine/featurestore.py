@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,8 @@ class FeatureStore:
         """Memory for a batch of records. Use it again: touching fresh memory takes longer than reading."""
         form = self.format
         pairs = (form.layers, 2, batch, form.heads, form.tokens, form.dim // form.heads)
-        how: dict[str, Any] = {"dtype": dtype, "device": device}
-        return torch.empty(form.layers + 1, batch, form.dim, **how), torch.empty(pairs, **how)
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        return empty(form.layers + 1, batch, form.dim), empty(pairs)
 
     def read(
         self,
@@ -188,7 +189,7 @@ class Writer:
         path = folder / f"{uuid.uuid4().hex}{SUFFIX}"
         part = path.with_name(path.name + PART)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # features tell what images show
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # features reveal what images show
             with part.open("wb") as file:
                 file.write(data)
                 file.flush()

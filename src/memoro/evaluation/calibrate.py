@@ -148,7 +148,7 @@ def calibrate(
         (found,), own = collect_logits(lambda x: [pool_pass(backbone.anatomy, x, first)], backbone, loader)
         statistics.append(found)
         targets.append(own)
-    classes = torch.cat(targets) if task.kind == "softmax" else None
+    classes = torch.cat(targets) if task.head_kind.has_classes else None
     folder = default_folder()
     if others is None:
         photographs = find_photographs(backbone, preprocessing, folder)

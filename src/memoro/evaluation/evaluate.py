@@ -25,7 +25,7 @@ from memoro.evaluation.logits import collect_logits, collect_outputs
 from memoro.evaluation.metrics import measure_task, warn_of
 from memoro.evaluation.report import TaskReport, write_report
 from memoro.evaluation.training_images import describe_learned, find_learned, learned_some, warn_learned
-from memoro.heads import HeadKind
+from memoro.heads import Head
 from memoro.images import Preprocessing
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.spec import Model, by_name
@@ -100,7 +100,7 @@ def evaluate(
         for text in notes:
             log(text if text.startswith("warning: ") else f"note: {text}")
         if unknown:
-            notes.append(_not_known(unknown, models[names[0]].kind, images, names))
+            notes.append(_not_known(unknown, models[names[0]].head_kind, images, names))
             log(f"note: {notes[-1]}")
         left_out = find_learned(splits, images, split, [models[name] for name in names], tasks)
         for name, learned in left_out.items():
@@ -187,11 +187,11 @@ def _check_levels(images: ImageSet, preprocessing: Preprocessing, names: Sequenc
     return f"{found} {white:,.6g} is white in the training images of {', '.join(names)}: brighter pixels become white."
 
 
-def _not_known(unknown: dict[str, int], kind: HeadKind, images: ImageSet, names: list[str]) -> str:
+def _not_known(unknown: dict[str, int], head: Head, images: ImageSet, names: list[str]) -> str:
     which = ", ".join(f"{label} ({count})" for label, count in list(unknown.items())[:20])
     more = f" and {len(unknown) - 20} more" if len(unknown) > 20 else ""
-    what, rest = ("label", "") if kind == "multilabel" else ("class", "; their images were left out")
-    count = f"{len(unknown)} {what}{'' if len(unknown) == 1 else 'es' if what == 'class' else 's'}"
+    what, rest = head.noun, "; their images were left out" if head.has_classes else ""
+    count = f"{len(unknown)} {what}{'' if len(unknown) == 1 else 'es' if head.has_classes else 's'}"
     return f"{images.name} has {count} that {', '.join(names)} cannot predict: {which}{more}{rest}."
 
 
@@ -294,7 +294,7 @@ def name_sets(places: Sequence[str]) -> dict[str, str]:
 def _calibration_of(task: Task, logits: Tensor, targets: Tensor) -> dict[str, Any]:
     """For a softmax task: accuracy, calibration error before and after, accuracy over coverage, reliability."""
     found: dict[str, Any] = {"images": len(targets)}
-    if task.kind != "softmax":
+    if not task.head_kind.has_classes:
         return found
     measured = measure_task(task, logits, targets)
     found["accuracy"] = measured["accuracy"]
@@ -326,7 +326,7 @@ def _compare(task: Task, own: Outputs, other: Outputs) -> dict[str, Any]:
             one.familiarity.double() + 1e-7 * one.score for one in (own.recognition[name], other.recognition[name])
         )
         scores["familiarity"] = first, second
-    if task.kind == "softmax":
+    if task.head_kind.has_classes:
         first, second = (task.head_kind.probabilities(one.logits[name]).amax(dim=-1) for one in (own, other))
         scores["softmax"] = first, second
     record: dict[str, Any] = {

@@ -70,7 +70,7 @@ def collect_logits(
                 continue
             with autocast():
                 out = answer(inputs_of(batch, backbone))
-            found = [logits.cpu() for logits in out] if keep_dtype else copy_to_cpu(out)
+            found = [logits.cpu() for logits in out] if keep_dtype else copy_to_cpu([logits.float() for logits in out])
             parts.append((found, batch.targets, batch.index))
             tick(len(batch.targets))
     parts = [part for own in all_gather(parts) for part in own]

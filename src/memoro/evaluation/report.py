@@ -17,10 +17,11 @@ from memoro.data import ImageSet, Splits
 from memoro.data.near import near_duplicates
 from memoro.engine.composition import Composition
 from memoro.errors import ImageError
-from memoro.evaluation.metrics import COLUMNS, Mistake, class_figures, confusion, find_mistakes, reported, shown_metrics
+from memoro.evaluation.metrics import COLUMNS, class_figures, find_mistakes, reported, shown_metrics
 from memoro.files import write_whole
+from memoro.heads import Mistake, confusion
 from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
-from memoro.pages.page import Html, fold_rows, join, picture, render_page, table, table_of, tag
+from memoro.pages.elements import Html, fold_rows, join, picture, render_page, table, table_of, tag
 from memoro.tasks.calibration import Calibration, decide_unseen
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.record import finite_number, short_facts
@@ -128,9 +129,7 @@ def _curves(report: TaskReport) -> Iterator[Html]:
 
 def _confusions(report: TaskReport) -> Iterator[Html]:
     task = report.task
-    if task.kind == "multilabel":
-        return
-    if task.kind == "regression":
+    if task.head_kind.has_numbers:
         yield tag("h2", "Predicted and true numbers")
         charts = []
         for at, label in enumerate(task.labels):
@@ -140,6 +139,7 @@ def _confusions(report: TaskReport) -> Iterator[Html]:
         yield tag("div", *charts, class_="charts")
         some = f" The first {DOTS:,} images." if len(report.targets) > DOTS else ""
         yield tag("p", f"On the dashed line, predictions are exact.{some}", class_="soft")
+    if not task.head_kind.has_classes:
         return
     matrix = confusion(report.logits, report.targets)
     labels, counts, note = list(task.labels), matrix.tolist(), ""
@@ -155,24 +155,23 @@ def _confusions(report: TaskReport) -> Iterator[Html]:
 
 
 def _classes(report: TaskReport) -> Iterator[Html]:
-    kind, logits, calibration = report.task.kind, report.logits, report.calibration
+    head, logits, calibration = report.task.head_kind, report.logits, report.calibration
+    limits = (0.5,) if calibration is None else calibration.thresholds
     if calibration is not None and report.history and report.metrics["split"] != "test":  # fitted on these answers
-        unseen = decide_unseen(kind, logits, report.targets) if kind == "multilabel" else None
+        unseen = decide_unseen(head.kind, logits, report.targets) if limits else None
         logits, calibration = logits if unseen is None else unseen, None
-    columns, rows = class_figures(kind, report.task.labels, logits, report.targets, calibration)
-    noun = {"softmax": "class", "multilabel": "label", "regression": "number"}[report.task.kind]
-    yield tag("h2", f"Each {noun}")
-    if report.task.kind == "multilabel":
-        limits = report.calibration.thresholds if report.calibration is not None else (0.5,)
+    columns, rows = class_figures(head.kind, report.task.labels, logits, report.targets, calibration)
+    yield tag("h2", f"Each {head.noun}")
+    if not head.has_classes and not head.has_numbers:
         low, high = f"{min(limits):.2f}", f"{max(limits):.2f}"
         least = f"at least {low}" if low == high else f"at least its threshold, from {low} to {high}"
         yield tag("p", f"A label is predicted if its probability is {least}.", class_="soft")
-    yield fold_rows(columns, rows, 20, "row", left=2 if report.task.kind == "softmax" else 1)
+    yield fold_rows(columns, rows, 20, "row", left=2 if head.has_classes else 1)
 
 
 def _gallery(report: TaskReport) -> Iterator[Html]:
     task, images = report.task, report.images
-    numbers = task.kind == "regression"
+    numbers = task.head_kind.has_numbers
     yield tag("h2", "The largest errors" if numbers else "The most confident mistakes")
     count, mistakes = find_mistakes(task.kind, task.labels, report.logits, report.targets, MISTAKES, report.calibration)
     if not mistakes:

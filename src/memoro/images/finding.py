@@ -65,7 +65,7 @@ def find_images(places: Iterable[str | Path]) -> Iterator[Path]:
     places = list(places)
     for place in places:
         if str(place).endswith(".safetensors"):  # as of a glob that the shell expanded after -t
-            raise DataError(f"{place} is a task file, not an image: write -t before each task file.")
+            raise DataError(f"{place} is a task file, not an image: pass each task file with `tasks`.")
     roots = [_root(place) for place in places]
     later = Counter(roots)
     seen: set[Path] = set()  # only what a later place may name again: there may be millions of images

@@ -54,7 +54,7 @@ def open_image(
     `opened` holds what was decoded of this image, by size: another draft is decoded only if it has another size.
     `white` is the value that becomes white in an image of more than 8 bits (of integers or floats), and black is 0. A
     data set has one such value, a task keeps it. Without one, white is 65,535 for integers and 1 for floats, and a
-    brighter image is refused: an image alone does not tell its scale.
+    brighter image is refused: an image alone does not show its scale.
     """
     opened = {} if opened is None else opened
     name = name or (str(source) if isinstance(source, (str, Path)) else "image")

@@ -1,4 +1,4 @@
-"""HTML pages: the look that reports, the demo and the server share.
+"""HTML pages: the style that reports, the demo and the server share.
 
-page: elements that escape what they contain, tables, images, the page itself · charts: SVG charts · style.css: the look
+elements: tags that escape what they contain, tables, images, the page itself · charts: SVG charts · style.css
 """

@@ -6,7 +6,7 @@ import math
 import unicodedata
 from collections.abc import Mapping, Sequence
 
-from memoro.pages.page import Html, tag
+from memoro.pages.elements import Html, tag
 
 WIDTH, HEIGHT = 310, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 10, 36

@@ -11,7 +11,7 @@ from typing import Any
 from memoro.console import format_count
 from memoro.data import Splits
 from memoro.data.annotations import first_few
-from memoro.engine.parents import check_together
+from memoro.engine.plan import check_together
 from memoro.errors import TrainingError
 from memoro.regimes import Regime, find_regime
 from memoro.tasks.record import SKETCH

@@ -23,7 +23,7 @@ from memoro import __version__
 from memoro.engine.answers import Routing
 from memoro.errors import MemoroError, ServeError
 from memoro.images.drawing import draw_apple, draw_digit, draw_landscape, draw_letter
-from memoro.pages.page import page_policy, read_style, render_page, table, tag
+from memoro.pages.elements import page_policy, read_style, render_page, table, tag
 from memoro.serve import schemas
 from memoro.serve.bodies import read_images
 from memoro.serve.guard import BODIES, Guard, Metrics, Sending, unless_gone

@@ -121,7 +121,7 @@ class Connection(H11Protocol):
         self._limit_reading()
 
     def _end(self, status: int, error: str) -> None:
-        """Closes the connection; a client that has sent a part of the headers is told why."""
+        """Closes the connection; a client that has sent a part of the headers gets the reason."""
         self._limits.waiting.pop(self, None)
         if self.transport.get_write_buffer_size():
             self.transport.abort()

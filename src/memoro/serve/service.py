@@ -95,15 +95,24 @@ class Service:
 
         return await asyncio.get_running_loop().run_in_executor(self._changes, run)
 
-    def ask(self, tasks: Sequence[str] | None, **options: Any) -> Question:
+    def ask(
+        self,
+        tasks: Sequence[str] | None,
+        *,
+        top: int | None = None,
+        base: bool = False,
+        explain: bool = False,
+        routing: Routing = Routing(),  # noqa: B008
+    ) -> Question:
         """A question to the tasks of this moment. A name may be several, separated by commas."""
         attached = self.store.current
-        if tasks is None:
-            return Question(attached, attached.model.names, **options)
-        names = {part for name in tasks for part in ([name] if name in attached.info else name.split(","))}
-        if unknown := sorted(names - set(attached.info)):
-            raise ServeError(f"there is no task {unknown[0]!r}; GET /v1/tasks lists them.", 404)
-        return Question(attached, [name for name in attached.model.names if name in names], **options)
+        names = attached.model.names
+        if tasks is not None:
+            asked = {part for name in tasks for part in ([name] if name in attached.info else name.split(","))}
+            if unknown := sorted(asked - set(attached.info)):
+                raise ServeError(f"there is no task {unknown[0]!r}; GET /v1/tasks lists them.", 404)
+            names = [name for name in names if name in asked]
+        return Question(attached, names, top, base, explain, routing)
 
     async def predict(self, question: Question, uploads: Sequence[Upload]) -> bytes:
         """The JSON document that answers the question for each image."""

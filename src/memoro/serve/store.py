@@ -79,7 +79,7 @@ def read_task_files(places: Sequence[str | Path]) -> TaskFiles:
             if task.name in files:
                 raise CompositionError(
                     f"two tasks are called {task.name!r}, in {files[task.name]} and in {file}: "
-                    f"give one of them another name: -t OTHER={place}."
+                    f"give one of them another name: `tasks=OTHER={place}`."
                 )
             files[task.name] = file
             found.setdefault(file, []).append(task)

@@ -28,6 +28,8 @@ NEAREST = 1e-6
 """The smallest distance, so that it has a logarithm."""
 LEAST_SPREAD = 1e-3
 """The smallest standard deviation of the two parts of strangeness: identical images have none to divide by."""
+ROUTING = 10.0
+"""How much strangeness counts beside log-densities in comparing tasks: chosen on held-out training images."""
 FALSE_ALARMS = 0.01
 """Share of a task's own images that may be called unfamiliar."""
 FEW_NOTICED = 0.5
@@ -239,9 +241,10 @@ class FamiliarityBank:
         """The score and the familiarity of each image for each task (b, tasks). Takes what `strangeness` takes.
 
         The score compares the tasks of the bank: the image most likely belongs to the task with the highest one. It is
-        the log-density per dimension, up to a constant, of a mixture of the task's classes, with one covariance for all
-        classes of all tasks: with one for each task, those with diverse images would claim too many (results/trust.md).
-        The familiarity is about one task alone: the share of its own held-out images that are at least as strange.
+        the log-density, up to a constant, of a mixture of the task's classes, less a multiple of the strangeness; per
+        dimension. All classes of all tasks have one covariance: with one for each task, those with diverse images would
+        claim too many. The familiarity is about one task alone: the share of its own held-out images that are at least
+        as strange.
         """
         strangeness, tokens = self.strangeness(pooled), entering_token(pooled)
         # Not searchsorted, which ONNX does not have.
@@ -253,7 +256,7 @@ class FamiliarityBank:
         largest = _reduce(exponents, self.class_task, self.center, "amax")
         total = _sum((exponents - largest[:, self.class_task]).exp(), self.class_task, self.center)
         densities = largest + total.log() - self.classes.log()
-        return densities / tokens.shape[1], shares
+        return (densities - ROUTING * strangeness) / tokens.shape[1], shares
 
 
 def _sum(values: Tensor, owner: Tensor, tasks: Tensor) -> Tensor:

@@ -102,7 +102,13 @@ def _download(name: str, revision: str | None, token: str | None) -> Path:
 
 
 def push_task(
-    task: Task, name: str, *, token: str | None, private: bool | None, revision: str | None, **card: Any
+    task: Task,
+    name: str,
+    token: str | None,
+    private: bool | None,
+    revision: str | None,
+    license: str | None,
+    base_model: str | None,
 ) -> str:
     """Uploads what `save_pretrained` writes; returns the address of the commit."""
     from huggingface_hub import HfApi
@@ -110,7 +116,7 @@ def push_task(
     if not is_task_id(name) or "@" in name:
         raise TaskFileError(f"{name!r} is not a name of a repository on the hub: those look like owner/name.")
     with TemporaryDirectory() as folder:
-        task.save_pretrained(folder, repo_id=name, **card)
+        task.save_pretrained(folder, repo_id=name, license=license, base_model=base_model)
         try:
             api = HfApi(token=token)
             api.create_repo(name, private=private, exist_ok=True)
@@ -179,7 +185,7 @@ def _front_matter(tasks: Sequence[Task], license: str | None, base_model: str | 
     kinds = list(dict.fromkeys(task.kind for task in tasks))
     results = [
         EvalResult(
-            task_type="image-classification" if task.kind != "regression" else "image-regression",
+            task_type="image-regression" if task.head_kind.has_numbers else "image-classification",
             dataset_type=_plain(task.spec.training.get("data") or task.name),
             dataset_name=_plain(task.spec.training.get("data") or task.name),
             dataset_split=_plain(task.spec.metrics.get("split") or "test"),
@@ -193,7 +199,7 @@ def _front_matter(tasks: Sequence[Task], license: str | None, base_model: str | 
     # The hub has no name for regression on images.
     data = ModelCardData(
         library_name="memoro",
-        pipeline_tag=None if kinds == ["regression"] else "image-classification",
+        pipeline_tag=None if all(task.head_kind.has_numbers for task in tasks) else "image-classification",
         base_model=base_model,
         tags=["memoro", "vision-transformer", "learnable-memory", *kinds],
         license=license,

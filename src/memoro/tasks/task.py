@@ -211,8 +211,7 @@ class Task(TaskModule[TaskSpec]):
         """
         from memoro.tasks.hub import push_task
 
-        card = {"license": license, "base_model": base_model}
-        return push_task(self, repo_id, private=private, revision=revision, token=token, **card)
+        return push_task(self, repo_id, token, private, revision, license, base_model)
 
     def extra_repr(self) -> str:
         own = f"{self.cells} cells, rank {self.rank}" if self.rank else f"{self.cells} cells"

@@ -170,10 +170,17 @@ def load_named(path: Path, name: str) -> list[Task]:
     return tasks
 
 
-def save_pretrained(tasks: Sequence[Task], folder: str | Path, **card: Any) -> Path:
-    """Writes a folder as the hub keeps it: tasks in one file, and their card (options: `write_card`)."""
+def save_pretrained(
+    tasks: Sequence[Task],
+    folder: str | Path,
+    *,
+    repo_id: str | None = None,
+    license: str | None = None,
+    base_model: str | None = None,
+) -> Path:
+    """Writes a folder as the hub keeps it: tasks in one file, and their card (see `write_card`)."""
     save_tasks(tasks, Path(folder) / FILE)
-    write_card(tasks, folder, **card)
+    write_card(tasks, folder, repo_id=repo_id, license=license, base_model=base_model)
     return Path(folder)
 
 

@@ -64,8 +64,7 @@ def answer_held_out(trainer: Trainer, readouts: ReadOuts) -> None:
                     readouts.solve(run).attach(run.task, run.regime.readout)
     for run in trainer.all_runs:
         if run.regime.readout == 1 and isinstance(run.task, Task):
-            split, images = run.final
-            solved = readouts.solve(run)
+            (split, images), solved = run.final, readouts.solve(run)
             solved.attach(run.task, 1.0)
             if split == LEFT_OUT:
                 run.answers[split] = solved.held_out, images.targets[solved.answered]

@@ -19,7 +19,7 @@ from memoro.data import Splits, load_data
 from memoro.data.augment import output_size
 from memoro.data.dataset import MAX_UNREADABLE, DataOptions
 from memoro.engine.featurestore import total_bytes
-from memoro.engine.parents import check_versions
+from memoro.engine.plan import check_versions
 from memoro.engine.records import free_memory
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels

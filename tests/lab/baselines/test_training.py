@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from families import CASES
+from small_training import FRESH, LABELS, PLAIN, QUICK, distance, double, same, squares, state
 from test_train_cli import make_root
-from test_train_fit import FRESH, LABELS, PLAIN, QUICK, distance, double, same, squares, state
 from torch import Tensor
 from typer.testing import CliRunner
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_task
-from test_train_recipe import save_squares
+from squares import save_squares
 from typer.testing import CliRunner
 
 import memoro

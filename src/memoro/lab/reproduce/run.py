@@ -18,8 +18,8 @@ from memoro.lab.reproduce.counts import count_flops
 from memoro.lab.reproduce.estimate import Size, base_passes, training_bytes, training_steps
 from memoro.lab.reproduce.plan import Job, Key, Request, group_methods, plan_table
 from memoro.lab.reproduce.records import Record, Records
-from memoro.lab.reproduce.report import write_table
 from memoro.lab.reproduce.runner import Runner
+from memoro.lab.tables.report import write_table
 from memoro.training.runfolder import InUseError
 
 GPU_TFLOPS = 30

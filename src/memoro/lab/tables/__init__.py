@@ -1,0 +1,1 @@
+"""The tables of the reproduction: comparisons, claims, and how they are written."""
