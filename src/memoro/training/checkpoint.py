@@ -237,3 +237,40 @@ def _data_digest(images: ImageSet | None) -> str | None:
     for index in range(len(images)):
         whole.update((images.key(index) if images.digests is not None else images.where(index)).encode())
     return whole.hexdigest()
+
+
+def where_it_continues(path: Path, groups: Sequence[RunGroup], seconds: float) -> str:
+    """What the user is told when a training continues from a checkpoint."""
+    going = [group for group in groups if not group.finished]
+    if not going:
+        return f"the training in {path.parent} is already finished: only evaluating it again."
+    done = ", ".join(
+        f"step {group.progress.step + 1} of {group.total_steps} (epoch {group.progress.epoch + 1})" for group in going
+    )
+    return f"resuming in {path.parent} at {done}, after {seconds:.0f} s of training."
+
+
+def check_agreement(processes: Sequence[tuple[dict[str, Any], bool]], path: Path | None) -> None:
+    """Raises if processes do not train the same, by identity, or not all of them found the checkpoint: they would wait
+    for each other forever."""
+    first, *others = processes
+    for number, (identity, found) in enumerate(others, start=1):
+        changed = [key for key, value in first[0].items() if identity.get(key) != value]
+        if changed:
+            raise TrainingError(
+                f"process {number} and process 0 have different {', '.join(changed)}: all need the same."
+            )
+        if found != first[1]:
+            raise TrainingError(f"some processes cannot find {path}: to resume, every machine needs the run folder.")
+
+
+def make_way(path: Path) -> list[str]:
+    """Gives what another training left in the folder another name, if that was interrupted; says so."""
+    kept = set_aside(path) if path.is_file() else []
+    if not kept:
+        return []
+    names = " and ".join(file.name for file in kept)
+    return [
+        f"{path.parent} holds an interrupted training. Its files were renamed to {names}: to continue it, rename them "
+        "back and use `resume=True`."
+    ]

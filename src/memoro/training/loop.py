@@ -22,7 +22,14 @@ from memoro.evaluation.metrics import measure, score
 from memoro.processes import Processes, deferred_interrupts
 from memoro.tasks.task import Task
 from memoro.training.cached import Cache, compute_missing
-from memoro.training.checkpoint import load_checkpoint, run_identity, save_checkpoint, set_aside
+from memoro.training.checkpoint import (
+    check_agreement,
+    load_checkpoint,
+    make_way,
+    run_identity,
+    save_checkpoint,
+    where_it_continues,
+)
 from memoro.training.recipe import TrainOptions
 from memoro.training.run import Loaders, Run, RunGroup, build_forward, standardised, start_groups
 
@@ -105,18 +112,21 @@ class Trainer:
     def _train(self) -> float:
         seconds, self._saved = 0.0, time.monotonic()
         found = self.options.resume and self.checkpoint is not None and self.checkpoint.is_file()
-        self._check_agreement(found)
+        check_agreement(self.processes.all_gather((self.identity, found)), self.checkpoint)
         for run in self.runs:
             run.keep_initial()
         if found:
             assert self.checkpoint is not None
             seconds = load_checkpoint(self.checkpoint, self.groups, self.identity)
             self.options.phases.add("training", seconds)
-            self.options.note(self._where_it_continues(seconds))
+            self.options.note(where_it_continues(self.checkpoint, self.groups, seconds))
         self._share_tasks()
         self._started = time.monotonic() - seconds
         if not found:
-            self._start_afresh()
+            if self.checkpoint is not None and self.options.written is not None:
+                for text in make_way(self.checkpoint):
+                    self.options.note(text)
+            self.save()
         for callback in self.callbacks:
             callback.on_train_begin(self.groups)
         with deferred_interrupts() as interrupted:
@@ -166,43 +176,6 @@ class Trainer:
             raise TrainingError(f"{error} Fix the problem, then train again with `resume=True`.") from None
         self._saved = time.monotonic()
         self._writing = self._saved - started
-
-    def _where_it_continues(self, seconds: float) -> str:
-        assert self.checkpoint is not None
-        going = [group for group in self.groups if not group.finished]
-        if not going:
-            return f"the training in {self.checkpoint.parent} is already finished: only evaluating it again."
-        done = ", ".join(
-            f"step {group.progress.step + 1} of {group.total_steps} (epoch {group.progress.epoch + 1})"
-            for group in going
-        )
-        return f"resuming in {self.checkpoint.parent} at {done}, after {seconds:.0f} s of training."
-
-    def _start_afresh(self) -> None:
-        """Replaces what another training left in the folder; if that was interrupted, it is kept under another name."""
-        if self.checkpoint is not None and self.options.written is not None and self.checkpoint.is_file():
-            kept = set_aside(self.checkpoint)
-            if kept:
-                self.options.note(
-                    f"{self.checkpoint.parent} holds an interrupted training. Its files were renamed to "
-                    f"{' and '.join(file.name for file in kept)}: to continue it, rename them back and use "
-                    "`resume=True`."
-                )
-        self.save()
-
-    def _check_agreement(self, found: bool) -> None:
-        """Raises where the processes do not train the same: they would wait for each other forever."""
-        first, *others = self.processes.all_gather((self.identity, found))
-        for number, (identity, found_there) in enumerate(others, start=1):
-            changed = [key for key, value in first[0].items() if identity.get(key) != value]
-            if changed:
-                raise TrainingError(
-                    f"process {number} and process 0 have different {', '.join(changed)}: all need the same."
-                )
-            if found_there != first[1]:
-                raise TrainingError(
-                    f"some processes cannot find {self.checkpoint}: to resume, every machine needs the run folder."
-                )
 
     def step(self, taken: Sequence[tuple[RunGroup, Sequence[AnyBatch]]]) -> None:
         """One optimiser step of every active run over its group's batches. What it reads from the device, losses and
@@ -356,11 +329,8 @@ class Trainer:
 
 def read_numbers(scalars: Sequence[Tensor]) -> list[float]:
     """The values of some scalars on one device, as one copy."""
-    if not scalars:
-        return []
     wide = torch.float64 if any(one.dtype == torch.float64 for one in scalars) else torch.float32
-    numbers: list[float] = torch.stack([one.detach().to(wide) for one in scalars]).tolist()
-    return numbers
+    return list(torch.stack([one.detach().to(wide) for one in scalars]).tolist())
 
 
 @dataclass
@@ -420,11 +390,8 @@ class _StepSums:
         if run.task.kind == "softmax":
             correct = (out.detach().argmax(-1) == targets).to(part.dtype)
             self.correct[number].append((correct if sample_weight is None else correct * sample_weight).sum())
-        return (
-            part * (run.loss_scale / max(self.images[number], 1.0))
-            if run.loss_scale != 1
-            else part / max(self.images[number], 1.0)
-        )
+        scaled = part if run.loss_scale == 1 else part * run.loss_scale
+        return scaled / max(self.images[number], 1.0)
 
 
 def _gradients(runs: Sequence[Run]) -> list[Tensor]:
