@@ -127,7 +127,7 @@ def test_a_parent_without_a_hash_is_refused_everywhere(folder: Path, backbone: B
 
 def test_skipped_files_are_told_at_the_start(folder: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "run_server", lambda *_: None)
-    monkeypatch.setattr("memoro.cli.serve.load", lambda *_: backbone)
+    monkeypatch.setattr("memoro.cli.serve.load", lambda *_, **__: backbone)
     found = CliRunner().invoke(app, ["serve", "--tasks", str(folder)])
     assert found.exit_code == 0, found.output
     lines = {line.split(": ")[1] for line in found.output.splitlines() if line.startswith("not served: ")}
