@@ -35,7 +35,7 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 import memoro  # noqa: E402
-from memoro.data.unlabelled import open_unlabelled  # noqa: E402
+from memoro.data.open import open_source  # noqa: E402
 from memoro.data.workers import worker_count  # noqa: E402
 from memoro.engine.answers import AnswerOptions  # noqa: E402
 from memoro.evaluation.bulk import Job, answer_here, begin  # noqa: E402
@@ -102,7 +102,7 @@ def measure_throughput(images: int, tasks: int, batch: int, rounds: int) -> dict
 
         for number in range(rounds):
             before = run_engine()
-            job = Job(open_unlabelled([photos]), predictor, Path(folder) / f"answers {number}")
+            job = Job(open_source([photos]), predictor, Path(folder) / f"answers {number}")
             start = time.perf_counter()
             answer_here(job, begin(job), workers=worker_count(None, None))
             bulk = images / (time.perf_counter() - start)

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from random_tasks import random_task
 
 import memoro
-from memoro.data.unlabelled import open_unlabelled
+from memoro.data.open import open_source
 from memoro.engine.answers import AnswerOptions
 from memoro.errors import DataError
 from memoro.evaluation.bulk import MANIFEST, Job, answer_here, begin
@@ -50,7 +50,7 @@ def predictor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Predictor:
 
 
 def new_job(predictor: Predictor, folder: str) -> Job:
-    return Job(open_unlabelled(["photos"]), predictor, Path(folder).absolute(), shard_size=SHARD)
+    return Job(open_source(["photos"]), predictor, Path(folder).absolute(), shard_size=SHARD)
 
 
 def read_rows(job: Job) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from memoro.data.dataset import unreadable_size
+from memoro.data.source import unreadable_size
 from memoro.errors import ImageError
 from memoro.images import open_image
 

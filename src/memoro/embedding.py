@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,10 +14,9 @@ from torch import nn
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY
 from memoro.data.dataset import ImageSet
-from memoro.data.unlabelled_set import UnlabelledImages
-from memoro.engine.answers import NamedPicture, Pictures, list_pictures
+from memoro.data.source import Objects
+from memoro.engine.answers import Pictures, list_pictures
 from memoro.errors import DataError
-from memoro.images import Picture, open_image
 from memoro.tasks.ridge import Read
 from memoro.training.cached import Cache
 from memoro.training.recipe import TrainOptions
@@ -95,30 +91,6 @@ def _load_named(name: str, device: str | None) -> Backbone:
 
 def as_image_set(images: Pictures) -> ImageSet:
     """Images of any kind as a set without labels."""
-    pictures = list(list_pictures(images))
-    source = UnlabelledImages(Listed(tuple(pictures)), tuple(range(len(pictures))))
-    rows = np.arange(len(pictures))
+    source = Objects(tuple(picture for _, picture in list_pictures(images)))
+    rows = np.arange(len(source.items))
     return ImageSet("images", (), "regression", source, rows, torch.zeros(len(rows), 0, device="cpu"))
-
-
-@dataclass(frozen=True)
-class Listed:
-    """Images that were given one by one. Those that are no files are encoded without loss when they are read."""
-
-    pictures: tuple[tuple[str, Picture], ...]
-
-    def keys(self) -> Iterator[int]:
-        return iter(range(len(self.pictures)))
-
-    def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
-        for name, picture in (self.pictures[key] for key in keys):
-            yield name, picture if isinstance(picture, (str, Path, bytes)) else _encode(name, picture)
-
-    def describe(self) -> list[dict[str, Any]]:
-        return [{"images": len(self.pictures)}]
-
-
-def _encode(name: str, picture: Picture) -> bytes:
-    buffer = io.BytesIO()
-    open_image(picture, name=name).save(buffer, "BMP")  # fast: it is not compressed
-    return buffer.getvalue()

@@ -108,11 +108,10 @@ def test_trusted_cell_that_is_no_image_file_is_skipped(tmp_path: Path, what: str
 
 
 def test_cells_have_the_size_limit_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memoro.data import dataset, tables
+    from memoro.data import source
 
     noise = to_bytes(picture(1, (200, 200)))
-    monkeypatch.setattr(dataset, "MAX_BYTES", len(noise) - 1)
-    monkeypatch.setattr(tables, "MAX_BYTES", len(noise) - 1)
+    monkeypatch.setattr(source, "MAX_BYTES", len(noise) - 1)
     (tmp_path / "big.png").write_bytes(noise)
     assert "more than" in load_data(parquet(tmp_path, "big.png")).skipped[0].reason
 

@@ -13,9 +13,9 @@ from image_files import picture, to_bytes
 from PIL import Image
 
 from memoro.data import Augment
-from memoro.data.augment import Crop, Purpose, order, uniform
 from memoro.errors import DataError
 from memoro.images import Preprocessing, open_image
+from memoro.images.augment import Crop, Purpose, order, uniform
 
 WIDE = Preprocessing(resize=26, crop=(22, 18))
 IMAGE = picture(0, (61, 47))

@@ -15,7 +15,7 @@ import torch
 from image_files import members, picture, save_classes, to_bytes, zipped
 
 from memoro.data import ImageSet, Splits, load_data
-from memoro.data.folders import ZipImages, read_tree
+from memoro.data.folders import Zip, read_tree
 from memoro.errors import DataError, ImageError
 
 
@@ -200,9 +200,37 @@ def test_labels_that_are_spelled_alike_are_noted(tmp_path: Path) -> None:
 def test_a_folder_above_the_classes_is_noted(tmp_path: Path) -> None:
     for name in ("pets", "rooms"):
         save_classes(tmp_path / "photos" / name, {"a": 2, "b": 2})
+    save_classes(tmp_path / "photos" / "pets", {"c": 2, "d": 2, "e": 2}, 8)
     [note] = [note for note in load_data(tmp_path / "photos", val_fraction=0).notes if "warning" in note]
-    assert "only further folders (pets/a, pets/b, rooms/a, rooms/b)" in note
+    assert "only further folders (pets/a, pets/b, pets/c, pets/d, pets/e and 2 more)" in note
     assert not any("warning" in note for note in load_data(tmp_path / "photos" / "pets", val_fraction=0).notes)
+
+
+@pytest.mark.parametrize("inside", ["", "train"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_places_with_class_folders_inside_are_recognised(tmp_path: Path, inside: str, packed: bool) -> None:
+    for at, place in enumerate(("north", "south", "east")):
+        save_classes(tmp_path / "set" / inside / place, {"cat": 2, "dog": 2, **({"owl": 1} if at else {})}, 9 * at)
+    if inside:
+        save_classes(tmp_path / "set" / "test" / "west", {"cat": 1, "dog": 1}, 40)
+    place = tmp_path / "set"
+    if packed:
+        place = tmp_path / "set.zip"
+        with zipfile.ZipFile(place, "w") as archive:
+            for file in (tmp_path / "set").rglob("*.png"):
+                archive.write(file, file.relative_to(tmp_path / "set"))
+    outer = load_data(place, val_fraction=0)
+    assert outer.labels == ("east", "north", "south")
+    [note] = [note for note in outer.notes if "warning" in note and "folders" in note]
+    assert "the folders east, north, south" in note
+    assert "of the same names (cat, dog, owl)" in note
+    assert "`class_folder=inner`" in note
+    inner = load_data(place, val_fraction=0, class_folder="inner")
+    assert inner.labels == ("cat", "dog", "owl")
+    assert not any("warning" in note and "folders" in note for note in inner.notes)
+    assert inner.train is not None
+    assert inner.train.targets.bincount().tolist() == [6, 6, 2]
+    assert (inner.test is not None) == bool(inside)
 
 
 def test_a_mistyped_folder_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +301,7 @@ def test_zip_handle_of_another_process_is_not_used(tmp_path: Path) -> None:
     assert train is not None
     expected = train.read(1)
     source = train.source
-    assert isinstance(source, ZipImages)
+    assert isinstance(source, Zip)
     assert source._open is not None
     process, archive, directory = source._open
     assert process == os.getpid()

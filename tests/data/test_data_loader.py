@@ -20,11 +20,9 @@ import torch
 from image_files import picture, save_classes, to_bytes
 
 from memoro.data import Augment, Batch, ImageSet, Loader, load_data, loader
-from memoro.data.decoding import DecodeAhead
-from memoro.data.workers import WorkerPool
-from memoro.engine.answers import Decoder
+from memoro.data.workers import DecodeAhead, WorkerPool
 from memoro.errors import DataError
-from memoro.images import Preprocessing
+from memoro.images import Decoder, Preprocessing
 
 SMALL = Preprocessing(resize=13, crop=(11, 7), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
 
@@ -54,7 +52,8 @@ def test_batches_are_what_the_images_show(images: ImageSet) -> None:
     assert torch.cat([batch.index for batch in batches]).tolist() == list(range(23))
     batch = batches[1]
     assert batch.pixels.shape == (5, 3, 11, 7)
-    assert batch.pixels.dtype == torch.float32
+    assert (batch.images.dtype, batch.pixels.dtype) == (torch.uint8, torch.float32)
+    assert [bytes(digest.tolist()).hex() for digest in batch.digests] == [images.key(at) for at in range(5, 10)]
     assert torch.equal(batch.pixels[2], SMALL.to_tensor(images.open(7)))
     assert torch.equal(batch.targets, images.targets[5:10])
 
@@ -192,8 +191,8 @@ def test_a_script_that_workers_cannot_import_is_told_so(tmp_path: Path) -> None:
     save_classes(tmp_path / "set", {"a": 4, "b": 4})
     (tmp_path / "script.py").write_text(f"""
 import multiprocessing, memoro
-from memoro.data.decoding import DecodeAhead
-from memoro.engine.answers import Decoder
+from memoro.data.workers import DecodeAhead
+from memoro.images import Decoder
 
 multiprocessing.set_start_method("spawn", force=True)
 ahead = DecodeAhead(Decoder((memoro.Preprocessing(20),)), 1)
@@ -301,8 +300,8 @@ def test_little_shared_memory_changes_nothing(images: ImageSet, monkeypatch: pyt
     copied = list(Loader(images, SMALL, batch_size=5, workers=2).epoch(0))
     assert same(alone, shared)
     assert same(alone, copied)
-    assert all(batch.pixels.is_shared() for batch in shared)
-    assert not any(batch.pixels.is_shared() for batch in copied)
+    assert all(batch.images.is_shared() for batch in shared)
+    assert not any(batch.images.is_shared() for batch in copied)
 
 
 @pytest.mark.parametrize(("images_ahead", "most"), [(1, 16), (16, 24), (1000, 32)])
@@ -310,7 +309,9 @@ def test_what_is_decoded_ahead_is_bounded_in_bytes(
     images: ImageSet, monkeypatch: pytest.MonkeyPatch, images_ahead: int, most: int
 ) -> None:
     many = images.subset(np.arange(64) % len(images))
-    monkeypatch.setattr("memoro.data.workers.PREFETCH_BYTES", images_ahead * torch.empty(3, 11, 7).nbytes)
+    monkeypatch.setattr(
+        "memoro.data.workers.PREFETCH_BYTES", images_ahead * torch.empty(3, 11, 7, dtype=torch.uint8).nbytes
+    )
     loader = Loader(many, SMALL, batch_size=8, augment=Augment(), workers=2)
     asked: list[int] = []
     parts = loader.parts
@@ -344,7 +345,7 @@ def test_predictions_decode_ahead_within_the_same_bound(images: ImageSet, monkey
     for batch, decoded in (first, *ahead):
         expected = decoder(batch)
         assert decoded.failures == expected.failures
-        for own, other in zip(decoded.pixels, expected.pixels, strict=True):
+        for own, other in zip(decoded.images, expected.images, strict=True):
             assert torch.equal(torch.cat([x.flatten() for x in own]), torch.cat([x.flatten() for x in other]))
             assert [x.shape for x in own] == [x.shape for x in other]
     assert len(asked) == 5

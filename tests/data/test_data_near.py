@@ -12,7 +12,7 @@ from PIL import Image
 import memoro
 from memoro.backbones import Backbone
 from memoro.data import ImageSet, fold_numbers, load_data
-from memoro.data.near import near_groups
+from memoro.data.screening import near_groups
 
 
 def save_film(folder: Path, number: int, frames: int) -> None:

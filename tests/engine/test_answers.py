@@ -15,9 +15,8 @@ from prediction_inputs import encoded, picture
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.engine.answers import Decoder
 from memoro.errors import CompositionError, ImageError
-from memoro.images import Preprocessing, open_image, opening
+from memoro.images import Decoder, Preprocessing, open_image, opening
 
 
 @pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"batch_size": -1}, {"top": 0}, {"top": -1}])
@@ -105,9 +104,9 @@ def test_pixels_do_not_depend_on_the_image_sizes_of_other_tasks(
     photo = [("photo", encoded(noise, form))]
     sizes = [Preprocessing(resize=edge) for edge in (20, 60, 21, None)]  # 1/4, 1/2, 1/4, whole
     sizes.append(Preprocessing(resize=20, white=4095.0))  # for images of more bits only
-    alone = [Decoder((size,))(photo).pixels[0] for size in sizes]
+    alone = [Decoder((size,))(photo).images[0] for size in sizes]
     opened, upright = list[Image.Image](), opening._upright_rgb
     monkeypatch.setattr(opening, "_upright_rgb", lambda image, white: opened.append(image) or upright(image, white))
-    together = Decoder(tuple(sizes))(photo).pixels
+    together = Decoder(tuple(sizes))(photo).images
     assert all(torch.equal(one, other) for [one], [other] in zip(alone, together, strict=True))
     assert len(opened) == decodes

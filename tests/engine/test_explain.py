@@ -17,10 +17,9 @@ from trust import add_readout
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.engine.answers import Decoder
 from memoro.engine.explain import READ_OUT, VIEW, read_views
 from memoro.errors import CompositionError, ImageError
-from memoro.images import open_image
+from memoro.images import Decoder, open_image
 
 __all__ = ["shell"]  # a fixture
 
@@ -87,7 +86,10 @@ def test_an_explanation_is_of_the_pixels_that_were_answered(backbone: Backbone, 
     model, photo = memoro.compose(backbone, [task]), tmp_path / "a.jpg"
     noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
     Image.fromarray(noise).save(photo)
-    [[pixels]] = Decoder((task.spec.preprocessing,))([("a", photo)]).pixels
+    steps = task.spec.preprocessing
+    assert steps is not None
+    [[images]] = Decoder((steps,))([("a", photo)]).images
+    pixels = steps.normalise(images)
     assert torch.equal(model.explain(photo, "pets").patches, model.explain(pixels, "pets", normalised=True).patches)
 
 

@@ -12,8 +12,8 @@ from bulk_jobs import COUNT, new_job, photos, predictor
 from prediction_inputs import tasks
 from shell import shell
 
-from memoro.data.tables import Places
-from memoro.data.unlabelled import Chain, Stream, open_unlabelled
+from memoro.data.open import open_source
+from memoro.data.source import Chain, Places, Stream
 from memoro.errors import DataError
 from memoro.evaluation import parallel
 from memoro.evaluation.bulk import Job, begin
@@ -86,6 +86,6 @@ def test_a_ray_worker_out_of_memory_is_replaced(photos: Path, predictor: Predict
 
 def test_streams_are_refused_with_ray(photos: Path, predictor: Predictor) -> None:
     stream = Stream(None, "image", "owner/name:train", Places("."), COUNT)
-    for source in (stream, Chain((open_unlabelled(["photos"]), stream))):
+    for source in (stream, Chain((open_source(["photos"]), stream))):
         with pytest.raises(DataError, match="leave out `ray` or `streaming`"):
             parallel.check_ray(new_job(source, predictor))

@@ -22,7 +22,7 @@ from pyarrow import parquet
 from shell import Said, Shell, shell
 
 from memoro.backbones import Backbone
-from memoro.data.unlabelled import open_unlabelled
+from memoro.data.open import open_source
 from memoro.engine.answers import AnswerOptions
 from memoro.errors import DataError
 from memoro.evaluation import bulk
@@ -162,7 +162,7 @@ def test_another_job_is_refused(photos: Path, predictor: Predictor, backbone: Ba
             begin(other, resume=True)
     begin(replace(job, predictor=replace(predictor, how=AnswerOptions(2))), resume=True)  # the same but for rounding
     with pytest.raises(DataError, match="these differ: the images"):
-        begin(replace(job, source=open_unlabelled(["photos/0*.png"])), resume=True)
+        begin(replace(job, source=open_source(["photos/0*.png"])), resume=True)
     (job.folder / IMAGES).write_text("{")
     with pytest.raises(DataError, match=r"_images\.list is missing or damaged"):
         begin(job, resume=True)
@@ -183,7 +183,7 @@ def test_trusting_a_table_is_part_of_the_job(
     dataset = datasets.Dataset.from_dict({"image": cells}, features=datasets.Features({"image": datasets.Image()}))
     for number, table in enumerate(["set.csv", "set.parquet", dataset, dataset.to_iterable_dataset()]):
         plain, trusting = (
-            new_job(open_unlabelled([table], allow_absolute=trust), predictor, f"answers-{number}")
+            new_job(open_source([table], allow_absolute=trust), predictor, f"answers-{number}")
             for trust in (False, True)
         )
         answer_here(plain, begin(plain))
@@ -219,7 +219,7 @@ def test_images_that_come_and_go_while_it_runs_change_nothing(
         return open_image(source, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr("memoro.engine.answers.open_image", change)
+        patch.setattr("memoro.images.decoding.open_image", change)
         said = answers("--set", "workers=0")
     assert "2 of 21 images could not be read, such as photos/05.png" in said.err
     assert images_in("out") == [f"photos/{name}" for name in NAMES]
@@ -265,7 +265,7 @@ def test_one_job_owns_a_folder(
                 time.sleep(0.01)
             return open_image(source, **options)
 
-        monkeypatch.setattr("memoro.engine.answers.open_image", wait)
+        monkeypatch.setattr("memoro.images.decoding.open_image", wait)
         answers("--set", "workers=1")
 
     other = ("predict", "photos/03.png", "-b", "vit", *tasks, "-o", "out/", "-f", "jsonl")

@@ -20,11 +20,11 @@ from trust import fit
 import memoro
 from memoro.backbones import Backbone
 from memoro.data import workers
-from memoro.data.unlabelled import open_unlabelled
-from memoro.engine import answers
+from memoro.data.open import open_source
 from memoro.engine.answers import AnswerOptions, Routing
 from memoro.evaluation.bulk import IMAGES, MANIFEST, answer_here, begin
 from memoro.evaluation.predictions import Predictor
+from memoro.images import decoding
 
 __all__ = ["mess", "photos", "predictor", "shell", "tasks"]  # fixtures
 
@@ -82,8 +82,8 @@ def test_worker_processes_change_nothing(photos: Path, predictor: Predictor) -> 
 def test_an_image_that_kills_its_decoder_is_a_row_with_an_error(
     photos: Path, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = list(predictor.predict(read_all(open_unlabelled(["photos"]), COUNT)))
-    own, here = answers.open_image, os.getpid()
+    right = list(predictor.predict(read_all(open_source(["photos"]), COUNT)))
+    own, here = decoding.open_image, os.getpid()
 
     def crash(picture: Any, **options: Any) -> Any:
         if str(picture) in {"photos/03.png", "photos/11.png"}:
@@ -91,8 +91,8 @@ def test_an_image_that_kills_its_decoder_is_a_row_with_an_error(
             os.kill(os.getpid(), signal.SIGKILL)
         return own(picture, **options)
 
-    monkeypatch.setattr(answers, "open_image", crash)
-    found = list(predictor.predict(read_all(open_unlabelled(["photos"]), COUNT), predictor.decoder(2)))
+    monkeypatch.setattr(decoding, "open_image", crash)
+    found = list(predictor.predict(read_all(open_source(["photos"]), COUNT), predictor.decoder(2)))
     assert {one.image: one.error for one in found if one.error and "process" in one.error} == dict.fromkeys(
         ["photos/03.png", "photos/11.png"], "the process that decoded it died, possibly out of memory."
     )

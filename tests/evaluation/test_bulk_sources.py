@@ -17,7 +17,8 @@ from prediction_inputs import read_csv, tasks
 from pyarrow import parquet
 from shell import Shell, shell
 
-from memoro.data.unlabelled import Stream, is_endless, open_unlabelled
+from memoro.data.open import open_source
+from memoro.data.source import Stream, is_endless
 from memoro.errors import DataError
 from memoro.evaluation.bulk import answer_here, begin
 from memoro.evaluation.predictions import Predictor
@@ -69,8 +70,8 @@ SOURCES: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_source_gives_the_same_answers(name: str, photos: Path, predictor: Predictor) -> None:
     SOURCES[name](photos)
-    found = list(predictor.predict(read_all(open_unlabelled([name]), 6)))  # no multiple of a batch or a row group
-    right = list(predictor.predict(read_all(open_unlabelled(["photos"]), COUNT)))
+    found = list(predictor.predict(read_all(open_source([name]), 6)))  # no multiple of a batch or a row group
+    right = list(predictor.predict(read_all(open_source(["photos"]), COUNT)))
     assert [one.answers for one in found] == [one.answers for one in right]
     assert [at for at, one in enumerate(found) if one.error] == [5]
     assert len({one.image for one in found}) == COUNT
@@ -81,7 +82,7 @@ def test_sources_can_be_mixed(photos: Path, predictor: Predictor) -> None:
     write_zip(photos)
     write_images(photos)
     write_paths(photos)
-    source = open_unlabelled(["photos/01.png", "photos", "set.zip", "*.parquet"])
+    source = open_source(["photos/01.png", "photos", "set.zip", "*.parquet"])
     images = [name for name, _ in read_all(source, 10)]
     assert len(images) == 4 * COUNT
     assert images[:3] == ["photos/01.png", "photos/00.png", "photos/02.png"], "each file once"
@@ -93,12 +94,12 @@ def test_sources_can_be_mixed(photos: Path, predictor: Predictor) -> None:
 def test_a_job_of_several_sources_is_continued_where_one_has_changed(photos: Path, predictor: Predictor) -> None:
     write_zip(photos)
     places = ["photos/20.png", "set.zip", "photos"]
-    job = new_job(open_unlabelled(places), predictor)
+    job = new_job(open_source(places), predictor)
     answer_here(job, begin(job))
-    assert not begin(new_job(open_unlabelled(places), predictor), resume=True).changes
+    assert not begin(new_job(open_source(places), predictor), resume=True).changes
     job.path(4).unlink()
     (photos / "19.png").rename(photos / "new.png")
-    job = new_job(open_unlabelled(places), predictor)
+    job = new_job(open_source(places), predictor)
     todo = begin(job, resume=True)
     assert todo.changes == [
         "New since this job began: 1 image (photos/new.png).",
@@ -148,25 +149,25 @@ def test_folders_that_do_not_overlap_are_not_remembered(tmp_path: Path, monkeypa
 def test_a_bad_row_of_a_table_is_a_row_with_an_error(photos: Path, predictor: Predictor, tmp_path: Path) -> None:
     (tmp_path / "secret.png").write_bytes(png(0))
     (photos / "set.csv").write_text("path,note\n00.png,\nmissing.png,\n../secret.png,\n,empty\n")
-    found = list(predictor.predict(read_all(open_unlabelled(["photos/set.csv"]), 9)))
+    found = list(predictor.predict(read_all(open_source(["photos/set.csv"]), 9)))
     assert [one.error and one.error.split(";")[0] for one in found] == [
         None, "no such file.", "'../secret.png' leaves the table's folder", "no image.",
     ]  # fmt: skip
     assert "allow_absolute=True" in (found[2].error or "")
-    trusted = open_unlabelled(["photos/set.csv"], allow_absolute=True)
+    trusted = open_source(["photos/set.csv"], allow_absolute=True)
     assert [one.error for one in predictor.predict(read_all(trusted, 9))][2] is None
 
 
 def test_unusable_tables_are_refused_with_the_reason(photos: Path) -> None:
     Path("odd.csv").write_text("name,size\na,1\n")
     with pytest.raises(DataError, match=r"no column for the image's path \(columns: 'name', 'size'\)"):
-        open_unlabelled(["odd.csv"])
+        open_source(["odd.csv"])
     Path("odd.jsonl").write_text('{"path": "1.png"}\n[1]\n')
     with pytest.raises(DataError, match=r"odd.jsonl, line 2: not a JSON object"):
-        list(open_unlabelled(["odd.jsonl"]).keys())
+        list(open_source(["odd.jsonl"]).keys())
     Path("odd.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="not a readable Parquet file"):
-        open_unlabelled(["odd.parquet"])
+        open_source(["odd.parquet"])
 
 
 def test_streams_without_a_length(photos: Path, predictor: Predictor) -> None:
@@ -175,7 +176,7 @@ def test_streams_without_a_length(photos: Path, predictor: Predictor) -> None:
             yield {"image": {"bytes": (photos / name).read_bytes(), "path": None}}
 
     features = datasets.Features({"image": datasets.Image()})
-    source = open_unlabelled([datasets.IterableDataset.from_generator(rows, features=features)])
+    source = open_source([datasets.IterableDataset.from_generator(rows, features=features)])
     assert isinstance(source, Stream)
     assert is_endless(source)
     job = new_job(source, predictor)
@@ -184,12 +185,12 @@ def test_streams_without_a_length(photos: Path, predictor: Predictor) -> None:
     job.path(1).unlink()
     assert answer_here(job, begin(job, resume=True)).images == 8
     pets = [row for row in read_rows(job.folder) if row["task"] == "pets"]
-    right = predictor.predict(read_all(open_unlabelled(["photos"]), COUNT))
+    right = predictor.predict(read_all(open_source(["photos"]), COUNT))
     assert [row["probability"] for row in pets] == [
         one.answers["pets"]["probability"] for one in right if one.error is None
     ][:15]
     with pytest.raises(DataError, match="name one split only"):
-        open_unlabelled([datasets.IterableDataset.from_generator(rows, features=features), "photos"])
+        open_source([datasets.IterableDataset.from_generator(rows, features=features), "photos"])
 
 
 def test_predict_reads_tables_and_zips_too(shell: Shell, tasks: list[str], photos: Path) -> None:

@@ -86,7 +86,7 @@ def test_file_that_fails_only_as_a_draft_has_a_row_with_the_error(
             raise ImageError(f"{source}: not a readable image.")
         return open_image(source, draft=draft, **options)
 
-    monkeypatch.setattr("memoro.engine.answers.open_image", open_draft)
+    monkeypatch.setattr("memoro.images.decoding.open_image", open_draft)
     model = memoro.compose(backbone, [random_task(backbone, "pets")])
     rows = list(model.predict_stream(paths, batch_size=3))
     assert [row.image for row in rows] == [str(path) for path in paths]

@@ -270,7 +270,7 @@ def test_interrupted_predictions_keep_what_was_answered(
             raise KeyboardInterrupt
         return open_image(source, **options)
 
-    monkeypatch.setattr("memoro.engine.answers.open_image", stop)
+    monkeypatch.setattr("memoro.images.decoding.open_image", stop)
     said = shell("predict", "mess", "-b", "vit", *tasks, "-o", "out.csv", "--set", "batch_size=1", code=130)
     assert "stopped after 4 images.\nThe answers so far are in out.csv.part." in said.err
     assert (tmp_path / "out.csv").read_text() == "older answers"
@@ -302,7 +302,7 @@ def test_two_commands_that_write_one_file_never_mix(
                 time.sleep(0.01)
             return open_image(source, **options)
 
-        monkeypatch.setattr("memoro.engine.answers.open_image", wait)
+        monkeypatch.setattr("memoro.images.decoding.open_image", wait)
         shell(*command, "--top", 1)
 
     command = ("predict", "mess", "-b", "vit", *tasks, "-o", "out.csv", "--set", "batch_size=1")

@@ -16,7 +16,7 @@ from shell import Shell, shell
 from squares import save_square, save_squares
 
 import memoro
-from memoro.data.near import near_duplicates
+from memoro.data.screening import near_duplicates
 from memoro.evaluation.metrics import class_figures, find_mistakes
 from memoro.images import open_image
 from memoro.pages.charts import histogram_chart, line_chart, matrix_chart, scatter_chart, shorten, text_width

@@ -12,7 +12,8 @@ from pyarrow import parquet
 from random_tasks import random_task
 
 from memoro.backbones import Backbone
-from memoro.data.unlabelled import Unlabelled, open_unlabelled
+from memoro.data.open import open_source
+from memoro.data.source import Source
 from memoro.engine.answers import AnswerOptions
 from memoro.evaluation.bulk import Job
 from memoro.evaluation.predictions import Predictor
@@ -44,8 +45,8 @@ def predictor(backbone: Backbone) -> Predictor:
     return Predictor(backbone, (pets, random_task(backbone, "age", seed=1, head="regression")), AnswerOptions(4))
 
 
-def new_job(source: Unlabelled | Path, predictor: Predictor, folder: str = "answers", **options: Any) -> Job:
-    source = open_unlabelled([str(source)]) if isinstance(source, Path) else source
+def new_job(source: Source | Path, predictor: Predictor, folder: str = "answers", **options: Any) -> Job:
+    source = open_source([str(source)]) if isinstance(source, Path) else source
     return Job(source, predictor, Path(folder), **{"shard_size": 8, **options})
 
 
@@ -53,7 +54,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     return [row for file in sorted(folder.glob("part-*.parquet")) for row in parquet.read_table(file).to_pylist()]
 
 
-def read_all(source: Unlabelled, step: int) -> Any:
+def read_all(source: Source, step: int) -> Any:
     """All images of a source, read in parts of `step`."""
     keys = list(source.keys())
     return (picture for at in range(0, len(keys), step) for picture in source.read(keys[at : at + step]))

@@ -17,7 +17,7 @@ import torch
 from serving import Running, backbone, folder, picture, serving
 
 from memoro.backbones import Backbone
-from memoro.engine.answers import Decoder
+from memoro.images import Decoder
 from memoro.serve import bodies, open_inference
 from memoro.serve.service import READERS
 
@@ -36,7 +36,7 @@ def server(backbone: Backbone, folder: Path) -> Iterator[Running]:
 def pixels(server: Running) -> torch.Tensor:
     (steps,) = server.store.current.model.passes(["pets"])
     found, _ = Decoder((steps,))([("", image) for image in IMAGES])
-    return found[0][0]
+    return steps.normalise(found[0][0])
 
 
 def tensor_input(pixels: torch.Tensor) -> dict[str, Any]:

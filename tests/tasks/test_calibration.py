@@ -156,16 +156,27 @@ def test_calibrate_adds_what_an_old_file_lacks(colours: Path, tmp_path: Path) ->
     task.update_spec(preprocessing=backbone.preprocessing, training={"data": "own"})
     path = memoro.save_task(task, tmp_path / "own.safetensors")
     assert "memoro calibrate" in run("inspect", path)
-    run("calibrate", path, colours / "own", "-b", colours / "vit")
+    said = run("calibrate", path, colours / "own", "-b", colours / "vit")
+    assert "they are the test split: evaluated on it, the calibration error is too low" in said
     found = memoro.load_task(path)
     assert found.content_hash() == task.content_hash()
     assert found.spec.calibration is not None
-    assert (found.spec.calibration.images, found.spec.calibration.source) == (24, "own")
+    test = len(list((colours / "own" / "test").rglob("*.png")))  # as `eval` uses
+    assert (found.spec.calibration.images, found.spec.calibration.source) == (test, "own")
     assert found.spec.familiarity is not None
-    assert found.spec.familiarity.images == 64
-    assert found.spec.training["calibration"] == "24 held-out images (own)"
-    assert found.spec.training["familiarity"] == "64 images of own, out of fold"
+    assert found.spec.familiarity.images == 64 + test
+    assert found.spec.training["calibration"] == f"{test} held-out images (own)"
+    assert found.spec.training["familiarity"] == f"{64 + test} images of own, out of fold"
     assert "memoro calibrate" not in run("inspect", path)
+    shutil.move(colours / "own" / "test", tmp_path / "test")
+    try:
+        said = run("calibrate", path, colours / "own", "-b", colours / "vit")
+    finally:
+        shutil.move(tmp_path / "test", colours / "own" / "test")
+    assert "test split" not in said
+    again = memoro.load_task(path).spec.calibration
+    assert again is not None
+    assert again.images == 24  # the validation split
 
 
 def test_calibrate_recognises_the_images_of_the_training(colours: Path, tmp_path: Path) -> None:

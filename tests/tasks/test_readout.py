@@ -21,7 +21,7 @@ from test_train_fit import TABLES, write_table
 import memoro
 from memoro.backbones import Backbone
 from memoro.data import load_data
-from memoro.data.near import near_groups
+from memoro.data.screening import near_groups
 from memoro.engine.featurestore import total_bytes
 from memoro.errors import TaskError, TrainingError
 from memoro.tasks.ridge import RidgeSystem

@@ -103,7 +103,9 @@ def evaluate_tasks(
 def calibrate_task(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="A task file.", show_default=False)],
-    data: Annotated[str, typer.Argument(help="Labelled images that the task was not trained on.", show_default=False)],
+    data: Annotated[
+        str, typer.Argument(help="Labelled images, not those of the training; of splits, test.", show_default=False)
+    ],
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
     precision: PrecisionOption = "auto",

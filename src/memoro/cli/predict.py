@@ -18,7 +18,7 @@ from memoro.cli.settings import Settings, read_settings, shell_log
 from memoro.console import Bar, format_count, format_time, plain_console
 
 if TYPE_CHECKING:
-    from memoro.data.unlabelled import Unlabelled
+    from memoro.data.source import Source
     from memoro.evaluation.bulk import Job
     from memoro.evaluation.parallel import RayOptions
     from memoro.evaluation.predictions import Predictor, Tally
@@ -34,7 +34,8 @@ def predict(
     images: Annotated[
         list[str],
         typer.Argument(
-            help="Files, folders, globs, .zip, tables (.csv, .jsonl, .parquet) or hub ids.", show_default=False
+            help="Files, folders, globs, .zip, tables (.csv, .jsonl, .parquet), hub ids; @FILE or -: paths in lines.",
+            show_default=False,
         ),
     ],
     tasks: TaskFiles,
@@ -102,6 +103,7 @@ def predict(
     """memoro predict new/*.jpg -t pets.safetensors -t rooms.safetensors
     memoro predict new/ -t pets.safetensors --out answers.csv --top 3
     memoro predict photos.parquet -t pets.safetensors --out answers/ --resume
+    find photos -name "*.jpg" | memoro predict - -t pets.safetensors --out answers.csv
 
     Predict with all tasks in one pass. Answers are written batch by batch.
 
@@ -121,7 +123,7 @@ def predict(
     if out is not None:
         share_cores()
     from memoro.data import DataOptions
-    from memoro.data.unlabelled import open_unlabelled
+    from memoro.data.open import open_source
     from memoro.data.workers import worker_count
     from memoro.engine.answers import AnswerOptions, Routing
     from memoro.evaluation.bulk import SHARD_SIZE, Job
@@ -138,7 +140,7 @@ def predict(
     routing = Routing(unfamiliar, false_alarms)
     reading = changes[DataOptions]
     workers = reading.pop("workers", None)
-    source = open_unlabelled(images, streaming=streaming, **reading)
+    source = open_source(images, streaming=streaming, **reading)
     count = None if folder else _count(source)
     if cluster.wanted:  # all machines have to answer alike
         device, precision = "cpu", "float32" if precision == "auto" else precision
@@ -163,9 +165,9 @@ def predict(
     raise typer.Exit(1 if tally.unreadable and (strict or tally.unreadable == tally.images) else 0)
 
 
-def _count(source: Unlabelled) -> int | None:
+def _count(source: Source) -> int | None:
     """The number of images, if it is known; raises if there are none."""
-    from memoro.data.unlabelled import is_endless
+    from memoro.data.source import is_endless
     from memoro.errors import DataError
 
     if is_endless(source):
@@ -190,7 +192,7 @@ def _explain_passes(predictor: Predictor) -> None:
 
 
 def _write_one(
-    source: Unlabelled,
+    source: Source,
     predictor: Predictor,
     form: str,
     out: Path | None,

@@ -23,6 +23,7 @@ from memoro.cli.options import (
 from memoro.cli.settings import Settings, add_flags, read_settings, shell_log
 from memoro.console import plain_console
 from memoro.data import Augment, DataOptions
+from memoro.data.open import check_place
 from memoro.phases import Phases
 from memoro.processes import printing_once
 from memoro.training.cached import Cache
@@ -165,11 +166,14 @@ def train(
     if found[Augment]:
         changes["augment"] = Augment(**found[Augment])
     allow_tf32(own_device(device), flags["precision"])
+    sets = read_data(data)
+    for source in sets.values() if isinstance(sets, dict) else [sets]:
+        check_place(source)
     with printing_once(own_device(device)) as main:
         errors = plain_console(stderr=True, soft_wrap=True)
         try:
             results = train_tasks(
-                read_data(data),
+                sets,
                 backbone=name_backbone(backbone, hint=True),
                 device=device,
                 task=task,

@@ -3,12 +3,12 @@
 `load_data` and `load_columns` read splits of an `ImageSet`; a `Loader` makes batches.
 """
 
-from memoro.data.augment import Augment
 from memoro.data.dataset import DataOptions, ImageSet, Skipped, Splits
 from memoro.data.hub import KNOWN, KnownSet
-from memoro.data.load import load_columns, load_data
 from memoro.data.loader import Batch, Loader
+from memoro.data.open import load_any, load_columns, load_data, open_source
 from memoro.data.splits import fold_numbers, hold_out, stratified_folds, stratified_split
+from memoro.images import Augment
 
 __all__ = [
     "KNOWN",
@@ -22,8 +22,10 @@ __all__ = [
     "Splits",
     "fold_numbers",
     "hold_out",
+    "load_any",
     "load_columns",
     "load_data",
+    "open_source",
     "stratified_folds",
     "stratified_split",
 ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -13,22 +14,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from memoro.data.source import NO_FILE, Source, read_bytes
 from memoro.errors import DataError
 from memoro.heads import HeadKind, find_kind
-from memoro.images import Draft, Levels, open_image
+from memoro.images import Draft, Levels, NamedPicture, open_image
 from memoro.options import option
 from memoro.phases import Phases
 
 SplitName = Literal["train", "val", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 
-# No encoded image is bigger; a file that is would only fill the memory.
-MAX_BYTES = 512 * 2**20
 MAX_UNREADABLE = 0.05
 
-
-NO_FILE = "no such file"
-"""Why an image of a table cannot be read."""
+ClassFolder = Literal["outer", "inner"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,13 @@ class DataOptions:
     allow_absolute: bool = option(False, "Allow a table that you trust to name files outside its folder.")
     measured_only: bool = False
     """Whether only the split that an evaluation measures is kept: test, else val, else train."""
+    class_folder: ClassFolder = option(
+        "outer", "Folders that are the classes: outer, or inner (place/class/photo.jpg)."
+    )
     screen: bool = True
     """Whether every image is decoded once: unreadable ones are left out and listed, and duplicates are found."""
+    cache: Path | bool = True
+    """Where it is kept what is known of checked images; True: in the folder of cached features, False: nowhere."""
     max_unreadable: float = option(MAX_UNREADABLE, "Maximum fraction of unreadable images, which are skipped.")
     """One image always may be unreadable, unless this is 0."""
     workers: int | None = option(None, "Processes that decode images.", shown="one per core; none for few images")
@@ -75,6 +78,8 @@ class DataOptions:
     def __post_init__(self) -> None:
         if self.kind is not None:
             object.__setattr__(self, "kind", find_kind(self.kind))
+        if self.class_folder not in get_args(ClassFolder):
+            raise DataError(f"class_folder {self.class_folder!r}: choose outer or inner.")
         if not 0 <= self.max_unreadable <= 1:
             raise DataError(f"max_unreadable {self.max_unreadable}: choose a fraction from 0 to 1.")
 
@@ -84,16 +89,6 @@ class Skipped(NamedTuple):
 
     where: str
     reason: str
-
-
-class Source(Protocol):
-    """Where encoded images come from. Pickled to worker processes, so it opens its files when first asked."""
-
-    def read(self, row: int) -> bytes: ...
-
-    def where(self, row: int) -> str:
-        """The image's address as a user would write it."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +105,8 @@ class ImageSet(Labelled):
     """A map-style dataset: the images of one split. An image is decoded when it is opened."""
 
     source: Source
-    rows: npt.NDArray[np.int64]
-    """Which rows of the source belong to this split."""
+    rows: npt.NDArray[Any]
+    """(n,) what the source calls the images of this split: its keys."""
     targets: Tensor
     """Class numbers (n,) for softmax, else float32 (n, labels)."""
     skipped: tuple[Skipped, ...] = ()
@@ -130,10 +125,16 @@ class ImageSet(Labelled):
         return len(self.rows)
 
     def read(self, index: int) -> bytes:
-        return self.source.read(int(self.rows[index]))
+        """The encoded image."""
+        [(_, picture)] = self.pictures([index])
+        return read_bytes(picture)
+
+    def pictures(self, indices: Sequence[int] | range) -> Iterator[NamedPicture]:
+        """Some images by name; neighbours are read together."""
+        return self.source.read(self.rows[list(indices)].tolist())
 
     def where(self, index: int) -> str:
-        return self.source.where(int(self.rows[index]))
+        return self.source.where(self.rows[[index]].tolist()[0])
 
     def open(self, index: int, *, draft: Draft = None) -> Image.Image:
         """The image, upright, in RGB. `draft` as in `open_image`."""
@@ -152,6 +153,13 @@ class ImageSet(Labelled):
         digests, looks = (None if table is None else table[at] for table in (self.digests, self.looks))
         targets = self.targets[torch.from_numpy(at)]
         return replace(self, rows=self.rows[at], targets=targets, digests=digests, looks=looks)
+
+
+def as_rows(keys: Sequence[Any]) -> npt.NDArray[Any]:
+    """(n,) the keys of images, as numbers if they are."""
+    if all(isinstance(key, int) for key in keys):
+        return np.asarray(keys, dtype=np.int64)
+    return np.fromiter(keys, dtype=object, count=len(keys))
 
 
 def digest_keys(images: ImageSet) -> npt.NDArray[np.bytes_]:
@@ -188,13 +196,6 @@ class Splits(Labelled):
             if images is not None:
                 return name, images
         raise DataError(f"{self.name} contains no images.")
-
-
-def unreadable_size(size: int) -> str | None:
-    """Why a file of this many bytes cannot be an image, or None."""
-    if size == 0:
-        return "the file is empty (0 bytes)"
-    return f"{size / 2**20:.0f} MiB, more than {MAX_BYTES // 2**20}" if size > MAX_BYTES else None
 
 
 def refuse_many(skipped: Sequence[Skipped], total: int, name: str, most: float = MAX_UNREADABLE) -> None:

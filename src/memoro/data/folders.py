@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import stat
 import unicodedata
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from memoro.data.annotations import SPLIT_NAMES, RawDataset, RawSplit, first_few, left_out
-from memoro.data.dataset import Skipped, SplitName, unreadable_size
+from memoro.data.columns import SPLIT_NAMES, RawDataset, RawSplit, first_few, left_out
+from memoro.data.dataset import ClassFolder, Skipped, SplitName
+from memoro.data.source import Files, Key, Source, stamp_file, unreadable_size
 from memoro.errors import DataError, ImageError
+from memoro.images import NamedPicture
 from memoro.images.finding import HEAD_BYTES, IMAGE_SUFFIXES, is_clutter, is_image, read_head
 
 # Photos hardly shrink in a zip: one that unpacks to more than a hundred times its size is no set of photos.
@@ -33,13 +36,18 @@ Tree = dict[SplitName, list[tuple[int, str]]]
 
 
 def read_tree(
-    files: Sequence[str], folders: Iterable[str], name: str, head: Callable[[int], bytes] = lambda at: b""
+    files: Sequence[str],
+    folders: Iterable[str],
+    name: str,
+    head: Callable[[int], bytes] = lambda at: b"",
+    class_folder: ClassFolder = "outer",
 ) -> tuple[Tree, list[str]]:
     """The classes and splits of files given as relative paths with forward slashes, and notes on what was left out.
 
     Class folders may be at the top, or below `train`, `val` and `test` (in their usual spellings), and all of it
-    below further folders, as archives have it. Images deeper inside a class folder belong to the class. `head` gives
-    the first bytes of the file at a position, which tell what an unknown suffix does not.
+    below further folders, as archives have it. Images deeper inside a class folder belong to the class. With the inner
+    `class_folder`, the classes are one level below those folders. `head` gives the first bytes of the file at a
+    position, which tell what an unknown suffix does not.
     """
     clean = [at for at, path in enumerate(files) if not is_clutter(path)]
     paths = {at: files[at].split("/") for at in clean if is_image(files[at], partial(head, at))}
@@ -52,6 +60,12 @@ def read_tree(
     paths = {at: path[top:] for at, path in paths.items()}
     by_split = _has_splits(paths.values())
     need = 3 if by_split else 2
+    sites = _sites(paths.values(), need)
+
+    def below(path: list[str]) -> list[str]:
+        return path if class_folder == "outer" else [*path[: need - 2], *path[need - 1 :]]
+
+    paths = {at: below(path) for at, path in paths.items()}
 
     def place(path: list[str]) -> tuple[SplitName | None, str]:
         return (SPLIT_NAMES.get(path[0].lower()), _label(path[1])) if by_split else ("train", _label(path[0]))
@@ -63,11 +77,17 @@ def read_tree(
             "its own, or write a CSV with the columns path and label."
         )
     notes = []
-    if min(map(len, paths.values())) > need:
-        inner = sorted({"/".join(path[:need]) for path in paths.values()})
+    if class_folder == "outer" and sites:
+        outer, inner = map(first_few, sites)
         notes.append(
-            f"warning: no class folder contains images itself, only further folders ({first_few(inner)}). If those are "
-            f"the classes, give the folder above them instead of {name}."
+            f"warning: the folders {outer} were read as classes, but contain folders of the same names ({inner}), as "
+            "places or cameras do. If those are the classes, use `class_folder=inner`, or give one of these folders."
+        )
+    elif min(map(len, paths.values())) > need:
+        deeper = sorted({"/".join(path[:need]) for path in paths.values()})
+        notes.append(
+            f"warning: no class folder contains images itself, only further folders ({first_few(deeper)}). If those "
+            f"are the classes, give the folder above them instead of {name}, or use `class_folder=inner`."
         )
     if loose:
         notes.append(f"{left_out(len(loose), 'image', ' outside any class folder')}, such as {files[loose[0]]}.")
@@ -91,7 +111,7 @@ def read_tree(
             notes.append(f"the folders {same} were read as one class, {label}: if they are not, rename them.")
     filled = {(split, label) for split, pairs in splits.items() for _, label in pairs}
     for folder in sorted(set(folders)):
-        path = folder.split("/")[top:]
+        path = below(folder.split("/")[top:])
         if len(path) == need - 1 and not is_clutter(folder) and place(path)[0] and place(path) not in filled:
             notes.append(f"the class folder {'/'.join(path)} is empty: it was left out.")
     kinds = Counter(_suffix(files[at]) or "no suffix" for at in clean if at not in paths)
@@ -99,6 +119,18 @@ def read_tree(
         counts = ", ".join(f"{count} {suffix}" for suffix, count in kinds.most_common(5))
         notes.append(f"files that are not images were left out: {counts}.")
     return splits, notes
+
+
+def _sites(paths: Iterable[list[str]], need: int) -> tuple[list[str], list[str]] | None:
+    """The outer folders and those inside them, where most inner names occur in several of the outer ones."""
+    places: dict[str, set[str]] = {}
+    for path in paths:
+        if len(path) <= need:
+            return None
+        places.setdefault(path[need - 1], set()).add(path[need - 2])
+    shared = [inner for inner, outer in places.items() if len(outer) > 1]
+    outer = sorted(set().union(*places.values()))
+    return (outer, sorted(places)) if len(shared) > 1 and 2 * len(shared) >= len(places) else None
 
 
 def _suffix(path: str) -> str:
@@ -133,39 +165,26 @@ def _has_splits(paths: Iterable[list[str]]) -> bool:
 
 
 def _raw_dataset(
-    source: FileImages | ZipImages, files: Sequence[str], folders: Iterable[str], bad: Mapping[int, str], name: str
+    source: Source,
+    files: Sequence[str],
+    folders: Iterable[str],
+    bad: Mapping[int, str],
+    name: str,
+    head: Callable[[int], bytes],
+    key: Callable[[int], Key],
+    class_folder: ClassFolder,
 ) -> RawDataset:
     """The dataset of a tree of files, without the bad ones."""
-    tree, notes = read_tree(files, folders, name, lambda row: b"" if row in bad else source.head(row))
+    tree, notes = read_tree(files, folders, name, lambda at: b"" if at in bad else head(at), class_folder)
     splits, skipped = {}, []
     for split, pairs in tree.items():
-        good = [(row, label) for row, label in pairs if row not in bad]
-        splits[split] = RawSplit(source, [row for row, _ in good], [label for _, label in good])
-        skipped += [Skipped(source.where(row), bad[row]) for row, _ in pairs if row in bad]
+        good = [(key(at), label) for at, label in pairs if at not in bad]
+        splits[split] = RawSplit(source, [one for one, _ in good], [label for _, label in good])
+        skipped += [Skipped(source.where(key(at)), bad[at]) for at, _ in pairs if at in bad]
     return RawDataset("softmax", splits, notes=tuple(notes), skipped=tuple(skipped))
 
 
-@dataclass(frozen=True)
-class FileImages:
-    """Images that are files, by their paths below a folder."""
-
-    root: str
-    paths: tuple[str, ...]
-
-    def read(self, row: int) -> bytes:
-        try:
-            return Path(self.where(row)).read_bytes()
-        except OSError as error:
-            raise ImageError(f"{self.where(row)}: {error.strerror or error}.") from None
-
-    def head(self, row: int) -> bytes:
-        return read_head(self.where(row))
-
-    def where(self, row: int) -> str:
-        return os.path.join(self.root, self.paths[row])
-
-
-def read_folder(folder: Path) -> RawDataset:
+def read_folder(folder: Path, class_folder: ClassFolder = "outer") -> RawDataset:
     """What the folder holds, by the names of its sub-folders."""
     files: list[str] = []
     folders: list[str] = []
@@ -197,54 +216,86 @@ def read_folder(folder: Path) -> RawDataset:
         visit(folder, "")
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}; the folder must be readable.") from None
-    return _raw_dataset(FileImages(str(folder), tuple(files)), files, folders, bad, str(folder))
+
+    def path_of(at: int) -> str:
+        return os.path.join(folder, files[at])
+
+    source = Files((str(folder),))
+    return _raw_dataset(
+        source, files, folders, bad, str(folder), lambda at: read_head(path_of(at)), path_of, class_folder
+    )
 
 
 @dataclass
-class ZipImages:
-    """Images inside a zip, by their positions in its directory. Each process opens the file for itself."""
+class Zip(Source):
+    """Files inside a zip. Keys are positions among them, sorted by name. Each process opens the archive for itself."""
 
     archive: str
     positions: tuple[int, ...]
+    """In the archive's directory."""
     names: tuple[str, ...]
+    bad: dict[int, str]
+    """Why some files cannot be images, by key."""
     _open: tuple[int, zipfile.ZipFile, list[zipfile.ZipInfo]] | None = field(default=None, repr=False, compare=False)
 
-    def read(self, row: int, most: int = -1) -> bytes:
-        """The image's bytes, at most this many of them."""
+    def keys(self) -> Iterator[Key]:
+        for key, name in enumerate(self.names):
+            if not is_clutter(name) and is_image(name, lambda key=key: self.head(key)):  # type: ignore[misc]
+                yield key
+
+    def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
+        for key in keys:
+            try:
+                if key in self.bad:
+                    raise ImageError(f"{self.where(key)}: {self.bad[key]}.")
+                yield self.where(key), self._unpack(key)
+            except ImageError as error:
+                yield self.where(key), error
+
+    def head(self, key: int) -> bytes:
+        """The first bytes of a file."""
+        try:
+            return self._unpack(key, HEAD_BYTES)
+        except ImageError:
+            return b""
+
+    def _unpack(self, key: int, most: int = -1) -> bytes:
         try:
             # A handle that was inherited by a fork shares its file offset with the parent: never use it.
             if self._open is None or self._open[0] != os.getpid():
                 archive = zipfile.ZipFile(self.archive)
                 self._open = (os.getpid(), archive, archive.infolist())
             _, archive, directory = self._open
-            info = directory[self.positions[row]]
+            info = directory[self.positions[key]]
             with archive.open(info) as member:
                 # Never more than the size that was checked: without a limit, all that is packed would be unpacked.
                 return member.read(info.file_size if most < 0 else min(most, info.file_size))
         except Exception as error:  # zipfile, zlib, lzma and the file system each have their own
-            raise ImageError(f"{self.where(row)}: cannot be unpacked ({error}).") from None
+            raise ImageError(f"{self.where(key)}: cannot be unpacked ({error}).") from None
 
-    def head(self, row: int) -> bytes:
-        try:
-            return self.read(row, HEAD_BYTES)
-        except ImageError:
-            return b""
+    def where(self, key: Any) -> str:
+        return f"{self.archive}/{self.names[key]}"
 
-    def where(self, row: int) -> str:
-        return f"{self.archive}/{self.names[row]}"
+    def describe(self) -> list[dict[str, Any]]:
+        names = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape")).hexdigest()
+        return [{"path": self.archive, "bytes": os.path.getsize(self.archive), "names": names}]
+
+    def stamps(self, keys: Sequence[Any]) -> Iterator[tuple[Any, ...] | None]:
+        whole = stamp_file(self.archive)
+        return (None if whole is None else (*whole, key) for key in keys)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": None}
 
 
-def read_archive(path: Path) -> RawDataset:
+def read_archive(path: Path, class_folder: ClassFolder = "outer") -> RawDataset:
     """What the zip holds, by the folders in its members' names."""
-    source, folders, bad = open_archive(path)
-    return _raw_dataset(source, source.names, folders, bad, str(path))
+    source, folders = open_archive(path)
+    return _raw_dataset(source, source.names, folders, source.bad, str(path), source.head, lambda at: at, class_folder)
 
 
-def open_archive(path: Path) -> tuple[ZipImages, set[str], dict[int, str]]:
-    """All files of a zip, sorted by name, its folders, and why some files cannot be images, by their rows."""
+def open_archive(path: Path) -> tuple[Zip, set[str]]:
+    """All files of a zip, sorted by name, and its folders."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
@@ -255,9 +306,9 @@ def open_archive(path: Path) -> tuple[ZipImages, set[str], dict[int, str]]:
     folders = {name[:-1] for name in names if name.endswith("/")}
     positions = sorted((at for at, name in enumerate(names) if not name.endswith("/")), key=lambda at: names[at])
     files = tuple(names[at] for at in positions)
-    reasons = {row: _unreadable_member(members[at]) for row, at in enumerate(positions)}
-    bad = {row: reason for row, reason in reasons.items() if reason is not None}
-    return ZipImages(str(path), tuple(positions), files), folders, bad
+    reasons = {key: _unreadable_member(members[at]) for key, at in enumerate(positions)}
+    bad = {key: reason for key, reason in reasons.items() if reason is not None}
+    return Zip(str(path), tuple(positions), files, bad), folders
 
 
 def _unreadable_member(member: zipfile.ZipInfo) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memoro.backbones.load import is_hub_id
-from memoro.data.annotations import RawDataset
+from memoro.data.columns import RawDataset
 from memoro.errors import DataError, first_line
 
 

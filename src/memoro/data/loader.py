@@ -1,7 +1,8 @@
-"""Loaders: batches of normalised pixels, decoded and augmented in worker processes that all loaders share."""
+"""Loaders: batches of images, decoded and augmented in worker processes that all loaders share."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -11,28 +12,42 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from memoro.data.augment import Augment, Purpose, order, output_size
 from memoro.data.dataset import ImageSet
+from memoro.data.source import read_bytes
 from memoro.data.workers import images_per_request, shared_pool, worker_count
 from memoro.errors import DataError, ImageError
-from memoro.images import Preprocessing, open_image
+from memoro.images import Augment, Decoder, NamedPicture, Preprocessing, View, output_size
+from memoro.images.augment import Purpose, order
 
 
 @dataclass(frozen=True)
 class Batch:
     """One process's part of a batch."""
 
-    pixels: Tensor
-    """(b, 3, height, width) float32, normalised."""
+    images: Tensor
+    """(b, height, width, 3) bytes. They are normalised where they are used: floats take four times the memory."""
     targets: Tensor
     index: Tensor
     """The samples' positions in the dataset (b,)."""
     total: int
     """Images of the whole batch over all processes: what a sum of losses is divided by."""
+    preprocessing: Preprocessing
+    digests: Tensor
+    """SHA-256 of the encoded images (b, 32)."""
+
+    @property
+    def pixels(self) -> Tensor:
+        """(b, 3, height, width) float32, normalised."""
+        return self.preprocessing.normalise(self.images)
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The pixels on a device."""
+        return self.preprocessing.normalise(self.images.to(device)).to(dtype)
 
     def select(self, chosen: Tensor) -> Batch:
         """The images where `chosen` (b,) is true."""
-        return replace(self, pixels=self.pixels[chosen], targets=self.targets[chosen], index=self.index[chosen])
+        names = ("images", "targets", "index", "digests")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
 
 class Request(NamedTuple):
@@ -83,7 +98,8 @@ class Loader:
         self.rank, self.world = rank, world
         self._shuffle = shuffle
         self._workers = worker_count(workers, len(images))
-        self._decoder = _Decoder(images, preprocessing, augment, seed, plain_first=views is not None)
+        decoder = Decoder((preprocessing,))
+        self._decoder = _Decoder(images, decoder, augment, seed, plain_first=views is not None)
         self._pool = shared_pool()
         self._pool.register(self._decoder)
 
@@ -125,40 +141,63 @@ class Loader:
         most = images_per_request(self.preprocessing.nbytes, self._workers)
         decoded = self._pool.imap_parts(self._decoder, requests, lambda request: request.split(most), self._workers)
         for request, parts in decoded:
-            failure = next((failed for _, (_, failed) in parts if failed is not None), None)
+            failure = next((part.failure for _, part in parts if part.failure is not None), None)
             if failure is not None:
                 raise DataError(
                     f"{failure} It was not screened, or has changed since: load the data with "
                     "screen=True, which leaves out what cannot be read, or remove the file."
                 )
-            pixels = parts[0][1][0] if len(parts) == 1 else torch.cat([part for _, (part, _) in parts])
+            digests = torch.cat([part.digests for _, part in parts])
+            images = parts[0][1].images if len(parts) == 1 else torch.cat([part.images for _, part in parts])
             parts.clear()  # not beside their copy
             index = torch.tensor(request.samples, dtype=torch.long, device="cpu")
-            yield Batch(pixels, torch.from_numpy(request.targets), index, request.total)
+            targets = torch.from_numpy(request.targets)
+            yield Batch(images, targets, index, request.total, self.preprocessing, digests)
+
+
+class Part(NamedTuple):
+    """What a worker gives for a request."""
+
+    images: Tensor
+    digests: Tensor
+    failure: str | None = None
+    """Why one of the images cannot be read."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Decoder:
-    """Runs in a worker: the pixels of a request's images, or why one of them cannot be read."""
+    """Runs in a worker."""
 
     images: ImageSet
-    preprocessing: Preprocessing
+    decode: Decoder
     augment: Augment | None
     seed: int
     plain_first: bool
 
-    def __call__(self, request: Request) -> tuple[Tensor, str | None]:
-        nothing = torch.empty(0, 3, *output_size(self.preprocessing), device="cpu")
-        try:
-            pixels = [self._view(self.images.read(sample), sample, request.view) for sample in request.samples]
-        except ImageError as error:
-            return nothing, str(error)
-        return torch.stack(pixels) if pixels else nothing, None
+    def __call__(self, request: Request) -> Part:
+        digests: list[bytes] = []
+        view = None
+        if self.augment is not None and not (self.plain_first and request.view == 0):
+            view = self.augment, self.seed, request.view
+        views = None if view is None else [View(*view, sample) for sample in request.samples]
+        pictures = self.images.pictures(request.samples)
+        [images], failures = self.decode((_with_digest(one, digests) for one in pictures), views)
+        if failures:
+            at = min(failures)
+            failure = f"{self.images.where(request.samples[at])}: {failures[at]}"
+        if failures or not images:
+            height, width = output_size(self.decode.preprocessings[0])
+            images, digests = [torch.empty(0, height, width, 3, dtype=torch.uint8, device="cpu")], []
+        found = np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, 32)
+        return Part(images[0], torch.from_numpy(found.copy()), failure if failures else None)
 
-    def _view(self, data: bytes, sample: int, view: int) -> Tensor:
-        spec, augment, where = self.preprocessing, self.augment, self.images.where(sample)
-        if augment is None or (self.plain_first and view == 0):
-            return spec.to_tensor(open_image(data, draft=spec.draft, name=where, white=spec.white))
-        address = (spec, self.seed, view, sample)
-        image = open_image(data, draft=lambda size: augment.edge(size, *address), name=where, white=spec.white)
-        return spec.normalise(np.asarray(augment.apply(image, *address)))
+
+def _with_digest(picture: NamedPicture, digests: list[bytes]) -> NamedPicture:
+    """The encoded image, whose digest is added to the list."""
+    name, content = picture
+    try:
+        data = read_bytes(content)
+    except ImageError as error:
+        return name, error
+    digests.append(hashlib.sha256(data).digest())
+    return name, data

@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from memoro.console import format_count
-from memoro.data.annotations import (
+from memoro.data.columns import (
     Annotation,
     RawDataset,
     RawSplit,
+    check_numbers,
     encode,
     first_few,
     labels_in,
     left_out,
     sort_labels,
 )
-from memoro.data.augment import Purpose, order
-from memoro.data.columns import check_numbers
-from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, digest_keys, refuse_many
-from memoro.data.near import first_copies, near_groups
-from memoro.data.screening import drop_unreadable
+from memoro.data.dataset import SPLITS, DataOptions, ImageSet, SplitName, Splits, as_rows, digest_keys, refuse_many
+from memoro.data.screening import drop_unreadable, first_copies, near_groups
 from memoro.errors import DataError
 from memoro.images import Levels
+from memoro.images.augment import Purpose, order
 
 Index = npt.NDArray[np.int64]
 
@@ -147,7 +147,7 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
         notes += _drop_unseen(parts)
     sets: dict[SplitName, ImageSet] = {}
     for split, part in parts.items():
-        rows, targets = np.asarray(part.rows, dtype=np.int64), encode(part.annotations, labels, raw.kind)
+        rows, targets = as_rows(part.rows), encode(part.annotations, labels, raw.kind)
         sets[split] = ImageSet(f"{name}:{split}", labels, raw.kind, part.source, rows, targets)
     alike: dict[str, list[str]] = {}
     for label in labels if raw.kind != "regression" else ():
@@ -163,7 +163,8 @@ def build_splits(raw: RawDataset, name: str, options: DataOptions, checked: Spli
         known = {split: _known_images(images, checked) for split, images in sets.items()}
         new = [split for split in sets if known[split] is None]
         with options.phases.during("checking"):
-            readable = drop_unreadable([sets[split] for split in new], options.workers, quiet=options.quiet)
+            parts_of = [sets[split] for split in new]
+            readable = drop_unreadable(parts_of, options.workers, quiet=options.quiet, cache=options.cache)
         sets |= {split: images for split, images in known.items() if images is not None}
         sets |= dict(zip(new, readable, strict=True))
         levels = next((images.levels for images in sets.values() if images.levels is not None), None)  # train is first
@@ -220,7 +221,7 @@ def _drop_unknown(parts: dict[SplitName, RawSplit], known: set[str]) -> dict[str
     for split, part in list(parts.items()):
         counts = Counter(label for one in part.annotations for label in labels_in([one]) - known)
         unknown[split] = {label: counts[label] for label in sort_labels(set(counts))}
-        rows: list[int] = []
+        rows: list[Any] = []
         annotations: list[Annotation] = []
         for row, one in zip(part.rows, part.annotations, strict=True):
             if not isinstance(one, str) or one in known:
@@ -254,7 +255,7 @@ def _drop_unseen(parts: dict[SplitName, RawSplit]) -> list[str]:
 
 def _known_images(images: ImageSet, checked: Splits | None) -> ImageSet | None:
     """The images with their hashes where all have been checked already, else None."""
-    known: dict[int, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
+    known: dict[Any, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
     levels: Levels | None = None
     for other in (checked.train, checked.val, checked.test) if checked is not None else ():
         if other is not None and other.source == images.source and other.digests is not None:

@@ -1,112 +1,308 @@
-"""Tables of `datasets` that hold images or name them. Images stay encoded until they are used."""
+"""Tables: CSV, JSON lines, Parquet and `datasets`, which list images or contain them, and their rows as annotations."""
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import json
 import os
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memoro.data.annotations import (
+from memoro.data.columns import (
+    IMAGE_COLUMNS,
+    KIND_OF_COLUMN,
+    SPLIT_NAMES,
+    Columns,
     RawDataset,
     RawSplit,
+    choose_columns,
+    join_indicators,
     labelled_rows,
+    note_column,
     note_unlabelled,
     parse,
+    recognise_numbers,
     split_name,
 )
-from memoro.data.columns import Columns, choose_columns, note_column, recognise_numbers
-from memoro.data.dataset import MAX_BYTES, DataOptions, SplitName, unreadable_size
-from memoro.errors import DataError, ImageError
+from memoro.data.dataset import SPLITS, DataOptions, Skipped, SplitName
+from memoro.data.hub import read_inaturalist
+from memoro.data.source import NO_FILE, Files, Places, Rows, Source, hub_caches, unreadable_size
+from memoro.errors import DataError
+
+Where = Callable[[int], str]
+"""Where a row is, for messages."""
+
+JSON_LINES = frozenset({".jsonl", ".ndjson"})
+TABLE_SUFFIXES = frozenset({".csv", ".tsv", ".parquet"}) | JSON_LINES
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""What `datasets` calls the table of an image folder; its column `file_name` names the images beside it."""
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where a table's cells may name image files: below its folder, in the hub's cache, or `anywhere` if trusted."""
+def read_manifest(path: Path, options: DataOptions) -> RawDataset:
+    """What a CSV, JSON lines or Parquet file lists. Paths are relative to its folder and stay inside it, unless
+    `allow_absolute`.
 
-    root: str
-    hub: bool = False
-    anywhere: bool = False
-
-    def resolve(self, text: str, where: str) -> str:
-        """The path (relative to the root) or URL that a cell names; an error if it leaves these places."""
-        text = text.strip()
-        if "://" in text:
-            # A file of the hub, possibly inside archives: zip://1.jpg::hf://datasets/owner/name/images.zip
-            inside = self.hub and ".." not in text and _HUB_URL.fullmatch(text) is not None
-            path = text
-        else:
-            path = os.path.normpath(text.replace("\\", "/") if os.sep == "/" else text)
-            full = os.path.abspath(os.path.join(self.root, path))
-            roots = [self.root, *(_caches() if self.hub else ())]
-            inside = path[1:2] != ":" and any(full.startswith(os.path.join(os.path.abspath(r), "")) for r in roots)
-        if not inside and not self.anywhere:
-            raise DataError(
-                f"{where}: {text!r} leaves the table's folder; move the table above its images or, if you trust it, "
-                "use `allow_absolute=True`."
-            )
-        return path
+    The column's name tells the kind of head: `label` is one class, `labels` several (between | or ;), `number` a
+    regression. A column `split` says train, val or test.
+    """
+    is_known = path.suffix.lower() == ".json"
+    table, where = (read_inaturalist(path.parent), _counted(path)) if is_known else _read_columns(path)
+    if not isinstance(table, dict):
+        return read_tables({"train": table}, options, str(path), path.parent)
+    return read_columns(table, str(path), path.parent, where, options)
 
 
-_HUB_URL = re.compile(r"((zip|tar|gzip|bz2|xz|zstd|lz4)://[^:]*::)*hf://datasets/[^:]*")
+def find_metadata(folder: Path, options: DataOptions) -> list[Path]:
+    """The metadata files of an image folder as `datasets` has them: its own, else those of its splits.
 
+    Files without the column `file_name` or a label column, and those that cannot be read, are something else.
+    """
+    usual = {options.task, *((options.labels or ()) if options.kind == "regression" else ())}
 
-def _caches() -> tuple[str, str]:
-    import datasets
-    from huggingface_hub.constants import HF_HUB_CACHE
+    def has_labels(names: Sequence[str]) -> bool:
+        asked = options.label_column
+        if asked is not None:
+            return asked in names if isinstance(asked, str) else set(asked) <= set(names)
+        return any(name in usual or name.lower() in KIND_OF_COLUMN for name in names)
 
-    return str(datasets.config.HF_DATASETS_CACHE), HF_HUB_CACHE
+    def find(place: Path) -> list[Path]:
+        for file in (place / name for name in METADATA):
+            with suppress(DataError):
+                names = column_names(file) if file.is_file() else ()
+                if "file_name" in names and has_labels(names):
+                    return [file]
+        return []
 
-
-@dataclass(frozen=True)
-class TableImages:
-    """Images in a column of a `datasets.Dataset`."""
-
-    table: Any = field(compare=False)
-    column: str
-    name: str
-    places: Places
-    fingerprint: str = field(init=False)
-    """Of the table: one that is read twice is the same."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fingerprint", getattr(self.table, "_fingerprint", None) or str(id(self.table)))
-
-    def read(self, row: int) -> bytes:
-        return encoded_image(self.table[row][self.column], self.where(row), self.places)
-
-    def where(self, row: int) -> str:
-        return f"{self.name}, row {row}"
-
-
-def encoded_image(cell: Any, where: str, places: Places) -> bytes:
-    """The bytes of an image cell: bytes, a path, or a record of either."""
-    data, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, Mapping) else (cell, cell)
-    if not isinstance(data, bytes):
-        if not isinstance(path, str):
-            raise ImageError(f"{where} contains no image.")
-        data = _read_limited(places.resolve(path, where), where, places.root)
-    reason = unreadable_size(len(data))
-    if reason is not None:
-        raise ImageError(f"{where}: {reason}.")
-    return data
-
-
-def _read_limited(path: str, where: str, root: str) -> bytes:
-    """The file or URL, but not much more than the largest image."""
-    from datasets.utils.file_utils import xopen
-
-    is_url = "://" in path
-    path = path if is_url else os.path.join(root, path)
-    if not is_url and not os.path.isfile(path):  # opening a pipe would wait forever
-        raise ImageError(f"{where}: {path}: no such file.")
     try:
-        with xopen(path, "rb") if is_url else open(path, "rb") as file:
-            return bytes(file.read(MAX_BYTES + 1))
-    except Exception as error:  # file systems and networks each have their own
-        raise ImageError(f"{where}: {path}: {error}.") from None
+        splits = sorted(place for place in folder.iterdir() if split_name(place.name) and place.is_dir())
+    except OSError:  # `read_folder` explains it
+        return []
+    return find(folder) or [file for place in splits for file in find(place)]
+
+
+def read_metadata(folder: Path, files: Sequence[Path], options: DataOptions) -> RawDataset:
+    """What the metadata files of an image folder list. Images of a file in a split's folder are of that split."""
+    rows: list[dict[str, Any]] = []
+    places: list[str] = []
+    for file in files:
+        table, where = _read_columns(file)
+        if not isinstance(table, dict):
+            raise DataError(f"{file} contains the images themselves: give that file instead of its folder.")
+        inside = {} if file.parent == folder else {"split": file.parent.name}
+        for row, cells in enumerate(zip(*table.values(), strict=True)):
+            own = dict(zip(table, cells, strict=True))
+            if inside and own["file_name"]:
+                own["file_name"] = f"{file.parent.name}/{own['file_name']}"
+            rows.append(own | inside)
+            places.append(where(row))
+    names = dict.fromkeys(name for row in rows for name in row)
+    return read_columns(_columns_of(rows, names), str(folder), folder, places.__getitem__, options)
+
+
+def read_columns(
+    table: Mapping[str, Sequence[Any]],
+    name: str,
+    folder: Path,
+    where: Where,
+    options: DataOptions,
+    objects: Source | None = None,
+) -> RawDataset:
+    """What the columns of a table say about the files that it lists, or about its objects, by number."""
+    image_columns = ("path", *IMAGE_COLUMNS)
+    table, joined = join_indicators(table, options, name, image_columns)
+    # Names that tell the kind come before the types of cells: those of a CSV are all text.
+    features = {
+        column: None if column.lower() in KIND_OF_COLUMN else next((cell for cell in cells if cell is not None), None)
+        for column, cells in table.items()
+    }
+    columns = choose_columns(features, options, name, image_columns)
+    cells = columns.cells(table)
+    if not cells:
+        raise DataError(f"{name}: there are no rows below the header.")
+    columns, notes = recognise_numbers(columns, cells, options)
+    notes = [*joined, *note_column(columns, table, options), *notes]
+    labelled = labelled_rows(cells, columns.kind)
+    if len(labelled) < len(cells):
+        notes.append(note_unlabelled(len(cells) - len(labelled), Path(name).name))
+    parsed = parse([cells[row] for row in labelled], columns.kind, lambda at: where(labelled[at]))
+    annotations = dict(zip(labelled, parsed, strict=True))
+    keys: Sequence[Any] = range(len(cells))
+    source, skipped = objects, dict[int, Skipped]()
+    if source is None:
+        source = Files((name,))
+        keys, skipped = _find_files(table[columns.image], Places(str(folder), anywhere=options.allow_absolute), where)
+    by_split: dict[SplitName, list[int]] = {split: [] for split in SPLITS}
+    split_cells = next((table[column] for column in table if column.lower() == "split"), ["train"] * len(cells))
+    for row, cell in enumerate(split_cells):
+        split = split_name(str(cell or "").strip() or "train")
+        if split is None:
+            known = ", ".join(SPLIT_NAMES)
+            raise DataError(f"{where(row)}: unknown split {str(cell).strip()!r}: choose one of {known}.")
+        if row not in skipped and row in annotations:
+            by_split[split].append(row)
+    splits = {
+        split: RawSplit(source, [keys[row] for row in rows], [annotations[row] for row in rows])
+        for split, rows in by_split.items()
+        if rows
+    }
+    return RawDataset(columns.kind, splits, columns.labels, tuple(notes), tuple(skipped.values()))
+
+
+def _read_columns(path: Path) -> tuple[Any, Where]:
+    """The columns of a file as lists, or a `datasets.Dataset` where the images themselves are inside; and where its
+    rows are."""
+    if path.suffix.lower() == ".parquet":
+        return _read_parquet(path), _counted(path)
+    numbered = list(iterate_rows(path))  # cells of a CSV stay text: 007 is a name, and so is NA
+    rows = [row for _, row in numbered]
+    names = dict.fromkeys(name for row in rows for name in row) or dict.fromkeys(column_names(path))
+    return _columns_of(rows, filter(None, names)), lambda row: f"{path}, line {numbered[row][0]}"
+
+
+def _counted(path: Path) -> Where:
+    return lambda row: f"{path}, row {row}"
+
+
+def column_names(path: Path) -> Sequence[str]:
+    """The names of a file's columns; of JSON lines, those of the first row."""
+    if path.suffix.lower() == ".parquet":
+        with open_parquet(path) as file:
+            return list(file.schema_arrow.names)
+    if path.suffix.lower() in JSON_LINES:
+        return list(next(iterate_json_lines(path), (0, {}))[1])
+    return next(iterate_csv(path))[1]
+
+
+def _columns_of(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
+    """The rows as columns; None where a row lacks one."""
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def iterate_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a text by the names of the columns, each with the number of its line."""
+    if path.suffix.lower() in JSON_LINES:
+        yield from iterate_json_lines(path)
+        return
+    rows = iterate_csv(path)
+    _, names = next(rows)
+    yield from ((line, dict(zip(names, row, strict=True))) for line, row in rows)
+
+
+def iterate_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSON lines file, each with the number of its line; empty lines are left out."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                row = json.loads(line) if line.strip() else {}
+                if not isinstance(row, dict):
+                    raise DataError(f'{path}, line {number}: not a JSON object such as {{"path": "1.jpg"}}.')
+                if row:
+                    yield number, row
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not readable as JSON lines ({error}).") from None
+
+
+def iterate_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The names of the columns, then the cells of each row, as many as there are names; each with its line."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            header = file.readline()
+            separator = ";" if ";" in header and "," not in header else ","
+            if path.suffix.lower() == ".tsv" or "\t" in header:
+                separator = "\t"
+            file.seek(0)
+            reader = csv.reader(file, delimiter=separator)
+            rows = (row for row in reader if row)
+            names = [name.strip() for name in next(rows, [])]
+            if not any(names):
+                raise DataError(f"{path}: not a readable CSV (there is no header).")
+            twice = [name for at, name in enumerate(names) if name and name in names[:at]]
+            if twice:
+                raise DataError(f"{path}: column names must be unique: {twice[0]!r} appears twice.")
+            yield reader.line_num, names
+            for row in rows:
+                if any(row[len(names) :]):
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: {len(row)} cells, but the header has {len(names)}."
+                    )
+                yield reader.line_num, row[: len(names)] + [""] * (len(names) - len(row))
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: not UTF-8; save it as UTF-8 text.") from None
+    except (OSError, csv.Error) as error:
+        raise DataError(f"{path}: not a readable CSV ({error}).") from None
+
+
+def _read_parquet(path: Path) -> Any:
+    """The columns as lists; as a `datasets.Dataset` where the images themselves are inside."""
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path, memory_map=True)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: not a readable Parquet file ({error}).") from None
+    column = next((field.name for field in table.schema if holds_bytes(field.type)), None)
+    if column is not None:
+        known = path.stat()
+        fingerprint = hashlib.sha256(repr((str(path), known.st_size, known.st_mtime_ns)).encode()).hexdigest()
+        return datasets.Dataset(table, fingerprint=fingerprint).cast_column(column, datasets.Image())
+    return {name: table.column(name).to_pylist() for name in table.column_names}
+
+
+def _find_files(cells: Sequence[Any], places: Places, where: Where) -> tuple[list[str], dict[int, Skipped]]:
+    """Each row's file, and the rows whose file is missing or empty."""
+    files: list[str] = []
+    skipped: dict[int, Skipped] = {}
+    for row, cell in enumerate(cells):
+        text = str(cell or "").strip()
+        if not text:
+            raise DataError(f"{where(row)}: there is no path; fill it in, or remove the row.")
+        file = os.path.join(places.root, places.resolve(text, where(row)))
+        files.append(file)
+        reason = unreadable_size(os.path.getsize(file)) if os.path.isfile(file) else NO_FILE
+        if reason is not None:
+            skipped[row] = Skipped(file, reason)
+    return files, skipped
+
+
+def iterate_column(path: Path, column: str) -> Iterator[Any]:
+    """The cells of a table's column, one by one."""
+    if path.suffix.lower() == ".parquet":
+        for batch in iterate_parquet(path, columns=[column]):
+            yield from (cell.as_py() for cell in batch.column(0))
+    else:
+        yield from (row.get(column) for _, row in iterate_rows(path))
+
+
+def iterate_parquet(path: str | Path, *rows: int, **wanted: Any) -> Iterator[Any]:
+    """Batches of a Parquet file."""
+    import pyarrow
+
+    with open_parquet(path) as file:
+        try:
+            yield from file.iter_batches(*rows, **wanted)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DataError(f"{path}: the Parquet file is damaged ({error}); write it again.") from None
+
+
+def open_parquet(path: str | Path) -> Any:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError("reading parquet needs pyarrow: pip install 'memoro[train]', or use a CSV file.") from None
+    try:
+        return parquet.ParquetFile(path, memory_map=True, pre_buffer=False)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: not a readable Parquet file ({error}).") from None
+
+
+# ----------------------------------------------------------------------------------------------------------- datasets
 
 
 def undecoded(table: Any, image: str, *others: str) -> Any:
@@ -164,7 +360,8 @@ def _read_table(table: Any, columns: Columns, name: str, places: Places) -> tupl
     missing = [column for column in (columns.image, *columns.values) if column not in table.features]
     if missing:
         raise DataError(f"{name}: no column {missing[0]!r}; it has {', '.join(map(repr, table.features))}.")
-    source = TableImages(undecoded(table.with_format(None), columns.image), columns.image, name, places)
+    undecoded_table = undecoded(table.with_format(None), columns.image)
+    source = Rows(undecoded_table, columns.image, name, trusted_places(table, places))
     cells = columns.cells(_read_values(table, columns))
     rows = labelled_rows(cells, columns.kind)  # test sets of competitions come without labels, or with -1 for them
     notes = [] if len(rows) == len(cells) else [note_unlabelled(len(cells) - len(rows), name)]
@@ -183,3 +380,17 @@ def holds_bytes(kind: Any) -> bool:
 
     of_bytes = types.is_struct(kind) and {item.name for item in kind} == {"bytes", "path"}
     return bool(of_bytes or types.is_binary(kind) or types.is_large_binary(kind))
+
+
+def contains_all(column: Any) -> bool:
+    """Whether each cell of a column of images holds the image itself, not the path of a file."""
+    parts = [chunk.field("bytes") if hasattr(chunk, "field") else chunk for chunk in column.chunks]
+    return holds_bytes(column.type) and not any(part.null_count for part in parts)
+
+
+def trusted_places(table: Any, places: Places) -> Places:
+    """The places; all where `datasets` itself found the files of an image folder: then its cache has the table."""
+    files = [os.path.realpath(file["filename"]) for file in getattr(table, "cache_files", ())]
+    root = os.path.join(os.path.realpath(hub_caches()[0]), "")
+    own = table.info.builder_name == "imagefolder" and bool(files) and all(file.startswith(root) for file in files)
+    return replace(places, anywhere=True) if own else places

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -14,20 +13,26 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch import Tensor
 
 from memoro.answer import Answer, AnswerDict
 from memoro.errors import CompositionError, ImageError
-from memoro.images import MAX_PIXELS, PICTURE_TYPES, Picture, Preprocessing, open_image, read_file, walk_images
+from memoro.images import (
+    PICTURE_TYPES,
+    Decoded,
+    Decoder,
+    NamedPicture,
+    Picture,
+    Preprocessing,
+    read_file,
+    walk_images,
+)
 from memoro.options import option
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.spec import TaskModule
 
 Pictures = Picture | Iterable[Picture]
 """An image, a folder of images, a batch of arrays, or several of these."""
-NamedPicture = tuple[str, Picture | ImageError]
-"""An image with its name, or why there is none."""
 Answers = dict[str, Answer]
 """By the name of the task."""
 
@@ -116,6 +121,8 @@ class Pass(NamedTuple):
     models: Sequence[TaskModule[Any]]
     run: Callable[[Tensor], Outputs]
     """Pixels (b, 3, height, width) to what the models give."""
+    device: torch.device | None = None
+    """Where images are normalised."""
 
 
 Unfamiliar = Literal["mark", "drop", "keep"]
@@ -166,7 +173,7 @@ class AnswerOptions:
                 raise CompositionError(f"{name} must be at least 1, not {value}.")
 
 
-Decode = Callable[[Iterable[list[NamedPicture]]], Iterable[tuple[list[NamedPicture], "Decoded"]]]
+Decode = Callable[[Iterable[list[NamedPicture]]], Iterable[tuple[list[NamedPicture], Decoded]]]
 """Decodes batches of images: gives each batch and what a `Decoder` gives for it, in order."""
 
 
@@ -219,53 +226,6 @@ def list_pictures(images: Pictures) -> Iterator[tuple[str, Picture]]:
             number += 1
 
 
-class Decoded(NamedTuple):
-    """A batch of images, as models take it."""
-
-    pixels: list[list[Tensor]]
-    """For each preprocessing all readable images (n, 3, height, width): one tensor, or one for each image if they
-    differ in size."""
-    failures: dict[int, str]
-    """Why the others cannot be read, by position."""
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """Opens images and prepares each for every pass, as if it were alone; one image is in memory at a time."""
-
-    preprocessings: tuple[Preprocessing, ...]
-    max_pixels: int = MAX_PIXELS
-
-    def __call__(self, pictures: Sequence[NamedPicture]) -> Decoded:
-        pixels: list[list[Tensor]] = [[] for _ in self.preprocessings]
-        failures: dict[int, str] = {}
-        for at, (name, picture) in enumerate(pictures):
-            try:
-                images = self._open(name, picture)
-            except ImageError as error:
-                failures[at] = str(error).removeprefix(f"{name}: ")
-                continue
-            for batch, preprocessing in zip(pixels, self.preprocessings, strict=True):
-                batch.append(preprocessing.to_tensor(images[preprocessing.draft, preprocessing.white]))
-        return Decoded([_stack(batch) for batch in pixels], failures)
-
-    def _open(self, name: str, picture: Picture | ImageError) -> dict[Any, Image.Image]:
-        """The image by draft and white. Big JPEGs are decoded at a fraction of their size, as in training: at that of
-        each pass, so that an answer does not depend on the other tasks."""
-        if isinstance(picture, ImageError):
-            raise picture
-        wanted = dict.fromkeys((preprocessing.draft, preprocessing.white) for preprocessing in self.preprocessings)
-        read = partial(open_image, picture, name=name, max_pixels=self.max_pixels, opened={})
-        return {(draft, white): read(draft=draft, white=white) for draft, white in wanted}
-
-
-def _stack(images: list[Tensor]) -> list[Tensor]:
-    """Images (3, height, width) as batches. A preprocessing without a crop leaves them at different sizes."""
-    if len({image.shape for image in images}) == 1:
-        return [torch.stack(images)]
-    return [image[None] for image in images]
-
-
 def _by_size(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[int]]]:
     """Images of one size as one batch, with their places among all."""
     sizes: dict[torch.Size, tuple[list[Tensor], list[int]]] = {}
@@ -288,13 +248,14 @@ def _answer(
 ) -> Iterator[Prediction]:
     answered: dict[str, list[Answer]] = {name: [] for name in names}
     tokens: dict[str, list[npt.NDArray[np.float32]]] = {}
-    for group, parts in zip(passes, decoded.pixels, strict=True):
+    for group, parts in zip(passes, decoded.images, strict=True):
         new = {"base", *(model.name for model in group.models)} - set(tokens)  # the base of the first pass that has it
         for model in group.models:
             answered[model.name] = [_NONE] * sum(map(len, parts))
         for part, places in _by_size(parts):
             with torch.no_grad():
-                outputs = group.run(part).on_cpu([model.name for model in group.models], tokens=options.embeddings)
+                pixels = group.preprocessing.normalise(part.to(group.device))
+                outputs = group.run(pixels).on_cpu([model.name for model in group.models], tokens=options.embeddings)
             for model in group.models:
                 for place, answer in zip(places, outputs.answers(model, options.top), strict=True):
                     answered[model.name][place] = answer

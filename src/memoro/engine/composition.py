@@ -233,7 +233,7 @@ class Composition(nn.Module):
             return lambda pixels: self.run(pixels.to(self.backbone.dtype), names)
 
         return [
-            Pass(preprocessing, [self.tasks[name] for name in names], run(names))
+            Pass(preprocessing, [self.tasks[name] for name in names], run(names), self.backbone.device)
             for preprocessing, names in self.passes(tasks).items()
         ]
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from memoro.engine.plan import Plan
 from memoro.engine.streams import Attention as GroupAttention
 from memoro.engine.streams import BaseLayer, layer_bias, read_head
 from memoro.errors import DataError, ImageError
-from memoro.images import Picture, Preprocessing, open_image
+from memoro.images import Decoder, Picture, Preprocessing
 from memoro.tasks.mask import Lineage
 from memoro.tasks.task import Task
 
@@ -125,17 +124,17 @@ def read_views(images: Iterable[tuple[str, Picture]], preprocessing: Preprocessi
     if size is not None and min(size) < VIEW:
         with suppress(DataError):  # one that is long and thin would be too large
             view = preprocessing.at(VIEW)
-    pixels: list[Tensor] = []
-    views: list[Image.Image] = []
+    decoder = Decoder((preprocessing, view))
+    seen, views = list[Image.Image](), list[Image.Image]()
     for name, picture in images:
-        read = partial(open_image, picture, name=name, opened={}, white=preprocessing.white)
-        pixels.append(preprocessing.to_tensor(read(draft=preprocessing.draft)))
-        views.append(view.fit(read(draft=view.draft)))
-    if not pixels:
+        own, shown = decoder.open(name, picture)
+        seen.append(own)
+        views.append(shown)
+    if not seen:
         raise ImageError("no images to explain.")
-    if len({image.shape for image in pixels}) > 1:
+    if len({image.size for image in seen}) > 1:
         raise ImageError("these images differ in size, and the preprocessing has no crop: explain them one by one.")
-    return torch.stack(pixels), views
+    return preprocessing.normalise(np.stack([np.asarray(image) for image in seen])), views
 
 
 @dataclass

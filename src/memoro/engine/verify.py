@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.console import format_count
 from memoro.errors import ImageError
-from memoro.images import open_image
+from memoro.images import Decoder
 from memoro.tasks.spec import TaskModule
 
 if TYPE_CHECKING:
@@ -103,10 +103,14 @@ def sample_pixels(backbone: Backbone, images: Sequence[str | Path], tasks: Itera
     if images:
         whites = [task.spec.preprocessing.white for task in tasks if task.spec.preprocessing is not None]
         white = next((white for white in whites if white is not None), None)
-        pixels = [backbone.preprocessing.to_tensor(open_image(image, white=white)) for image in images]
-        if len({one.shape for one in pixels}) > 1:
+        steps = replace(backbone.preprocessing, white=white)
+        [found], failures = Decoder((steps,))([(str(image), image) for image in images])
+        if failures:
+            at = min(failures)
+            raise ImageError(f"{images[at]}: {failures[at]}")
+        if len(found) > 1:
             raise ImageError("these images differ in size, and the preprocessing has no crop: give one of them.")
-        return torch.stack(pixels)
+        return steps.normalise(found[0])
     height, width = backbone.preprocessing.size or backbone.image_size
     return torch.randn(
         2, backbone.channels, height, width, generator=torch.Generator("cpu").manual_seed(0), device="cpu"

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from filelock import Timeout
 
 from memoro.console import format_count
-from memoro.data.unlabelled import Key, Unlabelled, is_endless
+from memoro.data.source import Key, Source, is_endless
 from memoro.engine.answers import (
     Decode,
     Prediction,
@@ -44,7 +44,7 @@ T = TypeVar("T")
 class Job:
     """What to answer, how, and where the answers go."""
 
-    source: Unlabelled
+    source: Source
     predictor: Predictor
     folder: Path
     form: str = "parquet"
@@ -297,7 +297,7 @@ def read_list(path: Path) -> Iterator[Shard]:
         raise DataError(f"{path} is missing or damaged: choose another folder.") from None
 
 
-def update_list(path: Path, source: Unlabelled, size: int, done: Collection[int]) -> list[str]:
+def update_list(path: Path, source: Source, size: int, done: Collection[int]) -> list[str]:
     """Makes the list of an earlier run that of the source as it is now; returns what has changed, for the user.
 
     Shards that are `done` stay. What is new gets shards of its own; what is gone leaves those that are not done.

@@ -18,7 +18,7 @@ from memoro.backbones import Backbone
 from memoro.backbones.load import WEIGHTS
 from memoro.console import format_count
 from memoro.data import Loader, Splits, load_data
-from memoro.data.unlabelled_set import load_any
+from memoro.data.open import load_any
 from memoro.engine.composition import compose
 from memoro.engine.featurestore import SUFFIX, default_folder
 from memoro.engine.streams import pool_pass
@@ -120,10 +120,11 @@ def calibrate(
 ) -> None:
     """Gives a task a new calibration and familiarity, from images that look like those it is for.
 
-    The calibration is fitted on the validation split, or on all images of `data` if there is none, never on a test
-    split. If the task was trained on some of those images, it is left as it is, and so is a familiarity that the
-    task has. `others` are ordinary photographs, from which it is learned what is unfamiliar (see
-    `find_photographs`). `reading` are options of `load_data`.
+    The calibration is fitted on the images that `evaluate` measures on: the test split, else the validation split, else
+    all images. The familiarity is learned from all splits. If the task was trained on some of the images that are
+    measured, the calibration is left as it is, and so is a familiarity that the task has. `others` are ordinary
+    photographs, from which it is learned what is unfamiliar (see `find_photographs`). `reading` are options of
+    `load_data`.
     """
     model = compose(backbone, [task, *parents])
     labels: dict[str, Any] = {"kind": task.kind, "labels": task.labels, "drop_unknown": True, "task": task.name}
@@ -132,11 +133,7 @@ def calibrate(
     if not isinstance(data, Splits):
         splits = load_data(data, **labels, val_fraction=0, workers=workers, quiet=True)
     (preprocessing,) = model.passes([task.name])
-    parts = [images for images in (splits.train, splits.val) if images is not None]
-    if not parts:
-        raise DataError(
-            f"{splits.name} has only a test split, which is not used for calibration. Rename test/ to train/ to use it."
-        )
+    parts = [images for images in (splits.train, splits.val, splits.test) if images is not None]
     reason = learned_from(task, parts[-1], splits, parents)
     if reason is not None and task.spec.familiarity is not None:
         log(f"{reason}: nothing is changed. Pass images that the task was not trained on.")
@@ -177,6 +174,8 @@ def calibrate(
             changes["calibration"] = calibration
             facts["calibration"] = describe_calibration(calibration, len(held))
             log(f"calibration: from {format_count(calibration.images, 'image')} (the task must not be trained on them)")
+            if splits.test is not None:
+                log("they are the test split: evaluated on it, the calibration error is too low from now on.")
             former = measure_task(task, answers.logits[task.name], held)
             decided = decide_unseen(task.kind, answers.logits[task.name], held)
             after = {} if decided is None else measure(task.kind, task.labels, decided, held)

@@ -15,9 +15,8 @@ from memoro.arguments import several
 from memoro.backbones import Backbone
 from memoro.console import bar, format_count, make_table, plain_console
 from memoro.data import ImageSet, Loader, Splits, load_data
-from memoro.data.annotations import left_out as describe_left_out
-from memoro.data.load import has_columns
-from memoro.data.unlabelled_set import load_any
+from memoro.data.columns import left_out as describe_left_out
+from memoro.data.open import has_columns, load_any
 from memoro.engine.answers import Outputs
 from memoro.engine.composition import Composition, compose
 from memoro.errors import DataError, TrainingError

@@ -45,7 +45,7 @@ class Batches(Protocol):
 
 def inputs_of(batch: AnyBatch, backbone: Backbone) -> Tensor | Features:
     """The model's input: pixels on the backbone's device, or features."""
-    return batch.pixels.to(backbone.device, backbone.dtype) if isinstance(batch, Batch) else batch.read()
+    return batch.on(backbone.device, backbone.dtype) if isinstance(batch, Batch) else batch.read()
 
 
 def collect_logits(

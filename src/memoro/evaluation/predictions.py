@@ -20,10 +20,11 @@ from rich.table import Table
 from memoro.answer import COLUMNS
 from memoro.backbones import Backbone
 from memoro.console import Cell, fits, format_count, make_table, to_json
-from memoro.data.decoding import DecodeAhead
-from memoro.engine.answers import AnswerOptions, Decode, NamedPicture, Pass, Prediction, answer_pictures, new_decoder
+from memoro.data.workers import DecodeAhead
+from memoro.engine.answers import AnswerOptions, Decode, Pass, Prediction, answer_pictures, new_decoder
 from memoro.engine.composition import compose
 from memoro.errors import DataError
+from memoro.images import NamedPicture
 from memoro.tasks.spec import hash_record
 from memoro.tasks.task import Task
 

@@ -14,7 +14,7 @@ from memoro.backbones import Backbone
 from memoro.backbones.load import TINY, address_of
 from memoro.console import format_bytes, format_count, quoted
 from memoro.data import ImageSet, Splits
-from memoro.data.near import near_duplicates
+from memoro.data.screening import near_duplicates
 from memoro.engine.composition import Composition
 from memoro.errors import ImageError
 from memoro.evaluation.metrics import COLUMNS, class_figures, find_mistakes, reported, shown_metrics

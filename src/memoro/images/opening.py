@@ -95,6 +95,20 @@ def read_file(file: io.IOBase) -> bytes:
     return data
 
 
+def encode_image(picture: Any, name: str) -> str | bytes:
+    """A path or an encoded image; a decoded one as a file, without loss, so that it has a digest as others do."""
+    if isinstance(picture, (str, Path)):
+        return str(picture)
+    if isinstance(picture, (bytes, bytearray)):
+        return bytes(picture)
+    buffer = io.BytesIO()
+    if isinstance(picture, Image.Image) and is_deep(picture):
+        picture.save(buffer, "TIFF")
+    else:
+        open_image(picture, name=name).save(buffer, "BMP")  # fast: it is not compressed
+    return buffer.getvalue()
+
+
 @contextmanager
 def _open_encoded(source: str | Path | bytes | bytearray | io.IOBase) -> Iterator[Image.Image]:
     source = read_file(source) if isinstance(source, io.IOBase) else source

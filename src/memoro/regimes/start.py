@@ -10,7 +10,7 @@ from typing import Any
 
 from memoro.console import format_count
 from memoro.data import Splits
-from memoro.data.annotations import first_few
+from memoro.data.columns import first_few
 from memoro.engine.plan import check_together
 from memoro.errors import TrainingError
 from memoro.regimes import Regime, find_regime

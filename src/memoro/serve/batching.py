@@ -46,8 +46,8 @@ class Item:
     """One image of a request, and what its passes computed for it."""
 
     model: Composition
-    pixels: Mapping[Any, Tensor]
-    """(channels, height, width) by `Group`."""
+    images: Mapping[Any, Tensor]
+    """By `Group`: bytes (height, width, 3), or pixels (3, height, width) that a client has prepared."""
     names: Mapping[Any, list[str]]
     """The tasks that are asked, by group; an empty list for the backbone's own answer only."""
     top: int | None
@@ -160,14 +160,15 @@ def run_batch(batch: Sequence[Item], metrics: Metrics) -> None:
     for item in batch:
         item.started = start
         metrics.stage_seconds.labels("queue").observe(start - item.arrived)
-        for group, pixels in item.pixels.items():
-            members.setdefault((group, tuple(pixels.shape)), []).append(item)
+        for group, image in item.images.items():
+            size = image.shape[:2] if _is_bytes(image) else image.shape[1:]
+            members.setdefault((group, tuple(size)), []).append(item)
     for (group, _), items in members.items():
         model = items[0].model
         asked = Counter(name for item in items for name in item.names[group])
         names = [name for name in model.names if name in asked]
         try:
-            outputs, spent = run_pass(model, torch.stack([item.pixels[group] for item in items]), names)
+            outputs, spent = run_pass(model, _stack([item.images[group] for item in items], group, model), names)
         except Exception as error:  # one request must not stop the server for all others
             for item in items:
                 item.error = error
@@ -190,6 +191,20 @@ def run_batch(batch: Sequence[Item], metrics: Metrics) -> None:
         metrics.batch_size.observe(len(items))
         metrics.stage_seconds.labels("backbone").observe(spent.backbone)
         metrics.stage_seconds.labels("tasks").observe(spent.tasks)
+
+
+def _is_bytes(image: Tensor) -> bool:
+    return image.dtype == torch.uint8
+
+
+def _stack(images: list[Tensor], group: Group, model: Composition) -> Tensor:
+    """Pixels (b, 3, height, width) of a pass; tensors of clients may be among them."""
+    device = model.backbone.device
+    if group is None or not any(map(_is_bytes, images)):
+        return torch.stack(images)
+    if all(map(_is_bytes, images)):
+        return group.normalise(torch.stack(images).to(device))
+    return torch.stack([(group.normalise(one) if _is_bytes(one) else one).to(device) for one in images])
 
 
 def run_pass(model: Composition, pixels: Tensor, names: Sequence[str]) -> tuple[Outputs, PassTime]:

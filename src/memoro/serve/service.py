@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from memoro.engine.answers import Decoder, Routing
+from memoro.engine.answers import Routing
 from memoro.engine.composition import Composition
 from memoro.engine.explain import Explanation
 from memoro.errors import ImageError, ServeError
-from memoro.images import Preprocessing
+from memoro.images import Decoder, Preprocessing
 from memoro.serve.batching import Batcher, BusyError, Group, Item
 from memoro.serve.guard import Metrics
 from memoro.serve.options import MAX_INPUT_SIDE, ServeOptions
@@ -152,7 +152,7 @@ class Service:
         """Adds each task's attention to the answers for an image. Passes of other requests run in between."""
         model = question.attached.model
         for steps, names in model.passes(question.tasks).items():
-            pixels = item.pixels[steps].unsqueeze(0).to(model.backbone.dtype)
+            pixels = steps.normalise(item.images[steps][None]).to(model.backbone.dtype)
             maps = await self.batcher.call(partial(explain_pixels, model, pixels, names))
             for name in names:
                 item.answers[name] = replace(item.answers[name], attention=maps[name].describe())
@@ -160,11 +160,11 @@ class Service:
     async def _decode(self, question: Question, upload: Upload) -> Item | ImageError:
         start = perf_counter()
         try:
-            pixels = await self.in_pool(prepare, upload, question, self.options.max_pixels)
+            images = await self.in_pool(prepare, upload, question, self.options.max_pixels)
         except ImageError as error:
             return error
         self.metrics.stage_seconds.labels("decode").observe(perf_counter() - start)
-        return _new_item(question, pixels, question.groups)
+        return _new_item(question, images, question.groups)
 
 
 def check_descriptors() -> None:
@@ -181,20 +181,20 @@ def check_descriptors() -> None:
 
 
 def prepare(upload: Upload, question: Question, max_pixels: int) -> dict[Preprocessing, Tensor]:
-    """The pixels of an image for each preprocessing, exactly as `Composition.predict` prepares them."""
+    """The image for each preprocessing (height, width, 3), exactly as `Composition.predict` prepares it."""
     decode = Decoder(tuple(question.groups), max_pixels)
     found, failures = decode([(upload.name, upload.data)])
     if failures:
         raise ImageError(f"{upload.name}: {failures[0]}")
-    pixels = {steps: own[0][0] for steps, own in zip(decode.preprocessings, found, strict=True)}
+    images = {steps: own[0][0] for steps, own in zip(decode.preprocessings, found, strict=True)}
     least = max(question.attached.model.backbone.anatomy.patch)
-    for tensor in pixels.values():
-        if min(tensor.shape[1:]) < least or max(tensor.shape[1:]) > MAX_INPUT_SIDE:
-            size = f"{tensor.shape[2]}x{tensor.shape[1]}"
+    for image in images.values():
+        if min(image.shape[:2]) < least or max(image.shape[:2]) > MAX_INPUT_SIDE:
+            size = f"{image.shape[1]}x{image.shape[0]}"
             raise ImageError(
                 f"{upload.name}: {size} pixels after resizing; the model takes {least} to {MAX_INPUT_SIDE} a side."
             )
-    return pixels
+    return images
 
 
 def explain_pixels(model: Composition, pixels: Tensor, names: list[str]) -> dict[str, Explanation]:
@@ -211,8 +211,8 @@ def _raw_items(question: Question, pixels: Tensor) -> list[Item]:
     return [_new_item(question, {group: one}, {group: question.tasks}) for one in pixels]
 
 
-def _new_item(question: Question, pixels: Mapping[Any, Tensor], names: Mapping[Any, list[str]]) -> Item:
-    return Item(question.attached.model, pixels, names, question.top, asyncio.get_running_loop().create_future())
+def _new_item(question: Question, images: Mapping[Any, Tensor], names: Mapping[Any, list[str]]) -> Item:
+    return Item(question.attached.model, images, names, question.top, asyncio.get_running_loop().create_future())
 
 
 def _write_answers(

@@ -241,6 +241,22 @@ def content_hashes(tasks: Iterable[Task]) -> dict[int, str]:
     return hashes
 
 
+def check_sizes(backbone: Backbone, name: str, *, cells: int, rank: int, from_layer: int) -> None:
+    """Raises where a backbone has no task of these sizes."""
+    for option, number, high in (
+        ("from_layer", from_layer, backbone.depth),
+        ("cells", cells, MAX_CELLS),
+        ("rank", rank, min(MAX_RANK, backbone.dim)),
+    ):
+        if not isinstance(number, int) or not 0 <= number <= high:
+            raise TaskError(f"{name!r}: `{option}` must be between 0 and {high}, not {number!r}.")
+    if rank and from_layer == backbone.depth:
+        raise TaskError(
+            f"{name!r}: from_layer={from_layer} is a linear head on the backbone's last token: no layer is left that "
+            f"rank {rank} could change. Choose an earlier layer, or rank 0."
+        )
+
+
 def new_task(
     backbone: Backbone,
     name: str,
@@ -287,18 +303,7 @@ def new_task(
             raise TaskError(f"{name!r}: {option} must be one of {', '.join(allowed)}, not {value!r}.")
     if HEADS[kind].has_classes and len(spec.labels) < 2:
         raise TaskError(f"{name!r}: a softmax head needs at least two labels; for yes/no use head='multilabel'.")
-    for option, number, high in (
-        ("from_layer", from_layer, depth),
-        ("cells", cells, MAX_CELLS),
-        ("rank", rank, min(MAX_RANK, dim)),
-    ):
-        if not isinstance(number, int) or not 0 <= number <= high:
-            raise TaskError(f"{name!r}: `{option}` must be between 0 and {high}, not {number!r}.")
-    if rank and from_layer == depth:
-        raise TaskError(
-            f"{name!r}: from_layer={depth} is a linear head on the backbone's last token: no layer is left that rank "
-            f"{rank} could change. Choose an earlier layer, or rank 0."
-        )
+    check_sizes(backbone, name, cells=cells, rank=rank, from_layer=from_layer)
     for parent in extends:
         if not isinstance(parent, Task):
             raise TaskError(f"{name!r}: extends takes tasks (load_task() returns one), not {type(parent).__name__}.")

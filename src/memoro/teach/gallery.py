@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from memoro.backbones import Backbone
-from memoro.data.dataset import ImageSet
-from memoro.data.near import HASH_BYTES, hash_look
+from memoro.data.dataset import ImageSet, as_rows
+from memoro.data.screening import HASH_BYTES, hash_look
 from memoro.errors import ImageError, TeachError
 from memoro.images import Levels, Preprocessing, open_image
 from memoro.images.finding import HEAD_BYTES, is_heif
@@ -124,9 +124,9 @@ class Gallery:
         """Some readable images as a set, with what near-duplicates are found by."""
         rows = np.asarray(index, dtype=np.int64)
         digests, looks = self._digests[rows], self._looks[rows]
-        none = torch.zeros(len(rows), 0, device="cpu")
+        keys, none = as_rows([self.photos.rows[at] for at in index]), torch.zeros(len(rows), 0, device="cpu")
         return ImageSet(
-            self.photos.name, (), "regression", self.photos.source, rows, none, digests=digests, looks=looks
+            self.photos.name, (), "regression", self.photos.source, keys, none, digests=digests, looks=looks
         )
 
     def _take(self) -> list[int]:
@@ -145,7 +145,7 @@ class Gallery:
     def _look(self, at: int) -> bool:
         """Reads an image for the first time; whether it can be read."""
         try:
-            data = self.photos.source.read(at)
+            data = self.photos.read(at)
             image = open_image(data, draft=2 * SMALL, name="the image", max_pixels=MAX_PIXELS, white=_own_white)
         except ImageError as error:
             self.unreadable[at] = str(error)
@@ -171,9 +171,7 @@ class Gallery:
 
     def _open(self, at: int, edge: int) -> Image.Image:
         name = "the image"
-        return open_image(
-            self.photos.source.read(at), draft=2 * edge, name=name, max_pixels=MAX_PIXELS, white=_own_white
-        )
+        return open_image(self.photos.read(at), draft=2 * edge, name=name, max_pixels=MAX_PIXELS, white=_own_white)
 
     def _keep_small(self, at: int, image: Image.Image) -> bytes:
         data = _as_jpeg(image, SMALL)

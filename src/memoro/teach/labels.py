@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 
 from filelock import FileLock, Timeout
 
-from memoro.data.annotations import Annotation, parse
+from memoro.data.columns import Annotation, parse
 from memoro.errors import DataError, TeachError
 from memoro.evaluation.predictions import no_formula
 from memoro.heads import HeadKind

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memoro.data.annotations import encode
+from memoro.data.columns import encode
 from memoro.data.dataset import ImageSet
-from memoro.data.near import near_groups
+from memoro.data.screening import near_groups
 from memoro.errors import DataError
 from memoro.heads import HEADS, HeadKind
 from memoro.tasks.readout import SolvedReadOut, solve_readout

@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memoro.data.annotations import RawDataset, RawSplit
+from memoro.data.columns import RawDataset, RawSplit
 from memoro.data.dataset import DataOptions, ImageSet, Splits
-from memoro.data.load import load_data
+from memoro.data.open import load_data, open_source
+from memoro.data.source import Key, Source, is_endless, read_bytes
 from memoro.data.splits import build_splits
-from memoro.data.unlabelled import is_endless, open_unlabelled
-from memoro.data.unlabelled_set import UnlabelledImages
 from memoro.errors import DataError, TeachError
 from memoro.files import write_whole
 from memoro.heads import HeadKind
@@ -34,7 +33,9 @@ class Photos:
     name: str
     place: str
     """What was opened, as the command line takes it."""
-    source: UnlabelledImages
+    source: Source
+    rows: list[Key]
+    """What the source calls them."""
     paths: list[str]
     given: dict[int, Decision]
     """The labels that the source has itself."""
@@ -61,10 +62,15 @@ class Photos:
         if path in self.by_path:
             return self.by_path[path]
         write_whole(self.folder / path, data)
-        self.source = replace(self.source, numbered=(*self.source.numbered, str(self.folder / path)))
+        self.rows.append(str(self.folder / path))
         self._register(len(self.paths), path)
         self.paths.append(path)
         return len(self.paths) - 1
+
+    def read(self, at: int) -> bytes:
+        """The encoded image."""
+        [(_, picture)] = self.source.read([self.rows[at]])
+        return read_bytes(picture)
 
     def _register(self, at: int, path: str) -> None:
         key = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:KEY_LETTERS]
@@ -76,7 +82,11 @@ class Photos:
     ) -> Splits:
         """The images with these decisions, as training images of a set; unreadable ones are left out."""
         annotations = [as_annotation(one.label) for one in decisions.values() if one.label is not None]
-        raw = RawDataset(kind, {"train": RawSplit(self.source, list(decisions), annotations)}, tuple(labels) or None)
+        raw = RawDataset(
+            kind,
+            {"train": RawSplit(self.source, [self.rows[at] for at in decisions], annotations)},
+            tuple(labels) or None,
+        )
         options = DataOptions(val_fraction=0, max_unreadable=1.0, screen=screen, quiet=True)
         return build_splits(raw, self.name, options)
 
@@ -92,12 +102,12 @@ def open_photos(
     path = Path(place).expanduser().absolute() if isinstance(place, (str, os.PathLike)) else None
     where = place if path is None else str(path)
     column = reading.get("image_column")
-    found = open_unlabelled([where], image_column=column, allow_absolute=allow_absolute)
+    found = open_source([where], image_column=column, allow_absolute=allow_absolute)
     if is_endless(found):
         raise TeachError(f"{place} is a stream without an end: give a folder, a zip or a table.")
     root = "" if path is None else str(path if path.is_dir() or path.suffix.lower() == ".zip" else path.parent)
-    everything = UnlabelledImages(found, tuple(found.keys()))
-    places = [everything.where(row) for row in range(len(everything.numbered))]
+    everything = list(found.keys())
+    places = [found.where(key) for key in everything]
     try:
         how: dict[str, Any] = {
             "val_fraction": 0,
@@ -122,7 +132,6 @@ def open_photos(
         paths.append(relative)
     if not rows:
         raise TeachError(f"{place}: no images there, apart from links and test images.")
-    numbered = tuple(everything.numbered[row] for row in rows)
     at_place = {places[row]: at for at, row in enumerate(rows)}
     given = {
         at_place[name]: Decision("label", label)
@@ -135,7 +144,8 @@ def open_photos(
     return Photos(
         title,
         str(place if path is None else path),
-        UnlabelledImages(found, numbered),
+        found,
+        [everything[row] for row in rows],
         paths,
         given,
         known.kind if known is not None and given else None,

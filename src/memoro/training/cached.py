@@ -18,14 +18,14 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import bar, format_bytes, quoted
-from memoro.data import Loader
-from memoro.data.augment import output_size
+from memoro.data import Batch, Loader
 from memoro.engine import featurestore
 from memoro.engine.featurestore import FeatureStore, default_folder, total_bytes
 from memoro.engine.records import RecordFormat, Resident, StoreDtype, free_memory, resident_bytes
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
+from memoro.images import output_size
 from memoro.options import option
 from memoro.processes import Processes
 from memoro.tasks.spec import ReadOut
@@ -130,7 +130,6 @@ class CachedLoader:
     def fill(self, tick: Callable[[int], None] = lambda images: None, part: Part = (0, 1)) -> None:
         """Computes what is missing, or of several processes this one's part of it; calls `tick` with the number of
         images after every batch."""
-        checked: set[int] = set()
         # Damaged records are found amid training: there gradients and mixed precision may be on.
         exact = torch.autocast(self._backbone.device.type, enabled=False)
         with torch.no_grad(), exact, self.store.writer() as writer:
@@ -138,18 +137,17 @@ class CachedLoader:
                 mine = list(absent.values())[part[0] :: part[1]]
                 for batch in self.loader.pick(mine, view) if mine else ():
                     samples = batch.index.tolist()
-                    self._check_unchanged(set(samples) - checked)
-                    checked.update(samples)
-                    pixels = batch.pixels.to(self._backbone.device, self._backbone.dtype)
+                    self._check_unchanged(samples, batch)
+                    pixels = batch.on(self._backbone.device, self._backbone.dtype)
                     features = keep_features(self._backbone, pixels, self.store.format)
                     writer.add([self.keys[view][sample] for sample in samples], features)
                     tick(len(samples))
         self.loader.close()
 
-    def _check_unchanged(self, samples: set[int]) -> None:
+    def _check_unchanged(self, samples: Sequence[int], batch: Batch) -> None:
         """Raises if an image is no longer what its key says: the record would be kept under the wrong key."""
-        for sample in samples:
-            if hashlib.sha256(self.images.read(sample)).digest() != self._digests[sample]:
+        for sample, digest in zip(samples, batch.digests.numpy(), strict=True):
+            if digest.tobytes() != self._digests[sample]:
                 raise DataError(f"{self.images.where(sample)} has changed since it was screened: load the data again.")
 
     def epoch(self, number: int, start: int = 0) -> Iterator[CachedBatch]:

@@ -14,7 +14,7 @@ import numpy as np
 from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone
 from memoro.data import DataOptions, ImageSet, Splits, load_columns, load_data
-from memoro.data.near import near_groups
+from memoro.data.screening import near_groups
 from memoro.data.splits import SINGLE_IMAGES, Index, fold_numbers, hold_out
 from memoro.errors import TrainingError
 from memoro.evaluation.metrics import COLUMNS
@@ -23,7 +23,7 @@ from memoro.images import Preprocessing
 from memoro.regimes import Regime, TaskPlan
 from memoro.regimes.start import start_from
 from memoro.tasks.spec import MAX_MEMBERS, check_name
-from memoro.tasks.task import Task
+from memoro.tasks.task import Task, check_sizes
 from memoro.training.recipe import SKIPPED, Recipe, TrainOptions
 from memoro.training.run import Run
 
@@ -204,6 +204,9 @@ def choose_sizes(wanted: Mapping[str, Any], regime: Regime, start: Task | None, 
         for name in ("cells", "rank"):
             if asked[name] != free and name not in regime.sizes(backbone.depth):
                 raise TrainingError(f"regime {regime.name!r} has no {name}: leave out `{name}`.")
+    for values in product(*asked.values()) if regime.composes else ():
+        given = {name: size for name, size in zip(asked, values, strict=True) if size is not None}
+        check_sizes(backbone, regime.name, **{**regime.sizes(backbone.depth), **given})
     return asked
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.console import bar
 from memoro.data import ImageSet, Loader
-from memoro.data.near import near_groups
+from memoro.data.screening import near_groups
 from memoro.engine.streams import pool_pass
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.calibrate import find_photographs, read_photographs

@@ -16,8 +16,8 @@ from memoro.backbones.load import TINY, own_device
 from memoro.backbones.precision import CHOSEN
 from memoro.console import format_bytes
 from memoro.data import Splits, load_data
-from memoro.data.augment import output_size
-from memoro.data.dataset import MAX_UNREADABLE, DataOptions
+from memoro.data.dataset import MAX_UNREADABLE, ClassFolder, DataOptions
+from memoro.data.open import check_place
 from memoro.engine.featurestore import total_bytes
 from memoro.engine.plan import check_versions
 from memoro.engine.records import free_memory
@@ -26,6 +26,7 @@ from memoro.evaluation.evaluate import check_labels
 from memoro.extras import need
 from memoro.files import left_behind
 from memoro.heads import find_kind
+from memoro.images import output_size
 from memoro.regimes import Regime
 from memoro.regimes.start import OPTIMISTIC, compare_labels, load_parents, read_start, regime_of
 from memoro.tasks.spec import Model
@@ -80,6 +81,7 @@ def train(
     image_column: str | None = None,
     allow_absolute: bool = False,
     max_unreadable: float = MAX_UNREADABLE,
+    class_folder: ClassFolder = "outer",
     out: str | Path | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
@@ -90,8 +92,8 @@ def train(
     `data` is anything that load_data takes, or a dict from task names to such: then all are trained in one pass, and a
     dict of results is returned. A list of label columns does the same for the columns of one table. `kind` says what
     the labels are: `class`, `labels` (several for an image) or `number`; by default the data decides. `image_column`,
-    `allow_absolute` and `max_unreadable` are as in `load_data`. `backbone` is a Backbone, or anything that
-    load_backbone takes; then `device` (None: a GPU if there is one) is used. `precision` is as there.
+    `allow_absolute`, `max_unreadable` and `class_folder` are as in `load_data`. `backbone` is a Backbone, or anything
+    that load_backbone takes; then `device` (None: a GPU if there is one) is used. `precision` is as there.
 
     `start_from` is an earlier task, or its file: its weights are the start, for the same labels, more or fewer of them.
 
@@ -128,6 +130,8 @@ def train(
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
         task, kind = task or start.name, kind or start.kind
     sources = name_sources(data, task, columns, start)
+    for source in sources.values():
+        check_place(source)
     target = None if out is None else choose_target(out, several=len(sources) > 1)
     backbone = load_backbone(backbone, device=place, precision=options.precision if chosen.composes else None)
     if options.precision == "auto" and backbone.checkpoint is not None and backbone.dtype == torch.bfloat16:
@@ -135,9 +139,11 @@ def train(
     wanted = choose_sizes(sizes, chosen, start, backbone)
     settings = combine(rates, **wanted, seeds=range(found.seed, found.seed + max(seeds, members)))
     parents = load_parents(several(extends), start)
+    cache = options.wanted_cache
     reading = DataOptions(
         kind=None if kind is None else find_kind(kind), image_column=image_column, allow_absolute=allow_absolute,
-        max_unreadable=max_unreadable, val_fraction=0, seed=found.data_seed,
+        max_unreadable=max_unreadable, class_folder=class_folder, val_fraction=0, seed=found.data_seed,
+        cache=False if cache is None else cache.folder,
         workers=options.workers, quiet=options.quiet, phases=options.phases,
     )  # fmt: skip
     with options.phases.during("reading"):
@@ -239,12 +245,14 @@ def fit_tasks(
 
 
 def _load(data: Any, task: Model, recipe: Recipe, options: TrainOptions) -> Splits:
+    cache = options.wanted_cache
     return load_data(
         data,
         kind=task.kind,
         labels=task.labels,
         val_fraction=recipe.val_fraction,
         seed=recipe.data_seed,
+        cache=False if cache is None else cache.folder,
         workers=options.workers,
         quiet=options.quiet,
         phases=options.phases,

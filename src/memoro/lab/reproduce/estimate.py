@@ -11,8 +11,7 @@ import torch
 
 from memoro.backbones import Backbone
 from memoro.clock import best_times
-from memoro.data.augment import output_size
-from memoro.images import Preprocessing
+from memoro.images import Preprocessing, output_size
 from memoro.lab.baselines import REGIMES, BaselinePlan
 from memoro.lab.reproduce.measure import FOLDS, Budget
 from memoro.lab.reproduce.methods import Method

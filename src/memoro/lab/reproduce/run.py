@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from memoro.console import format_bytes, format_count, format_time
-from memoro.data.augment import output_size
 from memoro.data.hub import KNOWN
 from memoro.errors import DataError, MemoroError, TrainingError
+from memoro.images import output_size
 from memoro.lab.reproduce.counts import count_flops
 from memoro.lab.reproduce.estimate import Size, base_passes, training_bytes, training_steps
 from memoro.lab.reproduce.plan import Job, Key, Request, group_methods, plan_table

@@ -16,9 +16,9 @@ import torch
 from memoro.backbones import load_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.data import Splits, load_data
-from memoro.data.augment import output_size
 from memoro.data.hub import KNOWN, find_known
 from memoro.errors import DataError
+from memoro.images import output_size
 from memoro.lab.bench.models import random_vit
 from memoro.lab.reproduce.concat import measure_concat
 from memoro.lab.reproduce.counts import count_costs, count_methods

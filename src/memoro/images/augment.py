@@ -13,7 +13,7 @@ from PIL import Image
 
 from memoro.errors import DataError
 from memoro.heads import HeadKind
-from memoro.images import Preprocessing
+from memoro.images.preprocessing import Preprocessing
 from memoro.options import option
 
 _MASK = (1 << 64) - 1

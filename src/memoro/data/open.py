@@ -1,0 +1,385 @@
+"""Opens whatever names images: a folder, zip, table, `datasets`, hub id or known name, or an object of Python."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+from memoro.arguments import several
+from memoro.data.columns import IMAGE_COLUMNS, RawDataset, RawSplit, find_image_column, first_few, split_name
+from memoro.data.dataset import DataOptions, ImageSet, Splits
+from memoro.data.folders import open_archive, read_archive, read_folder
+from memoro.data.hub import (
+    INATURALIST,
+    KNOWN,
+    KnownSet,
+    apply_rule,
+    explain_known,
+    fetch,
+    find_known,
+    is_dataset_id,
+    is_saved,
+)
+from memoro.data.source import Chain, Files, Objects, ParquetImages, Paths, Places, Rows, Source, Stream, is_endless
+from memoro.data.splits import build_splits, hold_out
+from memoro.data.tables import (
+    TABLE_SUFFIXES,
+    column_names,
+    find_metadata,
+    holds_bytes,
+    open_parquet,
+    read_columns,
+    read_manifest,
+    read_metadata,
+    read_tables,
+    trusted_places,
+    undecoded,
+)
+from memoro.errors import DataError, first_line
+from memoro.images import PICTURE_TYPES
+from memoro.images.finding import IMAGE_SUFFIXES
+
+_SOURCES = (
+    "give a folder of class folders (or of train/ and test/ with class folders), a .zip of one, a .csv, .jsonl or "
+    ".parquet with the columns path and label, a datasets.Dataset, a hub id like owner/name:train, or one of "
+    + ", ".join(KNOWN)
+)
+_OBJECTS = (
+    "give a path, a datasets.Dataset, a pandas.DataFrame, a torch Dataset of (image, label), two lists (images, "
+    "labels), or a list of such pairs"
+)
+
+Kind = Literal["folder", "saved", "zip", "table", "file", "known", "hub", "nothing"]
+ObjectKind = Literal["datasets", "frame", "torch", "list"]
+
+
+def kind_of_place(place: str | os.PathLike[str]) -> Kind:
+    """What a text or a path names."""
+    path = Path(place).expanduser()
+    suffix = path.suffix.lower()
+    if path.is_dir():
+        return "saved" if is_saved(path) else "folder"
+    if path.exists():
+        return "zip" if suffix == ".zip" else "table" if suffix in TABLE_SUFFIXES else "file"
+    if str(place) in KNOWN:
+        return "known"
+    files = IMAGE_SUFFIXES | TABLE_SUFFIXES | {".zip"}
+    if isinstance(place, str) and is_dataset_id(place) and suffix not in files and not path.parent.is_dir():
+        return "hub"
+    return "nothing"
+
+
+def kind_of_object(thing: Any) -> ObjectKind:
+    """What an object of Python is that holds images."""
+    module = type(thing).__module__.partition(".")[0]
+    if module == "datasets":
+        return "datasets"
+    if module == "pandas" and hasattr(thing, "columns"):
+        return "frame"
+    torch_data = sys.modules.get("torch.utils.data")
+    if torch_data is not None and isinstance(thing, torch_data.Dataset) and hasattr(thing, "__len__"):
+        return "torch"
+    if isinstance(thing, (list, tuple)) and len(thing):
+        return "list"
+    raise DataError(f"{type(thing).__name__} is not a dataset; {_OBJECTS}.")
+
+
+def check_place(source: Any) -> None:
+    """Raises if nothing is where the images should be, before anything is read."""
+    if isinstance(source, (str, os.PathLike)) and kind_of_place(source) in {"nothing", "file"}:
+        path = Path(source).expanduser()
+        if path.exists():
+            raise DataError(f"{path} is not a dataset: {_SOURCES}.")
+        raise DataError(f"{str(source)!r}: there is no such file or folder{_list_beside(path)}; {_SOURCES}.")
+
+
+def load_data(source: Any, **options: Any) -> Splits:
+    """The splits of a folder, zip, CSV, JSON lines or Parquet file, hub id or known name; or of a `datasets` object,
+    a `pandas.DataFrame`, a torch Dataset of (image, label), two lists (images, labels), or a list of such pairs.
+
+    The keyword arguments are the fields of `DataOptions`: `split`, `kind`, `image_column`, `label_column`, `labels`,
+    `class_folder`, `val_fraction`, `seed`, `config`, `allow_absolute`, `screen`, `cache`, `workers`, `quiet`.
+    """
+    return _load(source, DataOptions(**options))
+
+
+def load_columns(source: Any, columns: str | Sequence[str], **options: Any) -> dict[str, Splits]:
+    """For each label column of a table the splits of its images; all columns hold out the same images.
+
+    Tasks that are trained on these share every base pass (`fit_tasks`). Options as for `load_data`.
+    """
+    columns = several(columns)
+    if not columns or len(set(columns)) < len(columns):
+        raise DataError("name one or more label columns, each of them once.")
+    common = DataOptions(**options)
+    found: dict[str, Splits] = {}
+    first: Splits | None = None
+    for column in columns:
+        splits = _load(source, replace(common, label_column=column, val_fraction=0), first)
+        splits = replace(splits, name=f"{splits.name}-{column}")
+        first = first or splits
+        found[column] = hold_out(splits, common.val_fraction, common.seed, like=first)
+    return found
+
+
+def load_any(source: Any, workers: int | None, **reading: Any) -> tuple[ImageSet, int]:
+    """The readable test images of a set, whatever its labels; all of them where it has no test split, or no labels. And
+    how many cannot be read."""
+    how: dict[str, Any] = {"val_fraction": 0, "max_unreadable": 1.0, "workers": workers, "quiet": True}
+    if isinstance(source, Splits):
+        splits = source
+    else:
+        try:
+            splits = load_data(source, measured_only=True, **how, **reading)
+        except DataError:  # there are no labels, or they are not those of one task
+            images = open_source([source], **reading)
+            keys = list(images.keys())
+            raw = RawDataset("regression", {"train": RawSplit(images, keys, [()] * len(keys))}, ())
+            splits = build_splits(raw, str(source), DataOptions(**how))
+    return splits.to_measure()[1], len(splits.skipped)
+
+
+def has_columns(source: Any, **options: Any) -> bool:
+    """Whether labels come from the columns of a table, of which one may have the name of a task."""
+    if isinstance(source, Splits):
+        return False
+    if not isinstance(source, (str, os.PathLike)):
+        return True
+    kind = kind_of_place(source)
+    return kind != "zip" and (
+        kind != "folder" or bool(find_metadata(Path(source).expanduser(), DataOptions(**options)))
+    )
+
+
+def _load(source: Any, options: DataOptions, checked: Splits | None = None) -> Splits:
+    raw, name, split = _read(source, options)
+    if options.kind not in {None, raw.kind}:
+        raise DataError(
+            f"{name}: class folders give one class per image; for several labels or numbers, write a CSV file."
+        )
+    if split is not None:
+        chosen = split_name(split)
+        if chosen not in raw.splits:
+            raise DataError(f"{name}: no split {split!r}; it has {', '.join(sorted(raw.splits))}.")
+        raw = replace(raw, splits={chosen: raw.splits[chosen]})
+    return build_splits(raw, name, options, checked)
+
+
+def _read(source: Any, options: DataOptions) -> tuple[RawDataset, str, str | None]:
+    """What a set holds, its name, and the split that is still to be chosen."""
+    if not isinstance(source, (str, os.PathLike)):
+        return _read_object(source, options)
+    check_place(source)
+    path, kind, split = Path(source).expanduser(), kind_of_place(source), options.split
+    if kind == "known":
+        return _read_known(KNOWN[str(source)], options), str(source), split
+    if kind == "hub":
+        tables, name = fetch(source, split, options.config)
+        return read_tables(tables, options, name), name, None
+    return _read_path(path, options), path.stem if path.is_file() else path.resolve().name, split
+
+
+def _read_path(path: Path, options: DataOptions) -> RawDataset:
+    kind = kind_of_place(path)
+    if kind == "saved":
+        return read_tables(fetch(path)[0], options, str(path), path)
+    if kind == "folder":
+        if (path / INATURALIST).is_file():
+            return read_manifest(path / INATURALIST, options)
+        metadata = find_metadata(path, options)
+        return read_metadata(path, metadata, options) if metadata else read_folder(path, options.class_folder)
+    return read_archive(path, options.class_folder) if kind == "zip" else read_manifest(path, options)
+
+
+def _read_known(known: KnownSet, options: DataOptions) -> RawDataset:
+    local = find_known(known)
+    if local is not None:
+        return apply_rule(_read_path(local, options), known)
+    if known.hub is None:
+        raise explain_known(known)
+    try:
+        tables, _ = fetch(known.hub)
+    except DataError as error:
+        raise explain_known(known, f" ({first_line(error.__cause__)})") from None
+    options = replace(options, label_column=options.label_column or known.label_column)
+    return apply_rule(read_tables(tables, options, known.name), known)
+
+
+def _read_object(source: Any, options: DataOptions) -> tuple[RawDataset, str, str | None]:
+    kind = kind_of_object(source)
+    if kind == "datasets":
+        tables, name = fetch(source, options.split, options.config)
+        return read_tables(tables, options, name), name, None
+    table, objects = _columns_of(source, kind, options)
+    if kind != "frame":  # paths that were named one by one are trusted, as in predictions
+        options = replace(options, allow_absolute=True, image_column=None, label_column=None)
+    where = "row" if kind == "frame" else "image"
+    raw = read_columns(table, "dataset", Path(), lambda at: f"{where} {at}", options, objects)
+    return raw, "dataset", options.split
+
+
+def _columns_of(
+    source: Any, kind: ObjectKind, options: DataOptions
+) -> tuple[Mapping[str, Sequence[Any]], Source | None]:
+    """The columns of an object, and a source of its images where these are not paths."""
+    if kind == "frame":
+        table: dict[str, Any] = {str(name): source[name].tolist() for name in source.columns}
+        images: Any = table[find_image_column(table, options.image_column, "the table", ("path", *IMAGE_COLUMNS))]
+        labels: Any = None
+    elif kind == "torch":
+        images, labels = source, _labels_of(source)
+    elif len(source) == 2 and all(_is_column(part) for part in source):
+        images, labels = source
+    elif all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in source):
+        images, labels = zip(*source, strict=True)
+    else:
+        raise DataError(f"a list without labels: {_OBJECTS}.")
+    if labels is not None:
+        labels = labels.tolist() if hasattr(labels, "tolist") else list(labels)
+        if len(images) != len(labels):
+            raise DataError(f"{len(images)} images, but {len(labels)} labels: give a label for each image.")
+        kinds = {"multilabel": "labels", "regression": "value"}
+        many = any(isinstance(label, (list, tuple, set)) for label in labels)
+        column = kinds.get(options.kind or ("multilabel" if many else ""), "label")
+        table = {"path": images, column: [list(one) if isinstance(one, set) else one for one in labels]}
+    if kind != "torch" and all(isinstance(image, (str, os.PathLike)) for image in images):
+        return {**table, **({} if labels is None else {"path": list(map(os.fspath, images))})}, None
+    return table, Objects(images, kind == "torch")
+
+
+def _is_column(part: Any) -> bool:
+    """Whether it may be all images, or all labels, of a set."""
+    return isinstance(part, (list, tuple)) or (hasattr(part, "tolist") and not isinstance(part, PICTURE_TYPES[:-2]))
+
+
+def _labels_of(dataset: Any) -> list[Any]:
+    """The label of each item of a torch Dataset: its `targets`, as those of torchvision have them, else by reading all;
+    the names of `classes` if it has them."""
+    labels = getattr(dataset, "targets", None)
+    if labels is None or len(labels) != len(dataset):
+        labels = [dataset[at][1] for at in range(len(dataset))]
+    labels = [label.tolist() if hasattr(label, "tolist") else label for label in labels]
+    classes = getattr(dataset, "classes", None)
+    named = all(type(label) is int and 0 <= label < len(classes or ()) for label in labels)
+    return [classes[label] for label in labels] if classes is not None and named else labels
+
+
+def _list_beside(path: Path) -> str:
+    """What there is instead of a file or folder that is not there."""
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir() if not entry.name.startswith("."))
+    except OSError:
+        return ""
+    return f" ({path.parent}/ has {first_few(names)})" if names and path.parent != Path() else ""
+
+
+# ------------------------------------------------------------------------------------------------- images alone
+
+
+def open_source(
+    places: Sequence[Any], *, image_column: str | None = None, allow_absolute: bool = False, streaming: bool = False
+) -> Source:
+    """The images of files, folders and globs, zips, tables, and `datasets` objects, saved folders or hub ids; of lists
+    of them in memory; of the paths in the lines of a file, `@list.txt`, or of the standard input, `-`.
+
+    A table (.csv, .tsv, .jsonl, .parquet) has a column of paths; a Parquet file may contain the images instead. With
+    `streaming`, a dataset of the hub is read from front to back and not stored.
+    """
+    sources: list[Source] = []
+    files: list[str] = []  # neighbours among the places, which may name an image twice
+
+    def add_files() -> None:
+        if files:
+            sources.append(Files(tuple(files)))
+            files.clear()
+
+    for place in _expand(places):
+        found = list(_open(place, image_column, allow_absolute, streaming))
+        if not found:
+            files.append(str(place))
+            continue
+        add_files()
+        sources += found
+    add_files()
+    if not sources:
+        raise DataError("no images were named: give files, folders, zips, tables or hub ids.")
+    if len(sources) > 1 and any(map(is_endless, sources)):
+        raise DataError("the length of a stream is unknown: name one split only (owner/name:train), and nothing else.")
+    return sources[0] if len(sources) == 1 else Chain(tuple(sources))
+
+
+def _expand(places: Sequence[Any]) -> Iterator[Any]:
+    """The places, with globs replaced by their zips and tables where they match any."""
+    for place in places:
+        matches = sorted(glob.glob(place, recursive=True)) if isinstance(place, str) and glob.has_magic(place) else []
+        kinds = {Path(match).suffix.lower() for match in matches}
+        yield from matches if kinds & (TABLE_SUFFIXES | {".zip"}) else [place]
+
+
+def _open(place: Any, image_column: str | None, allow_absolute: bool, streaming: bool) -> Iterator[Source]:
+    """The sources of a place; none for what is a file, folder or glob of images."""
+    if not isinstance(place, (str, os.PathLike)):
+        if kind_of_object(place) == "datasets":
+            yield from _open_datasets(place, image_column, allow_absolute, streaming)
+        else:
+            yield Objects(place, kind_of_object(place) == "torch")
+        return
+    kind, path = kind_of_place(place), Path(place).expanduser()
+    if kind == "zip":
+        yield open_archive(path)[0]
+    elif kind == "table":
+        yield _open_table(path, image_column, allow_absolute)
+    elif kind in {"saved", "hub"}:
+        yield from _open_datasets(path if kind == "saved" else place, image_column, allow_absolute, streaming)
+    elif kind == "nothing" and (place == "-" or str(place).startswith("@")):
+        yield Files((str(place),), tuple(_read_lines(str(place))))
+
+
+def _read_lines(place: str) -> Iterator[str]:
+    """The paths that a file or the standard input lists, one on each line."""
+    try:
+        with sys.stdin if place == "-" else open(place[1:], encoding="utf-8", errors="surrogateescape") as lines:
+            yield from (line.rstrip("\r\n") for line in lines if line.strip())
+    except OSError as error:
+        raise DataError(f"{place}: {error.strerror}; after @, name a file with a path on each line.") from None
+
+
+def _open_table(path: Path, image_column: str | None, allow_absolute: bool) -> Source:
+    if path.suffix.lower() == ".parquet":
+        with open_parquet(path) as file:
+            kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+            column = image_column or next((name for name, kind in kinds.items() if holds_bytes(kind)), None)
+            column = find_image_column(kinds, column, str(path), ("path", *IMAGE_COLUMNS))
+            if holds_bytes(kinds[column]):
+                groups = (file.metadata.row_group(number).num_rows for number in range(file.num_row_groups))
+                return ParquetImages(str(path), column, allow_absolute, tuple(accumulate(groups)))
+    else:
+        names = dict.fromkeys(column_names(path))
+        column = find_image_column(names, image_column, str(path), ("path", *IMAGE_COLUMNS))
+    return Paths(str(path), column, allow_absolute)
+
+
+def _open_datasets(source: Any, image_column: str | None, allow_absolute: bool, streaming: bool) -> Iterator[Source]:
+    """The splits of a `datasets` object, a folder that it saved, or a hub id, one after the other."""
+    iterable = type(source).__name__ in {"IterableDataset", "IterableDatasetDict"}
+    tables, name = fetch(source, streaming=streaming or iterable)
+    here = isinstance(source, Path)
+    for split, table in tables.items():
+        if table.features is None:
+            table = table._resolve_features()
+        column = find_image_column(table.features, image_column, name)
+        places = trusted_places(table, Places(str(source) if here else os.getcwd(), not here, allow_absolute))
+        title = f"{name}:{split}" if len(tables) > 1 else name
+        sizes = getattr(table.info, "splits", None) or {}
+        table = undecoded(table.with_format(None), column)
+        if streaming or iterable:
+            length = sizes[split].num_examples if split in sizes else None
+            yield Stream(table, column, title, places, length)
+        else:
+            yield Rows(table, column, title, places)
