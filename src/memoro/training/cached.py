@@ -287,6 +287,16 @@ def _in_step(processes: Processes, work: Callable[[], None]) -> None:
         raise CacheError(problems[0])
 
 
+def check_memory(loaders: Sequence[CachedLoader], device: torch.device) -> None:
+    """A CacheError if the features do not fit into a GPU's memory."""
+    size, free = sum(loader.resident_bytes for loader in loaders), free_memory(device)
+    if size > free:
+        raise CacheError(
+            f"the features take {format_bytes(size)}, and {format_bytes(free)} of the GPU's memory is for them. To "
+            "read them from disk in every epoch, use `cache=True`."
+        )
+
+
 def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str) -> str:
     views, layers = max(len(loader.views) for loader in loaders), loaders[0].store.format.layers
     choices = [f"more space ({option})", "`cache=False`, which computes every pass again"]

@@ -14,13 +14,11 @@ from memoro.arguments import several
 from memoro.backbones import Backbone, load_backbone, require_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.backbones.precision import CHOSEN
-from memoro.console import format_bytes
 from memoro.data import Splits, load_data
 from memoro.data.dataset import MAX_UNREADABLE, ClassFolder, DataOptions
 from memoro.data.open import check_place
 from memoro.engine.featurestore import total_bytes
 from memoro.engine.plan import check_versions
-from memoro.engine.records import free_memory
 from memoro.errors import CacheError, TrainingError
 from memoro.evaluation.evaluate import check_labels
 from memoro.extras import need
@@ -31,7 +29,7 @@ from memoro.regimes import Regime
 from memoro.regimes.start import OPTIMISTIC, compare_labels, load_parents, read_start, regime_of
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task, content_hashes
-from memoro.training.cached import Cache, what_is_kept
+from memoro.training.cached import Cache, check_memory, what_is_kept
 from memoro.training.checkpoint import read_identity
 from memoro.training.finish import Finisher, answer_held_out, finish_plans, record_time
 from memoro.training.loop import Trainer
@@ -364,12 +362,8 @@ def build_trainer(backbone: Backbone, runs: Sequence[Run], options: TrainOptions
     cache = _choose_cache(options, backbone, runs)
     trainer = Trainer(backbone, runs, options, cache=cache)
     try:
-        size, free = sum(one.resident_bytes for one in trainer.loaders.cached), free_memory(backbone.device)
-        if cache is not None and not cache.required and backbone.device.type != "cpu" and size > free:
-            raise CacheError(
-                f"the features take {format_bytes(size)}, and {format_bytes(free)} of the GPU's memory is for them. "
-                "To read them from disk in every epoch, use `cache=True`."
-            )
+        if cache is not None and not cache.required and backbone.device.type != "cpu":
+            check_memory(trainer.loaders.cached, backbone.device)
         trainer.fill_cache()
     except CacheError as error:
         if cache is None or cache.required:
