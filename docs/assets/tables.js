@@ -1,4 +1,4 @@
-// Tables that are wider than the page can be scrolled by keyboard.
+// Tables and code that are wider than the page can be scrolled by keyboard.
 document$.subscribe(() => {
-  for (const wrap of document.querySelectorAll(".md-typeset__scrollwrap")) wrap.tabIndex = 0;
+  for (const wrap of document.querySelectorAll(".md-typeset__scrollwrap, pre > code")) wrap.tabIndex = 0;
 });

@@ -90,12 +90,12 @@ def section(words: str, command: Any) -> str:
         parts += ["Examples:", "", "```sh", *"\n".join(examples).split("\n"), "```", ""]
     shown = [one for one in command.params if not one.hidden and one.name != "help"]
     if shown:
-        parts += ["| option | | default |", "|---|---|---|", *map(option_row, shown), ""]
+        parts += ["| option | meaning | default |", "|---|---|---|", *map(option_row, shown), ""]
     verb = words.removeprefix("memoro ")
     if verb in FIELDS:
         rows = [setting_row(one) for one in FIELDS[verb].named().values()]
         parts += [f"Settings of `{words}`, given as `--set NAME=VALUE`:", ""]
-        parts += ["| setting | | default |", "|---|---|---|", *rows, ""]
+        parts += ["| setting | meaning | default |", "|---|---|---|", *rows, ""]
     return "\n".join(parts)
 
 

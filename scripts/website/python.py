@@ -188,7 +188,7 @@ def fields_table(owner: type) -> str:
         rows.append(f"| `{field.name}` | `{cell(written(field.type))}` | {cell(default)} | {cell(text)} |")
     if not rows:
         return ""
-    return "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows, ""])
+    return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
 def entry(name: str, value: Any, level: int = 2) -> str:
@@ -215,7 +215,7 @@ def entry(name: str, value: Any, level: int = 2) -> str:
             parts += ["```python", signature(f"{name}.{member}", call), "```", "", text, ""]
     if attributes:
         at = next((at for at, part in enumerate(parts) if part.startswith("#" * (level + 1) + " ")), len(parts))
-        parts.insert(at, "\n".join(["| attribute | type | |", "|---|---|---|", *attributes, ""]))
+        parts.insert(at, "\n".join(["| attribute | type | meaning |", "|---|---|---|", *attributes, ""]))
     return "\n".join(parts)
 
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from blocks import NOT_RUN, ROOT, RUN, Block, Reader, blocks_of, commands_of, docstring_blocks, matches
 from world import make_world
 
 import memoro
+from memoro.cli import VERBS, app
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIRST = [ROOT / "README.md", ROOT / "docs" / "start.md"]
 """What `make test` follows; `make test-slow` follows all."""
+UNTRIED = {
+    "demo": "takes minutes; tests/demo runs a short one",
+    "import": "needs a checkpoint of the public reproduction; tests/tasks makes one",
+    "lab": "takes minutes to hours; tests/lab runs short ones",
+}
+"""Commands whose examples in the help are not run."""
+
 pytestmark = pytest.mark.skipif(not PAGES[0].is_file(), reason="the documentation is only in the repository")
 
 
@@ -69,6 +80,23 @@ def test_docstrings_can_be_followed(reader: Reader) -> None:
     for block in blocks:
         reader.names = {"__name__": "__main__", "memoro": memoro}
         follow(reader, [block])
+
+
+def examples() -> Iterator[Any]:
+    """Each example in the help of a command; the curl commands of `memoro serve` need its server."""
+    group: Any = typer.main.get_group(app)
+    for verb in sorted(VERBS.keys() - UNTRIED.keys()):
+        paragraphs = inspect.cleandoc(group.get_command(None, verb).callback.__doc__).split("\n\n")
+        found = [text for text in paragraphs if text.startswith(("memoro ", "curl "))]
+        assert found, verb
+        for code in ["\n".join(found)] if verb == "serve" else "\n".join(found).splitlines():
+            yield pytest.param(Block(f"memoro {verb} --help", "sh", code), id=code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", list(examples()))
+def test_examples_of_help_run(example: Block, reader: Reader) -> None:
+    follow(reader, [example])
 
 
 def test_blocks_that_are_not_run_say_why() -> None:

@@ -168,7 +168,7 @@ def test_from_training_to_the_report(colours: Path, tmp_path: Path) -> None:
         assert (task.spec.calibration.images, task.spec.calibration.source) == (24, "validation")
         assert task.spec.familiarity is not None
         assert (task.spec.familiarity.images, len(task.spec.familiarity.means)) == (40, 2)
-        text = "40 training images, left out in turn, against no photographs (`others` gives some)"
+        text = "40 training images, left out in turn, against no photographs"
         assert task.spec.training["familiarity"] == text
         assert "calibration_error_before" in task.spec.metrics
     back = ("-b", colours / "vit", "--json")

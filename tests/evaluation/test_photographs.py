@@ -150,7 +150,7 @@ def test_training_and_calibrating_learn_from_them(
     assert sizes == [0, 4 * 3 * 24, 4 * 3 * 24, 0], "kept for later trainings, unless nothing is to be kept"
     texts = [task.spec.training["familiarity"] for task in (plain, taught)]
     assert texts == [
-        "40 training images, left out in turn, against no photographs (`others` gives some)",
+        "40 training images, left out in turn, against no photographs",
         "40 training images, left out in turn, against ordinary photographs",
     ]
     clear(own_cache)

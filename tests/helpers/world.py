@@ -9,6 +9,7 @@ from contextlib import chdir
 from pathlib import Path
 
 import numpy as np
+import pandas
 import transformers as hf
 from blocks import ROOT, blocks_of
 from PIL import Image, ImageDraw
@@ -54,7 +55,8 @@ def make_world(root: Path) -> None:
         draw_folder(root / "photos" / "pets" / split, ("cat", "dog"), number, generator)
     draw_folder(root / "photos" / "rooms", ("kitchen", "bedroom"), 16, generator)
     shutil.make_archive(str(root / "rooms"), "zip", root / "photos" / "rooms")
-    draw_folder(root / "photos" / "pets-test", ("cat", "dog"), 8, generator)
+    for name in ("pets-test", "new-pets"):
+        draw_folder(root / "photos" / name, ("cat", "dog"), 16, generator)
     for folder, number in (("new", 6), ("others", 50)):
         (root / folder).mkdir()
         for index in range(number):
@@ -69,6 +71,7 @@ def make_world(root: Path) -> None:
         size = "large" if radius > 15 else "small"
         rows.append((f"table/{index}.jpg", label, size, radius * 10, f"{label}|{size}"))
     write_table(root / "photos.csv", ("path", "species", "size"), [row[:3] for row in rows])
+    pandas.read_csv(root / "photos.csv").to_parquet(root / "photos.parquet")
     write_table(root / "houses.csv", ("path", "price"), [(row[0], row[3]) for row in rows])
     write_table(root / "tags.csv", ("path", "labels"), [(row[0], row[4]) for row in rows])
     [block] = [

@@ -62,7 +62,7 @@ def evaluate_tasks(
     **flags: Any,
 ) -> None:
     """memoro eval photos/pets -t pets.safetensors
-    memoro eval photos/pets -t pets.safetensors --report     (writes report.html)
+    memoro eval photos/pets -t pets.safetensors --report     # writes report.html
     memoro eval pets=photos/pets rooms=rooms.zip -t pets.safetensors -t rooms.safetensors
     memoro eval photos/pets -t pets.safetensors --others rooms.zip
 

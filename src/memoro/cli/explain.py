@@ -35,7 +35,7 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """memoro explain photo.jpg -t pets.safetensors -o overlay.png
-    memoro explain photos/ -t pets.safetensors -t rooms.safetensors -o sheet.png
+    memoro explain new/ -t pets.safetensors -t rooms.safetensors -o sheet.png
 
     Show where tasks looked: each image in grey, coloured by attention.
 

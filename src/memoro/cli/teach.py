@@ -140,7 +140,7 @@ def suspects(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="CSV file to write.")] = None,
     as_json: Json = False,
 ) -> None:
-    """memoro suspects photos/ -t pets.safetensors -o suspects.csv
+    """memoro suspects photos/pets -t pets.safetensors -o suspects.csv
 
     Find labels that are likely to be wrong.
 

@@ -42,6 +42,10 @@ from memoro.tasks.task import Task
 def compose(backbone: Backbone, tasks: Task | Iterable[Task] = (), *, live: bool = False) -> Composition:
     """The task or tasks on the backbone, checked: right backbone, unique names, all parents present, no cycle.
 
+        pets = memoro.load_task("pets.safetensors")
+        model = memoro.compose(memoro.load_backbone(pets.spec.backbone), pets)
+        answers = model.predict("photo.jpg")
+
     The composition keeps a snapshot of the tasks, on the backbone's device: later changes to them do not show in it.
     With `live=True` it reads the tasks' own parameters at every call and gradients flow to them: that is for training.
     """

@@ -55,6 +55,10 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """Each task's metrics on the test split of its data (or on the whole set if there is none), by name.
 
+        pets = memoro.load_task("pets.safetensors")
+        metrics = memoro.evaluate(memoro.load_backbone(pets.spec.backbone), pets, "photos/pets")
+        print(metrics["pets"]["accuracy"])
+
     `data` is one set for all tasks, or a dict from a task's name to its own; `label_column`, `image_column` and
     `allow_absolute` are for tables, as in `load_data`. Tasks that have the same images, labels and preprocessing share
     one pass. Images of classes that a task does not know are left out and counted in

@@ -273,6 +273,9 @@ def new_task(
 ) -> Task:
     """An untrained task for `backbone`, on its device, in float32 (float64 on a float64 backbone).
 
+        backbone = memoro.load_backbone()
+        pets = memoro.new_task(backbone, "pets", ["cat", "dog"], cells=0, rank=8, from_layer=8)
+
     `rank` gives the task low-rank weights of its own at each layer from the fork on; base tokens do not see them.
     They start at zero. `from_layer` forks the stream off the base's class token there (0 is the paper, the backbone's
     depth a linear head). `init="copy"` starts from the pre-trained class token; a fork then starts with a zero offset.

@@ -107,7 +107,7 @@ class CachedLoader:
         self._digests = [bytes.fromhex(self.images.key(sample)) for sample in range(len(self.images))]
         self.views = range(loader.views or 1)
         self.keys = [[self._key(sample, view) for sample in range(len(self.images))] for view in self.views]
-        """Of every image, a list for each view."""
+        """The keys of every image's record, a list for each view."""
         self._resident: Resident | None = None
         self._placed = False
         """Whether it was decided where features are read from."""
@@ -192,7 +192,7 @@ class CachedLoader:
 
 
 def _versions(backbone: Backbone) -> dict[str, str]:
-    """Of Pillow and of the libraries that the backbone's parts come from: another one may compute other features."""
+    """The versions of Pillow and of the backbone's libraries: another one may compute other features."""
     names = {"PIL", *(type(part).__module__.partition(".")[0] for part in backbone.module.modules())}
     return {name: str(getattr(sys.modules[name], "__version__", None)) for name in sorted(names)}
 
@@ -208,7 +208,7 @@ def keep_features(backbone: Backbone, pixels: Tensor, format: RecordFormat) -> F
 
 
 def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[int], None]) -> None:
-    """Evicts what the budget has no space for and fills all loaders; a CacheError where they do not fit."""
+    """Evicts what the budget has no space for and fills all loaders; a CacheError if they do not fit."""
     make_room(loaders, cache)
     for loader in loaders:
         loader.store.refresh()  # loaders may share records
@@ -216,7 +216,7 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
 
 
 def make_room(loaders: Sequence[CachedLoader], cache: Cache) -> None:
-    """Evicts what the budget has no space for; a CacheError where the loaders do not fit."""
+    """Evicts what the budget has no space for; a CacheError if the loaders do not fit."""
     try:
         budget = cache.limit
     except OSError as error:
@@ -254,7 +254,7 @@ def compute_missing(
     loaders: Sequence[CachedLoader], cache: Cache, what: str, processes: Processes, *, quiet: bool
 ) -> None:
     """Computes what is missing on disk: the first process of each machine makes room, then all compute their parts. A
-    CacheError in all of them where it does not fit."""
+    CacheError in all of them if it does not fit."""
     machines = processes.all_gather(platform.node())
     part = machines[: processes.rank].count(platform.node()), machines.count(platform.node())
     count, size = estimate(loaders)

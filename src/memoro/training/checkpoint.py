@@ -157,7 +157,7 @@ def _restore(record: dict[str, Any], tensors: Mapping[str, Tensor], groups: Sequ
 def compare_identities(saved: dict[str, Any], here: dict[str, Any]) -> tuple[list[str], str]:
     """The keys that differ, and the settings among them with their values there and here.
 
-    Lists have an entry for each run. Where the number of runs differs, they are compared as sets.
+    Lists have an entry for each run. If the number of runs differs, they are compared as sets.
     """
     runs = [len(_entries(identity.get("recipe"))) for identity in (saved, here)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ class Finisher:
         if run.stopped is not None:
             notes = (*notes, run.stopped)
         if run.diverged:
-            return TrainResult(run.task, history, {}, options.folder, notes)
+            return TrainResult(cast(Task, run.task), history, {}, options.folder, notes)
         task, (split, images) = run.task, run.final
         seen = bool(task.spec.training.keys() - {"seed"})  # it was trained before, on images that may be these
         for member in members:
@@ -122,7 +122,7 @@ class Finisher:
             add_calibration(task, validated, "validation", seen=seen or was_seen(task, run.splits.val))
         metrics = {"split": split, **measure_task(task, out, targets, fitted_on=fitted_on)}
         task.update_spec(metrics=recorded(task.kind, metrics, out, targets))
-        result = TrainResult(task, history, metrics, options.folder, notes, out, targets, images)
+        result = TrainResult(cast(Task, task), history, metrics, options.folder, notes, out, targets, images)
         return replace(result, notes=(*notes, *self._warn(result)))
 
     def _record_training(self, run: Run) -> None:
@@ -159,11 +159,11 @@ class Finisher:
         )
 
     def _warn(self, result: TrainResult) -> list[str]:
-        """Warnings where the metrics call for them; the user sees them too."""
+        """Warnings, if the metrics call for them; the user sees them too."""
         found = [warn_of(result.metrics, balanced=bool(result.task.spec.training.get("balance")))]
         if result.metrics["split"] != "train":
             learned = learned_from(result.task, result.images, parents_only=True)
-            found.append(None if learned is None else f"{learned}, so its metrics are too good for new images.")
+            found.append(None if learned is None else f"{learned}, so its metrics overestimate accuracy on new images.")
         texts = [text for text in found if text is not None]
         for text in texts:
             self._options.note(f"warning: {result.task.name}: {text}")
@@ -247,14 +247,16 @@ def finish_plans(
             )
         if result.metrics and isinstance(result.task, Task) and result.task.spec.calibration is None:
             why = str(result.task.spec.training["calibration"]).removeprefix("none: ")
-            what = "values have no interval" if result.task.kind == "regression" else "probabilities are not calibrated"
+            what = (
+                "values have no interval" if result.task.head_kind.has_numbers else "probabilities are not calibrated"
+            )
             options.note(f"{plan.name}: {what} ({why}).")
     return results
 
 
 def _choose(plan: Plan, runs: Mapping[Setting, Sequence[Run]]) -> tuple[list[SettingRow], list[Sequence[Run]]]:
     """A row for each combination over its seeds, and the runs that become the task: those of the best seed, or of all
-    seeds of an ensemble. Where all diverged, no row is chosen."""
+    seeds of an ensemble. If all diverged, no row is chosen."""
     seeds: dict[Setting, list[Setting]] = {}
     for setting in runs:
         seeds.setdefault(setting._replace(seed=plan.recipe.seed), []).append(setting)

@@ -265,7 +265,7 @@ class Trainer:
                 sums[at] += amount
             if images and ("loss" not in entry or value < entry["loss"]):
                 entry |= {"loss": value, "lr": rate}
-                if run.task.kind == "softmax":
+                if run.task.head_kind.has_classes:
                     entry["accuracy"] = correct[number] / images
         return entry
 
@@ -290,7 +290,7 @@ class Trainer:
             }
             if len(self.groups) > 1:
                 entry["group"] = group.name
-            if run.task.kind == "softmax":
+            if run.task.head_kind.has_classes:
                 entry["train_accuracy"] = correct / max(images, 1)
             if found is not None:
                 entry |= {f"val_{name}": value for name, value in found.items() if isinstance(value, float)}
@@ -387,7 +387,7 @@ class _StepSums:
         else:  # the loss that is reported is in the user's units, as that of validation
             answers = run.scale.undo(out.detach())
             self.losses[number].append(run.task.head_kind.loss_sum(answers, targets, sample_weight=sample_weight))
-        if run.task.kind == "softmax":
+        if run.task.head_kind.has_classes:
             correct = (out.detach().argmax(-1) == targets).to(part.dtype)
             self.correct[number].append((correct if sample_weight is None else correct * sample_weight).sum())
         scaled = part if run.loss_scale == 1 else part * run.loss_scale
@@ -395,6 +395,6 @@ class _StepSums:
 
 
 def _gradients(runs: Sequence[Run]) -> list[Tensor]:
-    """Of all parameters in order; zero in a process that had no image of the batch."""
+    """The gradients of all parameters, in order; zero in a process that had no image of the batch."""
     parameters = [parameter for run in runs for parameter in run.trained.values()]
     return [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]

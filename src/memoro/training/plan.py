@@ -33,7 +33,7 @@ ALL_LEARNED = 2000
 """Below this number, a regime with a read-out is calibrated by folds as well, and so learns from all images."""
 FOLDS = 4
 MOST_BYTES = 80
-"""Of the name of a run folder that joins those of several tasks."""
+"""The most bytes in the name of a run folder that joins those of several tasks."""
 
 Sets = dict[str, Splits]
 Sizes = dict[str, tuple[int | None, ...]]
@@ -155,7 +155,7 @@ def choose_rates(lr: Any, regime: Regime, recipe: Recipe) -> tuple[float, ...]:
     except (TypeError, ValueError):
         raise TrainingError(f"lr {lr!r}: choose one or more numbers, such as 0.001.") from None
     for rate in rates:
-        replace(recipe, lr=rate)  # raises where it is none
+        replace(recipe, lr=rate)  # raises if it is none
     return rates
 
 
@@ -185,7 +185,7 @@ def choose_seeds(seeds: int, ensemble: int | None, regime: Regime, start: Task |
 
 def choose_sizes(wanted: Mapping[str, Any], regime: Regime, start: Task | None, backbone: Backbone) -> Sizes:
     """The sizes of the task to start from, or those that were asked for without those that the regime does not have.
-    Raises where others were asked for."""
+    Raises if others were asked for."""
     free = (None,)
     asked = {name: tuple(map(plain_int, several(values))) for name, values in wanted.items()}
     if start is not None:
@@ -213,7 +213,7 @@ def choose_sizes(wanted: Mapping[str, Any], regime: Regime, start: Task | None, 
 def name_sources(
     data: Any, task: str | None, columns: Sequence[str] | None, start: Task | None
 ) -> dict[str | None, Any]:
-    """The data of each task by its name; None where the data will name it."""
+    """The data of each task by its name; None if the data will name it."""
     if columns and (type(data) is dict or (task is not None and len(columns) > 1)):
         raise TrainingError(
             "`label_column` trains a task per column of one table: give one table, and `task` only for a single column."
@@ -276,7 +276,7 @@ def _default_folds(train: ImageSet, recipe: Recipe, most: int) -> int:
 
 
 def _shared_table(sets: Sequence[Splits]) -> Splits | None:
-    """The first set where all are columns of one table: they are split alike, and so share every base pass."""
+    """The first set if all are columns of one table: they are split alike, and so share every base pass."""
     first, *others = sets
     images = [one.train.source for one in sets if one.train is not None]
     alike = others and len(images) == len(sets) and all(source == images[0] for source in images)
@@ -311,13 +311,13 @@ def preprocessing_of(
     elif levels is not None and levels.high > white:
         options.note(
             f"warning: the task was trained with {white:,.6g} as white, and {splits.name} has values up to "
-            f"{levels.high:,.6g}: brighter pixels become white. Train a new task where that matters."
+            f"{levels.high:,.6g}: brighter pixels become white. Train a new task if that matters."
         )
     return replace(steps, white=white)
 
 
 def keep_known_rate(plan: Plan, options: TrainOptions) -> Plan:
-    """The plan with a single learning rate where there are no images to choose one with."""
+    """The plan with a single learning rate if there are no images to choose one with."""
     if plan.folds or plan.splits.val is not None or plan.choices == 1:
         return plan
     rates = list(dict.fromkeys(setting.lr for setting in plan.settings))

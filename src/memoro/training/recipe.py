@@ -77,7 +77,7 @@ class Recipe:
     patience: int = option(0, "Stop a run after this many epochs without a better validation score; 0: never.")
     accumulate: int = option(1, "Batches per optimiser step (gradient accumulation).")
     seed: int = option(0, "Seed of the initial weights.")
-    """Of tasks that `train` makes; a task given to `fit` has its own."""
+    """For tasks that `train` makes; a task given to `fit` has its own."""
     data_seed: int = option(0, "Seed of image order, augmentation and validation split.")
     val_fraction: float = option(0.15, "Fraction of train to hold out if there is no validation split.")
 
@@ -237,7 +237,7 @@ class TrainOptions:
 
     @property
     def wanted_cache(self) -> Cache | None:
-        """The cache with its settings; one that is not `required` is used where it can be."""
+        """The cache with its settings; one that is not `required` is used if it can be."""
         if isinstance(self.cache, Cache):
             return self.cache
         return None if self.cache is False else Cache(required=bool(self.cache))
@@ -269,7 +269,7 @@ def merge_options(
 
 
 def check_views(recipe: Recipe, cache: Cache | None) -> None:
-    """Raises where features are to be kept but no view occurs twice."""
+    """Raises if features are to be kept but no view occurs twice."""
     if recipe.views is None and cache is not None and cache.required:
         raise TrainingError(
             "a cache needs a fixed number of views, such as `views=4`: with `views=None`, every epoch draws new ones."
@@ -277,7 +277,7 @@ def check_views(recipe: Recipe, cache: Cache | None) -> None:
 
 
 def check_solved(given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """Raises where options were given that mean nothing for a read-out."""
+    """Raises if options were given that have no effect on a read-out."""
     gradients = {field.name for field in fields(Recipe)} - {"balance", "data_seed", "val_fraction"}
     usual = RECIPES["default"][1]
     names = [name for name, value in given.items() if value is not None]

@@ -44,7 +44,7 @@ class SettingRow:
     """Best validation score of each seed that did not diverge."""
     val_loss: float
     test: tuple[float, ...] = ()
-    """Of the chosen one only: who sees those of the others is led to choose by them."""
+    """Test scores, of the chosen setting only: those of the others would tempt one to choose by them."""
     diverged: int = 0
     chosen: bool = False
 
@@ -59,12 +59,12 @@ class TrainResult:
     """A trained task and how its training went: the best run, the settings that were tried, the files that were
     written."""
 
-    task: Any
-    """The Task, or what another regime trains, with its best weights."""
+    task: Task
+    """With its best weights. (The laboratory has baselines here.)"""
     history: list[dict[str, Any]] = field(repr=False)
-    """One entry per epoch. Where folds were held out, `fold_loss` and the like are the means over their runs."""
+    """One entry per epoch. If folds were held out, `fold_loss` and the like are the means over their runs."""
     metrics: dict[str, Any]
-    """Of the test split, or of the validation split where there is none; `split` says which. Empty for a run that
+    """Those of the test split, or of the validation split if there is none; `split` says which. Empty for a run that
     diverged while others did not; the last note says why."""
     folder: Path | None
     notes: tuple[str, ...]
@@ -78,7 +78,7 @@ class TrainResult:
     """What they were compared by."""
     file: Path | None = None
     previous: Path | None = None
-    """Where the file that was there before is kept."""
+    """The path at which the earlier file is kept."""
     skipped: Sequence[Any] = field(default=(), repr=False)
     """Images that could not be read: where, and why."""
 
@@ -87,7 +87,7 @@ class TrainResult:
         return iter((self.task, self.history, self.metrics))
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready record; `failed` where every run of the task diverged."""
+        """A JSON-ready record; `failed` if every run of the task diverged."""
         task = self.task
         if not self.metrics:
             return {"task": task.name, "failed": self.notes[-1]}
@@ -118,7 +118,7 @@ class TrainResult:
         return [*compared, fit_table(self), *([f"report: {report}"] if report is not None and report.is_file() else [])]
 
     def settings_table(self) -> Table | None:
-        """The settings that were compared, where there were several."""
+        """The settings that were compared, if there were several."""
         return sweep_table(self.task.name, self.rows, self.score_name) if self.rows else None
 
 
@@ -179,8 +179,8 @@ def _mean_and_range(values: Sequence[float]) -> str:
 
 
 def choose_target(out: str | Path, *, several: bool) -> Path:
-    """Where task files are written: a file, or a folder. Raises before the training where they could not be; a folder
-    is created where the text ends with a slash, which a Path does not keep."""
+    """Where task files are written: a file, or a folder. Raises before the training if they could not be; a folder
+    is created if the text ends with a slash, which a Path does not keep."""
     target = Path(out)
     try:
         if str(out).endswith(("/", os.sep)):

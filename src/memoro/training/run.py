@@ -60,10 +60,10 @@ class Run:
     """Content hash of the earlier task whose weights it starts from."""
 
     trained: dict[str, nn.Parameter] = field(default_factory=dict, init=False, repr=False)
-    """The parameters that the regime trains; none where all is solved in closed form."""
+    """The parameters that the regime trains; none if all is solved in closed form."""
     optimizer: torch.optim.Optimizer = field(init=False, repr=False)
     targets: Tensor | None = field(default=None, init=False, repr=False)
-    """Of the training images, in their order; None: those that its batches carry."""
+    """The targets of the training images, in their order; None: those that its batches carry."""
     sample_weight: Tensor | None = field(default=None, init=False, repr=False)
     """Weight of each training image (n,); 0 for those that are held out. None: all count alike."""
     there: Placed = field(init=False, repr=False)
@@ -73,7 +73,7 @@ class Run:
     good_steps: int = field(default=0, init=False, repr=False)
     """Steps since the scale changed."""
     scale: Scale | None = field(default=None, init=False, repr=False)
-    """Of a regression's targets: within a training, the head answers in these units."""
+    """The scale of a regression's targets: within a training, the head answers in these units."""
     class_weights: Tensor | None = field(default=None, init=False, repr=False)
     """See `Head.class_weights`."""
     val_loader: Batches | None = field(default=None, init=False, repr=False)
@@ -91,7 +91,7 @@ class Run:
     """Why it was stopped; None while it is active."""
     diverged: bool = field(default=False, init=False)
     answers: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
-    """Of the trained task, by split: its logits for the images of `evaluated`, and their targets."""
+    """What the trained task answers, by split: its logits for the images of `evaluated`, and their targets."""
 
     def __post_init__(self) -> None:
         if not self.splits.train:
@@ -144,7 +144,7 @@ class Run:
         if self.recipe.balance:
             self.class_weights = HEADS[self.splits.kind].class_weights(learned, len(self.splits.labels))
         self.targets = self.train.targets if self.splits is not first.splits else None
-        self.scale = Scale.of(learned) if self.splits.kind == "regression" else None
+        self.scale = Scale.of(learned) if HEADS[self.splits.kind].has_numbers else None
         self.trained = self.regime.trains(self.task)
         for parameter in self.task.parameters():
             parameter.requires_grad_(False)
@@ -378,7 +378,7 @@ def build_forward(backbone: Backbone, tasks: Sequence[Model]) -> Callable[[Any],
 
 
 def ancestors(tasks: Sequence[Model]) -> list[Task]:
-    """All tasks that these extend, each once; an error where one is not loaded, or is among `tasks` itself."""
+    """All tasks that these extend, each once; raises if one is not loaded, or is among `tasks` itself."""
     found: dict[int, Task] = {}
     waiting = [(task, parent) for task in tasks for parent in task.extends]
     while waiting:

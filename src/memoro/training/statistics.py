@@ -49,7 +49,7 @@ class StatisticsReader:
         return self._known[key]
 
     def _kept(self, images: ImageSet, preprocessing: Preprocessing) -> Read | None:
-        """Statistics on disk; None where none are to be kept, or they do not fit."""
+        """Statistics on disk; None if none are to be kept, or they do not fit."""
         cache = self._options.wanted_cache
         if cache is None:
             return None
@@ -161,11 +161,11 @@ class Describer:
         if key not in self._done:
             samples = torch.linspace(0, len(images) - 1, min(len(images), MOST_IMAGES), device="cpu").round().long()
             statistics = self._reader.read(images, run.preprocessing)(samples)
-            classes = images.targets[samples] if run.splits.kind == "softmax" else None
+            classes = images.targets[samples] if HEADS[run.splits.kind].has_classes else None
             self._done[key] = fit_familiarity(statistics, classes, self._photographs(run.preprocessing))
         found, text = self._done[key], "none: too few images, or tokens out of range"
         if found is not None:
-            against = "ordinary photographs" if len(found.reader) else "no photographs (`others` gives some)"
+            against = "ordinary photographs" if len(found.reader) else "no photographs"
             text = f"{found.images} training images, left out in turn, against {against}"
         run.task.update_spec(familiarity=found, training={**run.task.spec.training, "familiarity": text})
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 
@@ -32,6 +32,7 @@ from memoro.tasks.task import Task, content_hashes
 from memoro.training.cached import Cache, check_memory, what_is_kept
 from memoro.training.checkpoint import read_identity
 from memoro.training.finish import Finisher, answer_held_out, finish_plans, record_time
+from memoro.training.keywords import BackboneSource, FitSettings, Settings, TaskSource, TrainSettings
 from memoro.training.loop import Trainer
 from memoro.training.plan import (
     Plan,
@@ -55,15 +56,17 @@ from memoro.training.statistics import Describer, ReadOuts, StatisticsReader
 
 
 @overload
-def train(data: dict[str, Any], **settings: Any) -> dict[str, TrainResult]: ...
+def train(
+    data: dict[str, Any], *, label_column: str | None = None, **settings: Unpack[TrainSettings]
+) -> dict[str, TrainResult]: ...
 @overload
-def train(data: Any, *, label_column: list[str], **settings: Any) -> dict[str, TrainResult]: ...
+def train(data: Any, *, label_column: list[str], **settings: Unpack[TrainSettings]) -> dict[str, TrainResult]: ...
 @overload
-def train(data: Any, **settings: Any) -> TrainResult: ...
+def train(data: Any, *, label_column: str | None = None, **settings: Unpack[TrainSettings]) -> TrainResult: ...
 def train(
     data: Any,
     *,
-    backbone: Any = TINY,
+    backbone: BackboneSource = TINY,
     device: str | None = None,
     task: str | None = None,
     kind: str | None = None,
@@ -73,8 +76,8 @@ def train(
     from_layer: int | Iterable[int] | None = None,
     lr: float | Iterable[float] | None = None,
     seeds: int = 1,
-    extends: Task | str | Path | Iterable[Task | str | Path] = (),
-    start_from: Task | str | Path | None = None,
+    extends: TaskSource | Iterable[TaskSource] = (),
+    start_from: TaskSource | None = None,
     label_column: str | Sequence[str] | None = None,
     image_column: str | None = None,
     allow_absolute: bool = False,
@@ -83,8 +86,8 @@ def train(
     out: str | Path | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
-    **changes: Any,
-) -> Any:
+    **changes: Unpack[Settings],
+) -> TrainResult | dict[str, TrainResult]:
     """Makes a task from images: `pets = memoro.train("photos/pets", backbone="facebook/dinov2-small").task`.
 
     `data` is anything that load_data takes, or a dict from task names to such: then all are trained in one pass, and a
@@ -111,11 +114,11 @@ def train(
     # Plan: what is trained, on what, and how.
     start = None if start_from is None else read_start(start_from, task)
     lr = recipe.lr if lr is None and isinstance(recipe, Recipe) else lr
-    stays = isinstance(backbone, Backbone) and device is None
-    place = None if stays else own_device(device)
+    kept = backbone if isinstance(backbone, Backbone) and device is None else None
+    place = own_device(device) if kept is None else None
     chosen, found = find_recipe(recipe, regime if start is None else regime_of(start, regime))
     found, options = merge_options(found, options, changes)
-    options = options.joined(torch.device(place) if place is not None else backbone.device)
+    options = options.joined(own_device(device) if kept is None else kept.device)
     if not isinstance(recipe, Recipe) and "views" not in changes:
         found = add_views(found, options)
     sizes = {"cells": cells, "from_layer": from_layer, "rank": rank}
@@ -184,7 +187,7 @@ def fit(
     regime: str | Regime | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
-    **changes: Any,
+    **changes: Unpack[FitSettings],
 ) -> TrainResult:
     """Trains `task` in place on `data` (anything that load_data takes, or Splits) and measures it.
 
@@ -207,7 +210,7 @@ def fit_tasks(
     regime: str | Regime | None = None,
     recipe: Recipe | str | None = None,
     options: TrainOptions | None = None,
-    **changes: Any,
+    **changes: Unpack[FitSettings],
 ) -> list[TrainResult]:
     """Trains several tasks, each on its own data, with one base pass per step; otherwise as `fit`.
 
@@ -358,7 +361,7 @@ def _check_runs(backbone: Backbone, runs: Sequence[Run]) -> None:
 
 
 def build_trainer(backbone: Backbone, runs: Sequence[Run], options: TrainOptions) -> Trainer:
-    """A trainer whose features are computed; without any where they do not fit and are not required."""
+    """A trainer whose features are computed; without any if they do not fit and are not required."""
     cache = _choose_cache(options, backbone, runs)
     trainer = Trainer(backbone, runs, options, cache=cache)
     try:
@@ -374,7 +377,7 @@ def build_trainer(backbone: Backbone, runs: Sequence[Run], options: TrainOptions
 
 
 def _choose_cache(options: TrainOptions, backbone: Backbone, runs: Sequence[Run]) -> Cache | None:
-    """The cache, None where nothing can be kept; an error where it is required and cannot be used."""
+    """The cache, None if nothing can be kept; raises if it is required and cannot be used."""
     cache = options.wanted_cache
     if cache is None:
         return None
