@@ -38,13 +38,13 @@ def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, 
     records = []
     for number, (run, finished) in enumerate((run, group.finished) for group in groups for run in group.runs):
         going = run.stopped is None and not finished
-        state = run.optimizer.state if going else {}
+        state = run.optimizer.state_dict()["state"] if going else {}
         for index, (name, parameter) in enumerate(run.trained.items()):
             if going:
                 tensors[f"{number}.now.{name}"] = parameter.detach()
             if name in run.best and not (going and torch.equal(run.best[name], parameter)):
                 tensors[f"{number}.best.{name}"] = run.best[name]
-            for key, value in state.get(parameter, {}).items():
+            for key, value in state.get(index, {}).items():
                 if value is not None:
                     tensors[f"{number}.optimizer.{index}.{key}"] = torch.as_tensor(value, device="cpu")
         records.append(
@@ -130,8 +130,6 @@ def _restore(record: dict[str, Any], tensors: Mapping[str, Tensor], groups: Sequ
     runs = [run for group in groups for run in group.runs]
     for number, (run, state_of) in enumerate(zip(runs, record["runs"], strict=True)):
         state: dict[int, dict[str, Any]] = {}
-        inside = [one for group in run.optimizer.param_groups for one in group["params"]]
-        places = {id(one): place for place, one in enumerate(inside)}
         with torch.no_grad():
             for index, (name, parameter) in enumerate(run.trained.items()):
                 now, best = f"{number}.now.{name}", f"{number}.best.{name}"
@@ -142,7 +140,7 @@ def _restore(record: dict[str, Any], tensors: Mapping[str, Tensor], groups: Sequ
                 prefix = f"{number}.optimizer.{index}."
                 entries = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
                 if entries:
-                    state[places[id(parameter)]] = entries
+                    state[index] = entries
         whole = run.optimizer.state_dict()
         run.optimizer.load_state_dict({**whole, "state": state})
         run.history = state_of["history"]

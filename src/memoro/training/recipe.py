@@ -121,16 +121,12 @@ class Recipe:
         return min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
 
     def build_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """One parameter group for each `lr_scale`, which is one kernel a step; memory has its own."""
+        """One parameter group per tensor, in order; memory has an `lr_scale` of its own."""
         memory = self.memory_rate if self.memory_rate is not None else 0.03 if self.optimizer == "sgd" else 1.0
         scales = {name: memory if name == "memory" else 1.0 for name in parameters}
         groups = [
-            {
-                "params": [parameter for name, parameter in parameters.items() if scales[name] == scale],
-                "lr_scale": scale,
-                "lr": self.lr * scale,
-            }
-            for scale in dict.fromkeys(scales.values())
+            {"params": [parameter], "lr_scale": scales[name], "lr": self.lr * scales[name]}
+            for name, parameter in parameters.items()
         ]
         if self.optimizer == "adamw":
             return torch.optim.AdamW(groups, weight_decay=self.weight_decay, fused=True)
