@@ -1,8 +1,9 @@
-# make demo | test | docs | test-all | check | format | bench | test-lab | test-slow | test-timm | test-serve | test-browser | test-ray | clean
+# make demo | test | docs | test-all | check | format | bench | test-lab | test-slow | test-timm | test-serve | test-browser | test-ray | test-oldest | test-integrations | dist | test-release | clean
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test docs test-all check format bench test-lab test-slow test-timm test-serve test-browser test-ray clean
+.PHONY: demo test docs test-all check format bench test-lab test-slow test-timm test-serve test-browser test-ray \
+	test-oldest test-integrations dist test-release clean
 
 demo: .venv/ready
 	$(BIN)/memoro demo
@@ -18,7 +19,7 @@ docs: .venv/ready .venv-docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
 
 # Each of these has an environment or downloads of its own, or takes long.
-test-all: test test-lab test-slow test-timm test-serve test-browser test-ray
+test-all: test test-lab test-slow test-timm test-serve test-browser test-ray test-oldest test-integrations test-release
 
 test-slow: .venv/ready
 	$(BIN)/python -m pytest -m slow tests tests/lab tests/scripts
@@ -70,6 +71,23 @@ test-serve: .venv/ready .venv-serve/ready
 	.venv-timm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
+.venv-oldest/ready: pyproject.toml scripts/oldest.py
+	$(PYTHON) -m venv .venv-oldest
+	$(PYTHON) scripts/oldest.py > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt -e '.[dev]'
+	touch $@
+
+.venv-release/ready:
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --quiet --disable-pip-version-check build twine pytest
+	touch $@
+
+.venv-integrations/ready: pyproject.toml tests_integrations/requirements.txt
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/pip install --quiet --disable-pip-version-check -r tests_integrations/requirements.txt
+	.venv-integrations/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
 .venv-docs/ready: docs/requirements.txt
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r docs/requirements.txt
@@ -80,5 +98,22 @@ test-serve: .venv/ready .venv-serve/ready
 	.venv-serve/bin/pip install --quiet --disable-pip-version-check -r tests_serve/requirements.txt
 	touch $@
 
+# The oldest versions that pyproject.toml allows.
+test-oldest: .venv-oldest/ready
+	.venv-oldest/bin/python -m pytest
+
+# Wheel and sdist in dist/; then both in clean environments, the core and each extra (several gigabytes).
+dist: .venv-release/ready
+	rm -rf dist
+	.venv-release/bin/python -m build
+	.venv-release/bin/twine check --strict dist/*
+
+test-release: dist
+	.venv-release/bin/python -m pytest tests_release
+
+# Other people's libraries with memoro, each as the guide shows it (docs/integrations.md).
+test-integrations: .venv-integrations/ready
+	.venv-integrations/bin/python -m pytest tests_integrations
+
 clean:
-	rm -rf .venv .venv-timm .venv-serve .venv-docs build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-timm .venv-serve .venv-docs .venv-oldest .venv-release .venv-integrations build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,10 +17,10 @@ SOURCE = Path(memoro.__file__).parent
 
 PUBLIC = [
     "Backbone", "BackboneError", "Cache", "CacheError", "Client", "Composition", "CompositionError", "DataError",
-    "ImageError", "MemoroError", "Preprocessing", "Recipe", "ServeError", "Task", "TaskError", "TaskFileError",
-    "TeachError", "TrainOptions", "TrainingError", "compose", "embed", "evaluate", "fit", "fit_tasks", "import_tasks",
-    "load_backbone", "load_columns", "load_data", "load_task", "load_tasks", "new_task", "save_task", "save_tasks",
-    "suspects", "teach", "train",
+    "ImageError", "ImageIndex", "MemoroError", "Preprocessing", "Recipe", "ServeError", "Task", "TaskError",
+    "TaskFileError", "TeachError", "TrainOptions", "TrainingError", "compose", "duplicates", "embed", "evaluate", "fit",
+    "fit_tasks", "import_tasks", "load_backbone", "load_columns", "load_data", "load_task", "load_tasks", "new_task",
+    "save_task", "save_tasks", "similar", "suspects", "teach", "train",
 ]  # fmt: skip
 
 
@@ -98,7 +98,7 @@ LEVELS = [
     {"evaluation"},
     {"training"},
     {"embedding"},
-    {"sklearn"},
+    {"similar", "sklearn"},
     {"serve"},
     {"teach"},
     {"demo"},

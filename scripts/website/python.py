@@ -26,6 +26,7 @@ PAGES = {
     "evaluation": "Evaluation",
     "teach": "Labelling",
     "serve": "Server",
+    "similar": "Similar images",
     "sklearn": "scikit-learn",
     "errors": "Errors",
 }

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from memoro.evaluation.evaluate import evaluate as evaluate
     from memoro.images import Preprocessing as Preprocessing
     from memoro.serve.client import Client as Client
+    from memoro.similar import ImageIndex as ImageIndex
+    from memoro.similar import duplicates as duplicates
+    from memoro.similar import similar as similar
     from memoro.tasks.importing import import_tasks as import_tasks
     from memoro.tasks.task import Task as Task
     from memoro.tasks.task import new_task as new_task
@@ -70,6 +73,7 @@ _PUBLIC = {
     "evaluation.evaluate": ["evaluate"],
     "images": ["Preprocessing"],
     "serve.client": ["Client"],
+    "similar": ["ImageIndex", "duplicates", "similar"],
     "tasks.importing": ["import_tasks"],
     "tasks.task": ["Task", "new_task"],
     "tasks.taskfile": ["load_task", "load_tasks", "save_task", "save_tasks"],

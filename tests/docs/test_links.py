@@ -26,7 +26,9 @@ OTHERS = {
 }
 """Options of other programs: torchrun, accelerate, ray, curl."""
 
-pytestmark = pytest.mark.skipif(not PAGES[0].is_file(), reason="the documentation is only in the repository")
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "mkdocs.yml").is_file(), reason="the documentation is only in the repository"
+)
 
 
 def name_of(page: Path) -> str:
@@ -171,3 +173,11 @@ def test_the_drawings_are_those_of_the_script() -> None:
         assert (FOLDER / f"{name}.svg").read_text() == draw().svg(), (
             "run: PYTHONPATH=scripts python -m website.pictures"
         )
+
+
+def test_the_navigation_has_every_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    results = [path.relative_to(ROOT).as_posix() for path in (ROOT / "results").rglob("*.md")]
+    assert results
+    for name in [*results, *(path.name for path in (ROOT / "docs").glob("*.md"))]:
+        assert re.search(rf"[ :]{re.escape(name)}$", text, re.MULTILINE), f"{name} is not in mkdocs.yml"

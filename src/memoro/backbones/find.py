@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memoro.backbones.backbone import Backbone, BackboneRecord
-from memoro.backbones.load import TINY, is_hub_id, is_hub_reachable, load_checkpoint
+from memoro.backbones.load import TIMM, TINY, is_hub_id, is_hub_reachable, load_checkpoint
 from memoro.errors import BackboneError
 
 FOLDERS = "MEMORO_BACKBONES"
@@ -29,11 +29,11 @@ def find_backbone(
     """The shipped backbone, one from the folders of MEMORO_BACKBONES, or one from the hub, if its weights are those
     that the record's fingerprint says.
 
-    A record may come from a stranger's file: a folder that it names is not opened, and of a hub id only safetensors
-    are read.
+    A record may come from a stranger's file: a folder that it names is not opened, of a hub id only safetensors are
+    read, and of timm only the weights that it lists itself.
     """
-    if record.name == TINY:
-        return _check(record, load_checkpoint(TINY, dtype, device, processor))
+    if record.name == TINY or record.name.startswith(TIMM):
+        return _check(record, load_checkpoint(record.name, dtype, device, processor))
     for folder in _folders(record):
         try:
             return _check(record, load_checkpoint(str(folder), dtype, device, processor))

@@ -21,6 +21,8 @@ from memoro.backbones.processor import read_processor
 from memoro.errors import BackboneError, first_line
 
 TINY = "memoro-tiny"
+TIMM = "timm:"
+"""What precedes the name of a pretrained model of timm."""
 WEIGHTS = Path(__file__).parents[1] / "weights" / TINY
 """Where it ships."""
 """The small backbone that memoro ships; used if none is named."""
@@ -36,8 +38,9 @@ def load_backbone(
 ) -> Backbone:
     """A frozen view of a Vision Transformer: of a hub id, a folder, or a model of `transformers` or `timm`.
 
-    `memoro-tiny`, the default, comes with memoro: small, for 112 x 112 pixels, no download. For `task.spec.backbone` it
-    finds the one that a task was made for (see `find_backbone`). Code that comes with a checkpoint is never run.
+    `memoro-tiny`, the default, comes with memoro: small, for 112 x 112 pixels, no download. `timm:NAME` is timm's
+    pretrained model of this name, such as `timm:vit_small_patch14_dinov2`. For `task.spec.backbone` it finds the one
+    that a task was made for (see `find_backbone`). Code that comes with a checkpoint is never run.
 
     A model object is read, never changed, and its weights are shared, not copied, unless `dtype`, `precision` or
     `device` ask for others. `processor` (an image processor of `transformers`, or memoro's Preprocessing) overrides the
@@ -79,7 +82,11 @@ def _in_precision(backbone: Backbone, precision: Precision | None) -> Backbone:
 def load_checkpoint(
     source: str, dtype: torch.dtype | None, device: torch.device | str | None, processor: Any, **options: Any
 ) -> Backbone:
-    """The backbone of a folder, a hub id or `memoro-tiny`; `options` are those of `from_pretrained`."""
+    """The backbone of a folder, a hub id, timm's name or `memoro-tiny`; `options` are those of `from_pretrained`."""
+    if source.startswith(TIMM):
+        from memoro.backbones.timm import load_pretrained
+
+        return load_pretrained(source.removeprefix(TIMM), processor).to(device, dtype)
     folder = str(WEIGHTS) if source == TINY else source
     model = _from_pretrained(folder, dtype, options)
     if device is not None:
@@ -98,7 +105,7 @@ def is_hub_id(text: str, tail: str = "") -> bool:
 
 def address_of(name: str) -> str:
     """What `-b` takes for a backbone of this name: a folder's name does not say where the folder is."""
-    return name if name == TINY or is_hub_id(name) else "FOLDER"
+    return name if name == TINY or name.startswith(TIMM) or is_hub_id(name) else "FOLDER"
 
 
 def is_hub_reachable() -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,13 +19,61 @@ from memoro.backbones.anatomy import Anatomy, Block, Context, MlpParts, name_ten
 from memoro.backbones.backbone import Backbone
 from memoro.backbones.fingerprint import name_functions
 from memoro.backbones.frozen_view import frozen_view
-from memoro.backbones.load import unsupported
+from memoro.backbones.load import TIMM, is_hub_reachable, unsupported
 from memoro.backbones.processor import read_processor
-from memoro.errors import BackboneError
+from memoro.errors import BackboneError, first_line
+from memoro.extras import need
 from memoro.images import Preprocessing
 
 # These models have arbitrary attributes.
 Model = Any
+
+
+DINOV2_SIDE = 224
+"""Pixels at which DINOv2 is used; timm's config has the size that it learned its positions at."""
+
+
+def load_pretrained(name: str, processor: Any = None) -> Backbone:
+    """The backbone of timm's pretrained model of this name, for images of any size that its patches divide.
+
+    Only names that timm lists are loaded, and nothing in a file of weights is run.
+    """
+    need("timm", extra="timm")
+    import timm
+
+    if not re.fullmatch(r"[\w.]+", name, re.ASCII) or not timm.is_model_pretrained(name):
+        near = difflib.get_close_matches(name, timm.list_pretrained("*vit*"), 1)
+        hint = f"did you mean {TIMM}{near[0]}?" if near else "`timm.list_pretrained()` lists them."
+        raise BackboneError(f"timm has no pretrained weights called {name!r}: {hint}")
+    if timm.model_entrypoint(name.partition(".")[0]).__module__ not in (
+        "timm.models.vision_transformer",
+        "timm.models.deit",
+    ):
+        raise unsupported(f"timm's {name}")  # before it is downloaded
+    place = {} if is_hub_reachable() else {"file": _find_download(name)}
+    try:
+        model = timm.create_model(name, pretrained=True, dynamic_img_size=True, pretrained_cfg_overlay=place)
+    except Exception as error:
+        raise BackboneError(f"cannot load timm's {name}: {first_line(error)[:200]}") from None
+    steps = _preprocessing(model)
+    steps = steps.at(DINOV2_SIDE) if "dinov2" in name else steps
+    wrapped = wrap_timm(model.eval(), name, processor or steps)
+    return replace(wrapped, name=f"{TIMM}{wrapped.name}")
+
+
+def _find_download(name: str) -> str:
+    """The file of weights that was downloaded before: without a network, the hub's client retries for a minute."""
+    import timm
+    from huggingface_hub import try_to_load_from_cache
+
+    address = timm.get_pretrained_cfg(name).hf_hub_id
+    found = try_to_load_from_cache(address, "model.safetensors")
+    if not isinstance(found, str):
+        raise BackboneError(
+            f"{address} was not downloaded yet, and the hub cannot be reached: `hf download {address}` on a machine "
+            "with a network, then copy its cache (`hf cache list` shows where)."
+        )
+    return found
 
 
 def wrap_timm(model: Model, name: str, processor: Any) -> Backbone:

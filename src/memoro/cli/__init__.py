@@ -38,6 +38,7 @@ VERBS = {
     "serve": Verb("memoro.cli.serve", "memoro serve -t tasks/", "answer over HTTP; with a page"),
     "teach": Verb("memoro.cli.teach", "memoro teach photos/ --task pets", "label on a page that learns"),
     "suspects": Verb("memoro.cli.teach", "memoro suspects photos/", "labels that may be wrong"),
+    "similar": Verb("memoro.cli.similar", "memoro similar photo.jpg photos/", "images that look alike"),
     "inspect": Verb("memoro.cli.tasks", "memoro inspect pets.safetensors", "what a task file contains"),
     "compose": Verb("memoro.cli.tasks", "memoro compose A B -o both.safetensors", "several tasks in one file"),
     "verify": Verb("memoro.cli.tasks", "memoro verify -t both.safetensors 1.jpg", "is the backbone unchanged?"),
@@ -45,6 +46,7 @@ VERBS = {
     "export": Verb("memoro.cli.tasks", "memoro export -t A -o model.onnx", "backbone and tasks as ONNX"),
     "card": Verb("memoro.cli.tasks", "memoro card pets.safetensors", "a model card for the hub"),
     "import": Verb("memoro.cli.tasks", "memoro import model.pt -o tasks.safetensors", "the paper's reproduction"),
+    "backbones": Verb("memoro.cli.backbones", "memoro backbones", "names, sizes, licences"),
     "cache": Verb("memoro.cli.tasks", "memoro cache --clear", "show or empty the feature cache"),
     "lab": Verb("memoro.lab.cli", "memoro lab --help", "study the method and its speed"),
 }
@@ -127,7 +129,8 @@ one pass answers them all, and the backbone's own output stays bitwise the same.
 {examples}
 
 The default backbone is the small one that ships with memoro; --backbone takes
-a hub id or a folder. A hub id (me/pets) can be given instead of a task file.
+a hub id, a folder or timm:NAME. A hub id (me/pets) can be given instead of a
+task file.
 [bold]memoro COMMAND --help[/] has the details, memoro --version the version.""",
         markup=True,
     )

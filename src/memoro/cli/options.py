@@ -25,12 +25,17 @@ Number = TypeVar("Number", int, float)
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, everything else on stderr.")]
 BackboneOption = Annotated[
     str | None,
-    typer.Option("--backbone", "-b", help="Hub id or folder of a Vision Transformer.", show_default="memoro-tiny"),
+    typer.Option(
+        "--backbone", "-b", help="Hub id, folder or timm:NAME of a Vision Transformer.", show_default="memoro-tiny"
+    ),
 ]
 TaskBackboneOption = Annotated[
     str | None,
     typer.Option(
-        "--backbone", "-b", help="Hub id or folder of the tasks' backbone.", show_default="the one that the files name"
+        "--backbone",
+        "-b",
+        help="Hub id, folder or timm:NAME of the tasks' backbone.",
+        show_default="the one that the files name",
     ),
 ]
 OthersOption = Annotated[

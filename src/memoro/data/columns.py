@@ -63,7 +63,7 @@ class RawDataset:
     kind: HeadKind
     splits: dict[SplitName, RawSplit]
     labels: tuple[str, ...] | None = None
-    """Their names in order, where the source fixes them."""
+    """Their names in order, if the source fixes them."""
     notes: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = ()
 
@@ -105,7 +105,7 @@ def labels_in(annotations: Iterable[Annotation]) -> set[str]:
 
 
 def sort_labels(names: set[str]) -> tuple[str, ...]:
-    """Labels sorted by name, or by number where all are whole numbers."""
+    """Labels sorted by name, or by number if all are whole numbers."""
     if all(name.isdecimal() for name in names):
         return tuple(sorted(names, key=lambda name: (int(name), name)))
     return tuple(sorted(names))
@@ -121,7 +121,7 @@ def first_few(names: Sequence[str]) -> str:
 
 
 def as_numbers(cells: Sequence[Any]) -> list[float] | None:
-    """The cells as finite numbers, without empty ones; None where one is something else, or none is left."""
+    """The cells as finite numbers, without empty ones; None if one is something else, or none is left."""
     present = [cell for cell in cells if not _missing(cell)]
     if any(isinstance(cell, bool) for cell in present):
         return None
@@ -213,7 +213,7 @@ class Columns:
 def choose_columns(
     features: Mapping[str, Any], options: DataOptions, name: str, image_columns: Sequence[str] = IMAGE_COLUMNS
 ) -> Columns:
-    """The columns of a table, by the types of its features (None where it has none) first and by their names second."""
+    """The columns of a table, by the types of its features (None if it has none) first and by their names second."""
     asked, kind = options.label_column, options.kind
     if asked is None and kind == "regression" and options.labels and set(options.labels) <= set(features):
         asked = options.labels[0] if len(options.labels) == 1 else options.labels  # what a task was trained on
@@ -259,7 +259,7 @@ def find_image_column(
 def join_indicators(
     table: Mapping[str, Sequence[Any]], options: DataOptions, name: str, image_columns: Sequence[str] = IMAGE_COLUMNS
 ) -> tuple[Mapping[str, Sequence[Any]], list[str]]:
-    """The table with one column of labels instead of columns of 0 and 1, where no other column can hold the labels; and
+    """The table with one column of labels instead of columns of 0 and 1, if no other column can hold the labels; and
     a note. If every row has exactly one 1, the labels are classes, unless `kind` says otherwise."""
     named = any(column.lower() in KIND_OF_COLUMN for column in table)
     if named or options.label_column is not None or options.kind == "regression" or options.task in table:
@@ -287,7 +287,7 @@ def join_indicators(
 
 
 def note_column(columns: Columns, features: Iterable[str], options: DataOptions) -> list[str]:
-    """A note on which column the labels are from, where others could have been meant."""
+    """A note on which column the labels are from, if others could have been meant."""
     used = {columns.image, *columns.values}
     others = [name for name in features if name not in used and name.lower() not in {"split", "id", ""}]
     if options.label_column is not None or options.labels is not None or not others:
@@ -296,7 +296,7 @@ def note_column(columns: Columns, features: Iterable[str], options: DataOptions)
 
 
 def recognise_numbers(columns: Columns, cells: Sequence[Any], options: DataOptions) -> tuple[Columns, list[str]]:
-    """The columns, as a regression where nobody named the kind and the cells look like measurements; and a note."""
+    """The columns, as a regression if nobody named the kind and the cells look like measurements; and a note."""
     column, (rows, distinct) = columns.values[0], (len(cells), len(set(map(str, cells))))
     if options.kind is not None or len(columns.values) > 1:
         return columns, []
@@ -325,7 +325,7 @@ def recognise_numbers(columns: Columns, cells: Sequence[Any], options: DataOptio
 
 
 def _refuse_mixture(column: str, cells: Sequence[Any]) -> None:
-    """An error where nearly all cells are measurements, and others, such as `unknown`, would make a class of each."""
+    """Raises if nearly all cells are measurements, and others, such as `unknown`, would make a class of each."""
     numbers = [one for cell in cells for one in as_numbers([cell]) or ()]
     others = [cell for cell in cells if isinstance(cell, str) and cell.strip() and as_numbers([cell]) is None]
     if others and len(numbers) >= 9 * len(others) and not all(number.is_integer() for number in numbers):
@@ -336,7 +336,7 @@ def _refuse_mixture(column: str, cells: Sequence[Any]) -> None:
 
 
 def check_numbers(own: Sequence[str], labels: Sequence[str], name: str) -> list[str]:
-    """A note where the only column of numbers has another name than its label; an error unless each label has one."""
+    """A note if the only column of numbers has another name than its label; an error unless each label has one."""
     if len(own) != len(labels):
         raise DataError(f"{name}: {len(own)} numbers per image ({', '.join(own)}), but {len(labels)} were asked for.")
     return [] if tuple(own) == tuple(labels) else [f"the numbers of column {own[0]!r} are used as {labels[0]!r}."]

@@ -54,7 +54,7 @@ class DataOptions:
     """Whether labels that are not among `labels` are left out, with their images, and counted in `Splits.unknown`;
     else they are an error."""
     val_fraction: float = 0.15
-    """Fraction of train that becomes the validation split where the data has none; 0 leaves train whole."""
+    """Fraction of train that becomes the validation split if the data has none; 0 leaves train whole."""
     seed: int = 0
     config: str | None = None
     """The configuration of a dataset of the hub."""
@@ -184,7 +184,7 @@ class Splits(Labelled):
 
     @property
     def new_test(self) -> ImageSet | None:
-        """The test images without those that are in train too; None where there are none."""
+        """The test images without those that are in train too; None if there are none."""
         if self.test is None or self.train is None or self.test.digests is None or self.train.digests is None:
             return self.test
         new = ~np.isin(digest_keys(self.test), digest_keys(self.train))

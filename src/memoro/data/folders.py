@@ -122,7 +122,7 @@ def read_tree(
 
 
 def _sites(paths: Iterable[list[str]], need: int) -> tuple[list[str], list[str]] | None:
-    """The outer folders and those inside them, where most inner names occur in several of the outer ones."""
+    """The outer folders and those inside them, if most inner names occur in several of the outer ones."""
     places: dict[str, set[str]] = {}
     for path in paths:
         if len(path) <= need:

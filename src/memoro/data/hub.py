@@ -109,7 +109,7 @@ INATURALIST = "train2017.json"
 
 
 def read_inaturalist(folder: Path) -> dict[str, list[str]]:
-    """The columns path, label (the species) and split of both files, or of train alone where val is missing."""
+    """The columns path, label (the species) and split of both files, or of train alone if val is missing."""
     columns: dict[str, list[str]] = {"path": [], "label": [], "split": []}
     for split, path in (("train", folder / INATURALIST), ("val", folder / "val2017.json")):
         if not path.is_file():

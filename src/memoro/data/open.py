@@ -129,7 +129,7 @@ def load_columns(source: Any, columns: str | Sequence[str], **options: Any) -> d
 
 
 def load_any(source: Any, workers: int | None, **reading: Any) -> tuple[ImageSet, int]:
-    """The readable test images of a set, whatever its labels; all of them where it has no test split, or no labels. And
+    """The readable test images of a set, whatever its labels; all of them if it has no test split, or no labels. And
     how many cannot be read."""
     how: dict[str, Any] = {"val_fraction": 0, "max_unreadable": 1.0, "workers": workers, "quiet": True}
     if isinstance(source, Splits):
@@ -227,7 +227,7 @@ def _read_object(source: Any, options: DataOptions) -> tuple[RawDataset, str, st
 def _columns_of(
     source: Any, kind: ObjectKind, options: DataOptions
 ) -> tuple[Mapping[str, Sequence[Any]], Source | None]:
-    """The columns of an object, and a source of its images where these are not paths."""
+    """The columns of an object, and a source of its images if these are not paths."""
     if kind == "frame":
         table: dict[str, Any] = {str(name): source[name].tolist() for name in source.columns}
         images: Any = table[find_image_column(table, options.image_column, "the table", ("path", *IMAGE_COLUMNS))]
@@ -315,7 +315,7 @@ def open_source(
 
 
 def _expand(places: Sequence[Any]) -> Iterator[Any]:
-    """The places, with globs replaced by their zips and tables where they match any."""
+    """The places, with globs replaced by their zips and tables if they match any."""
     for place in places:
         matches = sorted(glob.glob(place, recursive=True)) if isinstance(place, str) and glob.has_magic(place) else []
         kinds = {Path(match).suffix.lower() for match in matches}

@@ -67,7 +67,7 @@ class Known(NamedTuple):
         return Known(*(table[places] for table in self.tables))
 
     def join_levels(self) -> Levels | None:
-        """Of all images with more than 8 bits; None where there are none."""
+        """The levels of all images with more than 8 bits; None if there are none."""
         deep = self.levels[~np.isnan(self.levels[:, 0])]
         if not len(deep):
             return None
@@ -77,7 +77,7 @@ class Known(NamedTuple):
 def drop_unreadable(
     sets: Sequence[ImageSet], workers: int | None = None, *, quiet: bool = False, cache: Path | bool = True
 ) -> list[ImageSet]:
-    """Of each set the images that can be decoded, with their hashes; `skipped` lists the others."""
+    """Each set without the images that cannot be decoded, which `skipped` lists, and with hashes of the others."""
     pool = shared_pool()
     checks = [_Check(images) for images in sets]
     for check in checks:
@@ -204,7 +204,7 @@ def _hold(images: ImageSet, folder: Path | None) -> Iterator[Memory]:
     stamps = np.array(hashes or [b""] * len(rows), dtype=f"S{_STAMP}")
     with ExitStack() as held:
         path = None
-        with suppress(OSError, NotImplementedError):  # also where another process has the lock
+        with suppress(OSError, NotImplementedError):  # also if another process has the lock
             if folder is not None and (stamps != b"").any():
                 for place in (folder, folder / FOLDER):  # the mode is not that of parents
                     place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -240,8 +240,8 @@ MAX_OPENED = 500
 _SMALL = 32
 """Pixels of an edge of the small versions."""
 LARGEST = 0.75
-"""Of a class's images: a larger group tells what the class looks like (a fixed camera, a single film), and held out as
-a whole it would leave nothing to learn the class from."""
+"""The largest share of a class's images in one group. A larger group shows what the class looks like (a fixed camera, a
+single film), and held out as a whole it would leave nothing to learn the class from."""
 _ROWS = 256
 
 
@@ -255,7 +255,7 @@ def hash_look(image: Image.Image) -> bytes:
 def near_duplicates(first: ImageSet, second: ImageSet) -> list[tuple[int, int, float]] | None:
     """(position in first, position in second, similarity from 0.9 to 1) of images that look the same, most alike first.
 
-    For each image of `first`, the most similar one of `second`, and 500 at most. None where it is not known: the
+    For each image of `first`, the most similar one of `second`, and 500 at most. None if it is not known: the
     images were not screened, or there are too many pairs to compare.
     """
     if first.looks is None or second.looks is None or len(first) * len(second) > MAX_PAIRS:
@@ -304,8 +304,8 @@ def near_groups(images: ImageSet) -> NearGroups:
     """The groups of copies and of near-duplicates, so that none of them is measured with what was learned from another.
 
     A group is all images that are connected by pairs that look the same, so a film is one group. Near-duplicates of
-    different classes are not: a class may differ from another by a detail only. Groups of copies alone where the images
-    are too many to compare; every image is alone where they were not screened.
+    different classes are not: a class may differ from another by a detail only. Groups of copies alone if the images
+    are too many to compare; every image is alone if they were not screened.
     """
     if images not in _groups:  # it is asked for when a split is chosen, made and described
         _groups[images] = _find_groups(images)
@@ -320,7 +320,7 @@ def _find_groups(images: ImageSet) -> NearGroups:
     if images.looks is not None and (np.unique(classes, return_counts=True)[1].astype(float) ** 2).sum() <= MAX_PAIRS:
         for number in np.unique(classes):
             members = unique[classes == number]
-            groups = _connected(images, members)
+            groups = find_connected(images, members)
             if groups and max(map(len, groups)) > LARGEST * len(members):
                 alike.append(images.labels[number] if images.kind == "softmax" else images.name)
                 continue
@@ -330,7 +330,7 @@ def _find_groups(images: ImageSet) -> NearGroups:
     return NearGroups(np.unique(numbers, return_inverse=True)[1].astype(np.int64), near, tuple(alike))
 
 
-def _connected(images: ImageSet, members: Index) -> list[Index]:
+def find_connected(images: ImageSet, members: Index) -> list[Index]:
     """The groups of two or more among these images, each in order."""
     assert images.looks is not None
     bits = _bits(images.looks[members])

@@ -152,7 +152,7 @@ class Objects(Source):
     """Images that are objects in memory, or made by a dataset of torch. Keys count them."""
 
     items: Any
-    """Of each image by its number: a path, an encoded or a decoded image."""
+    """Each image by its number: a path, an encoded or a decoded image."""
     first: bool = False
     """Whether an item is a pair, of which the first is the image."""
 
@@ -302,7 +302,7 @@ class Rows(Source):
     name: str
     places: Places
     fingerprint: str = field(init=False)
-    """Of the table: one that is read twice is the same."""
+    """The table's fingerprint: one that is read twice is the same."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fingerprint", getattr(self.table, "_fingerprint", None) or str(id(self.table)))

@@ -211,7 +211,7 @@ def _labels(
 
 
 def _drop_unknown(parts: dict[SplitName, RawSplit], known: set[str]) -> dict[str, dict[str, int]]:
-    """Removes unknown labels, and images of an unknown class; nothing where no label is known.
+    """Removes unknown labels, and images of an unknown class; nothing if no label is known.
 
     Returns for each split how many images had each of these labels.
     """
@@ -254,7 +254,7 @@ def _drop_unseen(parts: dict[SplitName, RawSplit]) -> list[str]:
 
 
 def _known_images(images: ImageSet, checked: Splits | None) -> ImageSet | None:
-    """The images with their hashes where all have been checked already, else None."""
+    """The images with their hashes if all have been checked already, else None."""
     known: dict[Any, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
     levels: Levels | None = None
     for other in (checked.train, checked.val, checked.test) if checked is not None else ():
@@ -270,9 +270,9 @@ def _known_images(images: ImageSet, checked: Splits | None) -> ImageSet | None:
 
 
 def hold_out(splits: Splits, fraction: float, seed: int, *, like: Splits | None = None) -> Splits:
-    """The same with a fraction of train as the validation split, where there is none yet.
+    """The same with a fraction of train as the validation split, if there is none yet.
 
-    Where `like` has the same training images, its labels decide, so that both hold out the same ones.
+    If `like` has the same training images, its labels decide, so that both hold out the same ones.
     """
     train = by = splits.train
     if train is None or by is None or splits.val is not None or not fraction:
@@ -311,7 +311,8 @@ def _rare_classes(train: ImageSet) -> list[str]:
     for low, high, what in ((2, 3, "two or three images"), (1, 1, "a single image"), (0, 0, "no image")):
         labels = [label for label, count in zip(train.labels, counts.tolist(), strict=True) if low <= count <= high]
         if labels:
-            text = f"{len(labels)} of {len(train.labels)} classes have {what} in train: {first_few(labels)}."
+            have = "has" if len(labels) == 1 else "have"
+            text = f"{len(labels)} of {len(train.labels)} classes {have} {what} in train: {first_few(labels)}."
             text += f" Aim for {ENOUGH} or more of each." if high else ""
             notes.append(f"warning: {text}" if high == 1 else text)
     return notes

@@ -178,7 +178,7 @@ def column_names(path: Path) -> Sequence[str]:
 
 
 def _columns_of(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
-    """The rows as columns; None where a row lacks one."""
+    """The rows as columns; None if a row lacks one."""
     return {name: [row.get(name) for row in rows] for name in names}
 
 
@@ -237,7 +237,7 @@ def iterate_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _read_parquet(path: Path) -> Any:
-    """The columns as lists; as a `datasets.Dataset` where the images themselves are inside."""
+    """The columns as lists; as a `datasets.Dataset` if the images themselves are inside."""
     import datasets
     import pyarrow
     import pyarrow.parquet

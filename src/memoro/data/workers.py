@@ -25,7 +25,7 @@ from memoro.errors import DataError
 from memoro.images import Decoded, Decoder, NamedPicture
 
 PREFETCH_BYTES = 1 << 29
-"""Of the pixels that are decoded ahead, over all workers."""
+"""The most bytes of pixels that are decoded ahead, over all workers."""
 _PREFETCH = 2  # requests under way for each worker
 _SMALL = 512  # with fewer images, starting processes takes longer than the work
 
@@ -165,7 +165,7 @@ def _close_pool() -> None:
 
 
 NICENESS = 10
-"""Of worker processes: the threads of a pass wait for each other, so that a worker on the core of one holds up all."""
+"""Worker processes give way: the threads of a pass wait for each other, so a worker on the core of one delays all."""
 _worker_functions: dict[int, Callable[[Any], Any]] = {}
 
 

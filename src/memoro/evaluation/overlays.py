@@ -78,17 +78,22 @@ def draw_overlays(model: Composition, paths: Sequence[Path]) -> Overlays:
         if single:
             overlays.picture = first.overlay()
             return overlays
-        cells = [_cell(first.images[0], path.name, "")]
-        cells += [_cell(one.overlay(), name, str(answers[name])) for name, one in explained.items()]
+        cells = [draw_cell(first.images[0], path.name, "")]
+        cells += [draw_cell(one.overlay(), name, str(answers[name])) for name, one in explained.items()]
         rows.append(cells)
     if rows:
-        step = (_CELL + _GAP, _CELL + _CAPTION + _GAP)
-        sheet = Image.new("RGB", (step[0] * len(rows[0]) + _GAP, step[1] * len(rows) + _GAP), _BACK)
-        for down, cells in enumerate(rows):
-            for across, cell in enumerate(cells):
-                sheet.paste(cell, (_GAP + across * step[0], _GAP + down * step[1]))
-        overlays.picture = sheet
+        overlays.picture = draw_sheet(rows)
     return overlays
+
+
+def draw_sheet(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:
+    """Cells as `draw_cell` gives them, in rows and columns."""
+    step = (_CELL + _GAP, _CELL + _CAPTION + _GAP)
+    sheet = Image.new("RGB", (step[0] * max(map(len, rows)) + _GAP, step[1] * len(rows) + _GAP), _BACK)
+    for down, cells in enumerate(rows):
+        for across, cell in enumerate(cells):
+            sheet.paste(cell, (_GAP + across * step[0], _GAP + down * step[1]))
+    return sheet
 
 
 def picture_format(path: Path) -> str:
@@ -106,7 +111,7 @@ def save_picture(picture: Image.Image, path: Path) -> None:
     write_whole(path, buffer.getvalue())
 
 
-def _cell(image: Image.Image, first: str, second: str) -> Image.Image:
+def draw_cell(image: Image.Image, first: str, second: str) -> Image.Image:
     """The image above two lines of text."""
     cell = Image.new("RGB", (_CELL, _CELL + _CAPTION), _BACK)
     shown = ImageOps.contain(image, (_CELL, _CELL))

@@ -169,27 +169,31 @@ def _finite(number: str) -> float:
 def read_spec(item: Mapping[str, Any]) -> dict[str, Any]:
     """What `write_spec` wrote of a spec, checked: the fields of a ModelSpec."""
     name, preprocessing = check_name(item.get("name")), item.get("preprocessing")
-    backbone = read_object(item, "backbone")
-    fingerprint = read_object(backbone, "fingerprint")
     return {
         "name": name,
         "labels": check_labels(item.get("labels"), name),
         "kind": read_choice(item, "kind", get_args(HeadKind)),
-        "backbone": BackboneRecord(
-            name=read_text(backbone, "name"),
-            family=read_text(backbone, "family"),
-            dim=read_whole(backbone, "dim", 1, MAX_DIM),
-            depth=read_whole(backbone, "depth", 1, MAX_DEPTH),
-            fingerprint=Fingerprint(
-                digest=read_text(fingerprint, "digest"),
-                sketch=tuple(_number(value) for value in read_list(fingerprint, "sketch", 0, MAX_DEPTH + 2)),
-                dtype=read_text(fingerprint, "dtype"),
-            ),
-        ),
+        "backbone": read_backbone(read_object(item, "backbone")),
         "preprocessing": None if preprocessing is None else Preprocessing.from_json(preprocessing),
         "training": dict(read_object(item, "training")),
         "metrics": dict(read_object(item, "metrics")),
     }
+
+
+def read_backbone(item: Mapping[str, Any]) -> BackboneRecord:
+    """What a file says of its backbone, checked."""
+    fingerprint = read_object(item, "fingerprint")
+    return BackboneRecord(
+        name=read_text(item, "name"),
+        family=read_text(item, "family"),
+        dim=read_whole(item, "dim", 1, MAX_DIM),
+        depth=read_whole(item, "depth", 1, MAX_DEPTH),
+        fingerprint=Fingerprint(
+            digest=read_text(fingerprint, "digest"),
+            sketch=tuple(_number(value) for value in read_list(fingerprint, "sketch", 0, MAX_DEPTH + 2)),
+            dtype=read_text(fingerprint, "dtype"),
+        ),
+    )
 
 
 def read_tensors(file: Any, name: str, shapes: Mapping[str, Sequence[int]], prefix: str = "") -> dict[str, Tensor]:

@@ -1,0 +1,63 @@
+"""The command that lists backbones."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from memoro.cli.options import DeviceOption, Json, print_json, share_cores
+from memoro.console import make_table, plain_console
+
+app = typer.Typer()
+
+
+@app.command()
+def backbones(
+    words: Annotated[
+        list[str] | None, typer.Argument(help="Parts of names: only these are listed.", show_default=False)
+    ] = None,
+    speed: Annotated[bool, typer.Option("--speed", help="Measure images per second on this machine.")] = False,
+    device: DeviceOption = None,
+    as_json: Json = False,
+) -> None:
+    """memoro backbones
+    memoro backbones dinov2 --speed
+
+    List backbones that --backbone takes, small ones first.
+
+    Any other model of these families, and a folder, works the same. Speed is measured with random weights of the same
+    size, so nothing is downloaded. See docs/backbones.md.
+    """
+    share_cores()
+    from memoro.backbones.known import KNOWN, measure_speed
+    from memoro.backbones.load import own_device
+    from memoro.console import quiet_libraries
+
+    quiet_libraries()
+    chosen = [one for one in KNOWN if not words or any(word.lower() in one.name.lower() for word in words)]
+    if not chosen:
+        raise typer.BadParameter(f"no backbone of the list has {' or '.join(words or ())} in its name.")
+    rates = measure_speed(chosen, str(own_device(device))) if speed else {}
+    rows = [
+        {
+            "name": one.name,
+            "family": one.family,
+            "size": one.size,
+            "parameters": one.parameters,
+            "pixels": one.pixels,
+            "licence": one.licence,
+            **({"images_per_second": rates[one.name]} if speed else {}),
+        }
+        for one in chosen
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    columns = ["backbone", "family", "size", "licence", "parameters", "pixels", *(["images/s"] if speed else [])]
+    cells = [
+        [one.name, one.family, one.size, one.licence, f"{one.parameters / 1e6:.0f} M",
+         str(one.pixels), *([f"{rates[one.name]:.0f}"] if speed else [])]
+        for one in chosen
+    ]  # fmt: skip
+    plain_console().print(make_table(columns, cells, left=4))
