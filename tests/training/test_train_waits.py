@@ -87,7 +87,7 @@ def test_a_scale_that_is_too_large_is_halved_and_one_that_was_halved_grows(
     monkeypatch.setattr(loop, "LOSS_SCALE", 2.0**30)
     monkeypatch.setattr(loop, "GROWTH", 3)
     backbone = load_backbone(vit, precision="float16")
-    run = run_spec(backbone, "t", sets(root)[0])
+    run = run_spec(backbone, "t", sets(root)[0], steps=100)
     trainer = start(backbone, [run])
     group, scales = trainer.groups[0], []
     before = [parameter.detach().clone() for parameter in run.trained.values()]
