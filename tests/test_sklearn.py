@@ -16,7 +16,7 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_val_score
 from sklearn.pipeline import make_pipeline
-from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import memoro
 from memoro.sklearn import ImageClassifier, ImageEmbedder, ImageRegressor
@@ -39,7 +39,14 @@ LABELS = np.array(["upright", "lying"])[np.arange(COUNT) % 2]
 HEIGHTS = np.array([np.asarray(image).mean() for image in IMAGES])
 
 
-@parametrize_with_checks([ImageClassifier(), ImageRegressor()])
+CHECKS = [pair for kind in (ImageClassifier, ImageRegressor) for pair in estimator_checks_generator(kind())]
+
+
+def test_there_are_checks() -> None:
+    assert len(CHECKS) > 80
+
+
+@pytest.mark.parametrize(("estimator", "check"), CHECKS, ids=str)
 def test_scikit_learns_own_checks(estimator: Any, check: Any) -> None:
     """They take matrices of features. ImageEmbedder takes images only, to which none of them applies."""
     check(estimator)

@@ -128,7 +128,7 @@ def text_of(value: Any) -> str:
 
 
 def _fence(found: re.Match[str]) -> str:
-    return f"```python\n{textwrap.dedent(found[0]).strip()}\n```\n"
+    return f"\n```python\n{textwrap.dedent(found[0]).strip()}\n```\n"
 
 
 def written(kind: Any) -> str:

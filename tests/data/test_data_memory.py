@@ -16,7 +16,8 @@ import pytest
 from image_files import picture, save_classes, to_bytes
 from test_data_tables import table
 
-from memoro.data import Splits, load_data, screening
+from memoro.cli.settings import read_settings
+from memoro.data import DataOptions, Splits, load_any, load_data, screening
 from memoro.data.screening import FOLDER
 
 LOAD: dict[str, Any] = {"val_fraction": 0.2, "quiet": True, "workers": 0}
@@ -122,7 +123,10 @@ def test_nothing_is_kept_unless_it_is_wanted(folder: Path, opened: list[str], ow
     for _ in range(2):
         load_data(folder, cache=False, **LOAD)
     assert len(opened) == 52
+    load_any(folder, 0, cache=False)
     assert not own_cache.exists()
+    for verb in ("eval", "calibrate"):
+        assert read_settings(verb, ["cache=false"])[DataOptions] == {"cache": False}
     load_data(folder, cache=tmp_path / "elsewhere", **LOAD)
     assert not own_cache.exists()
     assert len(list((tmp_path / "elsewhere" / FOLDER).glob("*.features"))) == 1

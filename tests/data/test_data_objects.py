@@ -173,3 +173,6 @@ def test_predictions_of_paths_in_lines(
     found = json.loads(shell("predict", "-", "-b", "vit", "-t", file, "-f", "json").out)
     assert list(found) == ["photos/0002.png", "photos/gone.png", "photos/0000.png"]
     assert found["photos/gone.png"] == {"error": "no such file."}
+    (tmp_path / "list.txt").write_text("photos/0001.png\n")
+    seen = json.loads(shell("explain", "@list.txt", "-b", "vit", "-t", file, "--json").out)
+    assert list(seen["images"]) == ["photos/0001.png"]

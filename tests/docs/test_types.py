@@ -14,12 +14,12 @@ import pytest
 
 import memoro
 from memoro.answer import Answer, AnswerDict
-from memoro.training.keywords import FitSettings, Settings, TrainSettings
-from memoro.training.recipe import Recipe, TrainOptions
+from memoro.data.dataset import DataOptions, DataSettings
+from memoro.training.recipe import FitSettings, Recipe, Settings, TrainOptions, TrainSettings
 
 USER = Path(__file__).with_name("user.py")
-WIDER = {"folder"}
-"""A path may be a string."""
+WIDER = {"folder", "kind"}
+"""A path may be a string, and a kind has two names."""
 
 
 @pytest.mark.slow
@@ -45,6 +45,12 @@ def test_keyword_arguments_are_the_fields_of_recipe_and_options() -> None:
     for name, kind in hints(Settings).items():
         assert name in WIDER or kind == expected[name], name
     assert hints(FitSettings)["lr"] == expected["lr"]
+
+
+def test_keyword_arguments_of_load_data_are_the_fields_of_its_options() -> None:
+    assert hints(DataSettings).keys() == hints(DataOptions).keys()
+    for name, kind in hints(DataSettings).items():
+        assert name in WIDER or kind == hints(DataOptions)[name], name
 
 
 def test_keyword_arguments_of_train_are_all_of_its_own() -> None:

@@ -53,3 +53,7 @@ assert_type(model.verify(torch.zeros(1, 3, 112, 112)), Verification)
 for row in model.predict_stream("photos/"):
     assert_type(row.answers["pets"].unfamiliar, bool | None)
 assert_type(memoro.Client().predict("photo.jpg"), list[dict[str, AnswerDict]])
+
+splits = memoro.load_data("photos.csv", label_column="species", seed=1, kind="class")
+memoro.load_data("photos.csv", label_colum="species")  # type: ignore[call-arg]
+memoro.load_data("photos.csv", kind="klass")  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from glob import glob
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,6 +130,13 @@ class Reader:
         self.ran += 1
         words = [word.replace(ADDRESS, self.address or ADDRESS) for word in words]
         name = words[0]
+        if name == "find" and "|" in words:
+            paths = subprocess.run(words[: words.index("|")], capture_output=True, check=True).stdout
+            before, sys.stdin = sys.stdin, TextIOWrapper(BytesIO(paths))
+            try:
+                return self.command(words[words.index("|") + 1 :], where)
+            finally:
+                sys.stdin = before
         if name == "memoro":
             return self.serve(words) if "serve" in words[:2] or words[1:2] == ["teach"] else self.memoro(words, where)
         if name == "curl":

@@ -71,8 +71,8 @@ FIELDS: Mapping[str, Fields] = {
     "train": Fields(
         _train, ("kind", "label_column", "image_size", "lr", "epochs", "seed", "precision", "folder", "resume", "track")
     ),
-    "eval": Fields(_data, ("label_column",), (*_READ, "class_folder")),
-    "calibrate": Fields(_data, ("label_column",), (*_READ, "class_folder")),
+    "eval": Fields(_data, ("label_column",), (*_READ, "class_folder", "cache")),
+    "calibrate": Fields(_data, ("label_column",), (*_READ, "class_folder", "cache")),
     "predict": Fields(
         _predict, (), ("image_column", "allow_absolute", *_READ[3:], "ray", "ray_address", "ray_workers")
     ),

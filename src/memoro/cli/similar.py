@@ -42,7 +42,6 @@ def similar(
 ) -> None:
     """memoro similar photo.jpg photos/ -o sheet.png
     memoro similar photo.jpg photos/ --index photos.safetensors
-    memoro similar other.jpg photos.safetensors
     memoro similar photos/ --duplicates
 
     Find images that look alike.

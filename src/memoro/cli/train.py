@@ -167,8 +167,8 @@ def train(
         changes["augment"] = Augment(**found[Augment])
     allow_tf32(own_device(device), flags["precision"])
     sets = read_data(data)
-    for source in sets.values() if isinstance(sets, dict) else [sets]:
-        check_place(source)
+    for source in (sets.values() if isinstance(sets, dict) else [sets]) if backbone is None else ():
+        check_place(source)  # before the hint about backbones
     with printing_once(own_device(device)) as main:
         errors = plain_console(stderr=True, soft_wrap=True)
         try:

@@ -132,17 +132,12 @@ def as_numbers(cells: Sequence[Any]) -> list[float] | None:
     return numbers if numbers and all(map(math.isfinite, numbers)) else None
 
 
-def labelled_rows(cells: Sequence[Any], kind: HeadKind) -> list[int]:
+def _labelled_rows(cells: Sequence[Any], kind: HeadKind) -> list[int]:
     """The rows that have a label. An image without any of several labels has one: none of them."""
     if kind == "multilabel":
         return list(range(len(cells)))
     rows = (cell if isinstance(cell, tuple) else (cell,) for cell in cells)  # several numbers are a tuple
     return [row for row, parts in enumerate(rows) if not any(map(_missing, parts))]
-
-
-def note_unlabelled(count: int, name: str) -> str:
-    """The note on rows that have none."""
-    return f"{name}: {left_out(count, 'image')}: {'it has' if count == 1 else 'they have'} no label."
 
 
 def _missing(cell: Any) -> bool:
@@ -208,6 +203,33 @@ class Columns:
         if self.kind == "multilabel":
             return [[name(number) for number in (cell if isinstance(cell, Sequence) else [cell])] for cell in cells]
         return [name(cell) for cell in cells]
+
+
+def settle_columns(
+    features: Mapping[str, Any],
+    read: Callable[[Columns], Mapping[str, Sequence[Any]]],
+    options: DataOptions,
+    name: str,
+    image_columns: Sequence[str] = IMAGE_COLUMNS,
+) -> tuple[Columns, list[Any], list[str]]:
+    """The columns to read, their cells, which `read` gives, and notes on what was chosen."""
+    columns = choose_columns(features, options, name, image_columns)
+    cells = columns.cells(read(columns))
+    columns, notes = recognise_numbers(columns, cells, options)
+    return columns, cells, [*note_column(columns, features, options), *notes]
+
+
+def annotate(
+    columns: Columns, cells: Sequence[Any], name: str, where: Callable[[int], str]
+) -> tuple[dict[int, Annotation], list[str]]:
+    """The annotations of the rows that have one, by number, and a note on the others."""
+    rows = _labelled_rows(cells, columns.kind)
+    found = parse([cells[row] for row in rows], columns.kind, lambda at: where(rows[at]))
+    count = len(cells) - len(rows)
+    have = "it has" if count == 1 else "they have"
+    return dict(zip(rows, found, strict=True)), [
+        f"{name}: {left_out(count, 'image')}: {have} no label."
+    ] if count else []
 
 
 def choose_columns(

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,30 @@ SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 MAX_UNREADABLE = 0.05
 
 ClassFolder = Literal["outer", "inner"]
+
+
+class DataSettings(TypedDict, total=False):
+    """The fields of DataOptions as keyword arguments; a test compares them."""
+
+    split: str | None
+    kind: Literal["class", "labels", "number"] | HeadKind | None
+    image_column: str | None
+    label_column: str | Sequence[str] | None
+    task: str | None
+    labels: Sequence[str] | None
+    drop_unknown: bool
+    val_fraction: float
+    seed: int
+    config: str | None
+    allow_absolute: bool
+    measured_only: bool
+    class_folder: ClassFolder
+    screen: bool
+    cache: Path | bool
+    max_unreadable: float
+    workers: int | None
+    quiet: bool
+    phases: Phases
 
 
 @dataclass(frozen=True)
@@ -66,8 +90,8 @@ class DataOptions:
     )
     screen: bool = True
     """Whether every image is decoded once: unreadable ones are left out and listed, and duplicates are found."""
-    cache: Path | bool = True
-    """Where it is kept what is known of checked images; True: in the folder of cached features, False: nowhere."""
+    cache: Path | bool = option(True, "Keep what is known of checked images in the cache folder.", typed=bool)
+    """A path is another folder."""
     max_unreadable: float = option(MAX_UNREADABLE, "Maximum fraction of unreadable images, which are skipped.")
     """One image always may be unreadable, unless this is 0."""
     workers: int | None = option(None, "Processes that decode images.", shown="one per core; none for few images")

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack, cast
 
 from memoro.arguments import several
 from memoro.data.columns import IMAGE_COLUMNS, RawDataset, RawSplit, find_image_column, first_few, split_name
-from memoro.data.dataset import DataOptions, ImageSet, Splits
+from memoro.data.dataset import DataOptions, DataSettings, ImageSet, Splits
 from memoro.data.folders import open_archive, read_archive, read_folder
 from memoro.data.hub import (
     INATURALIST,
@@ -43,7 +43,7 @@ from memoro.data.tables import (
 )
 from memoro.errors import DataError, first_line
 from memoro.images import PICTURE_TYPES
-from memoro.images.finding import IMAGE_SUFFIXES
+from memoro.images.finding import IMAGE_SUFFIXES, is_list, read_lines
 
 _SOURCES = (
     "give a folder of class folders (or of train/ and test/ with class folders), a .zip of one, a .csv, .jsonl or "
@@ -99,17 +99,17 @@ def check_place(source: Any) -> None:
         raise DataError(f"{str(source)!r}: there is no such file or folder{_list_beside(path)}; {_SOURCES}.")
 
 
-def load_data(source: Any, **options: Any) -> Splits:
+def load_data(source: Any, **options: Unpack[DataSettings]) -> Splits:
     """The splits of a folder, zip, CSV, JSON lines or Parquet file, hub id or known name; or of a `datasets` object,
     a `pandas.DataFrame`, a torch Dataset of (image, label), two lists (images, labels), or a list of such pairs.
 
     The keyword arguments are the fields of `DataOptions`: `split`, `kind`, `image_column`, `label_column`, `labels`,
     `class_folder`, `val_fraction`, `seed`, `config`, `allow_absolute`, `screen`, `cache`, `workers`, `quiet`.
     """
-    return _load(source, DataOptions(**options))
+    return _load(source, DataOptions(**cast(dict[str, Any], options)))
 
 
-def load_columns(source: Any, columns: str | Sequence[str], **options: Any) -> dict[str, Splits]:
+def load_columns(source: Any, columns: str | Sequence[str], **options: Unpack[DataSettings]) -> dict[str, Splits]:
     """For each label column of a table the splits of its images; all columns hold out the same images.
 
     Tasks that are trained on these share every base pass (`fit_tasks`). Options as for `load_data`.
@@ -117,7 +117,7 @@ def load_columns(source: Any, columns: str | Sequence[str], **options: Any) -> d
     columns = several(columns)
     if not columns or len(set(columns)) < len(columns):
         raise DataError("name one or more label columns, each of them once.")
-    common = DataOptions(**options)
+    common = DataOptions(**cast(dict[str, Any], options))
     found: dict[str, Splits] = {}
     first: Splits | None = None
     for column in columns:
@@ -128,10 +128,10 @@ def load_columns(source: Any, columns: str | Sequence[str], **options: Any) -> d
     return found
 
 
-def load_any(source: Any, workers: int | None, **reading: Any) -> tuple[ImageSet, int]:
+def load_any(source: Any, workers: int | None, cache: Path | bool = True, **reading: Any) -> tuple[ImageSet, int]:
     """The readable test images of a set, whatever its labels; all of them if it has no test split, or no labels. And
     how many cannot be read."""
-    how: dict[str, Any] = {"val_fraction": 0, "max_unreadable": 1.0, "workers": workers, "quiet": True}
+    how: dict[str, Any] = {"val_fraction": 0, "max_unreadable": 1.0, "workers": workers, "quiet": True, "cache": cache}
     if isinstance(source, Splits):
         splits = source
     else:
@@ -337,17 +337,8 @@ def _open(place: Any, image_column: str | None, allow_absolute: bool, streaming:
         yield _open_table(path, image_column, allow_absolute)
     elif kind in {"saved", "hub"}:
         yield from _open_datasets(path if kind == "saved" else place, image_column, allow_absolute, streaming)
-    elif kind == "nothing" and (place == "-" or str(place).startswith("@")):
-        yield Files((str(place),), tuple(_read_lines(str(place))))
-
-
-def _read_lines(place: str) -> Iterator[str]:
-    """The paths that a file or the standard input lists, one on each line."""
-    try:
-        with sys.stdin if place == "-" else open(place[1:], encoding="utf-8", errors="surrogateescape") as lines:
-            yield from (line.rstrip("\r\n") for line in lines if line.strip())
-    except OSError as error:
-        raise DataError(f"{place}: {error.strerror}; after @, name a file with a path on each line.") from None
+    elif is_list(str(place)):
+        yield Files((str(place),), tuple(read_lines(str(place))))
 
 
 def _open_table(path: Path, image_column: str | None, allow_absolute: bool) -> Source:

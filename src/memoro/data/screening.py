@@ -1,7 +1,4 @@
-"""Checks: every image is decoded once, what is known of it is kept, and images that look the same are found.
-
-Near-duplicates are images that look the same although their files differ (scaled, compressed again, renamed).
-"""
+"""Checks: every image is decoded once, what is known of it is kept, and images that look the same are found."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ import torch
 from filelock import FileLock
 from PIL import Image
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from memoro.console import bar
@@ -36,8 +33,7 @@ from memoro.images import Levels, open_image
 
 _CHUNK = 64
 _DRAFT = 64  # JPEGs are decoded at a fraction of their size: every byte is read all the same
-_STAMP = 16
-"""Bytes of a hash of what changes with an image."""
+_STAMP = 16  # bytes of a hash of what changes with an image
 FOLDER = "checked"
 """In the folder of cached features."""
 
@@ -178,14 +174,17 @@ class Memory:
         tables = [
             np.concatenate([a, b])[first] for a, b in zip(known.at(keep).tables, kept.at(others).tables, strict=True)
         ]
-        arrays = dict(zip(Known._fields, tables, strict=True))
+        arrays = {
+            "stamps": together.view(np.uint8).reshape(-1, _STAMP),
+            **dict(zip(Known._fields, tables, strict=True)),
+        }
         with suppress(OSError, MemoroError):
-            write_whole(self.path, save({"stamps": together.view(np.uint8).reshape(-1, _STAMP), **arrays}))
+            write_whole(self.path, save({name: torch.from_numpy(array) for name, array in arrays.items()}))
 
     def _load(self) -> tuple[npt.NDArray[np.bytes_], Known]:
         with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError):
             if self.path is not None and self.path.is_file():
-                file = load_file(self.path)
+                file = {name: tensor.numpy() for name, tensor in load_file(self.path).items()}
                 stamps = np.ascontiguousarray(file["stamps"]).view(f"S{_STAMP}").ravel()
                 kept, empty = Known(*(file[name] for name in Known._fields)), Known.nothing(len(stamps))
                 if all(

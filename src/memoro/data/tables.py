@@ -19,13 +19,9 @@ from memoro.data.columns import (
     Columns,
     RawDataset,
     RawSplit,
-    choose_columns,
+    annotate,
     join_indicators,
-    labelled_rows,
-    note_column,
-    note_unlabelled,
-    parse,
-    recognise_numbers,
+    settle_columns,
     split_name,
 )
 from memoro.data.dataset import SPLITS, DataOptions, Skipped, SplitName
@@ -119,17 +115,11 @@ def read_columns(
         column: None if column.lower() in KIND_OF_COLUMN else next((cell for cell in cells if cell is not None), None)
         for column, cells in table.items()
     }
-    columns = choose_columns(features, options, name, image_columns)
-    cells = columns.cells(table)
+    columns, cells, chosen = settle_columns(features, lambda _: table, options, name, image_columns)
     if not cells:
         raise DataError(f"{name}: there are no rows below the header.")
-    columns, notes = recognise_numbers(columns, cells, options)
-    notes = [*joined, *note_column(columns, table, options), *notes]
-    labelled = labelled_rows(cells, columns.kind)
-    if len(labelled) < len(cells):
-        notes.append(note_unlabelled(len(cells) - len(labelled), Path(name).name))
-    parsed = parse([cells[row] for row in labelled], columns.kind, lambda at: where(labelled[at]))
-    annotations = dict(zip(labelled, parsed, strict=True))
+    annotations, unlabelled = annotate(columns, cells, Path(name).name, where)
+    notes = [*joined, *chosen, *unlabelled]
     keys: Sequence[Any] = range(len(cells))
     source, skipped = objects, dict[int, Skipped]()
     if source is None:
@@ -330,9 +320,8 @@ def read_tables(tables: Mapping[str, Any], options: DataOptions, name: str, root
     places = Places(str(root or Path.cwd()), hub=root is None, anywhere=options.allow_absolute)
     names, notes = match_splits(tables, name)
     first = tables[next(iter(names.values()))]
-    columns = choose_columns(first.features, options, name)
-    columns, more = recognise_numbers(columns, columns.cells(_read_values(first, columns)), options)
-    notes += [*note_column(columns, first.features, options), *more]
+    columns, _, more = settle_columns(first.features, lambda columns: _read_values(first, columns), options, name)
+    notes += more
     splits: dict[SplitName, RawSplit] = {}
     for split, key in names.items():
         title = f"{name}:{key}" if len(tables) > 1 else name
@@ -362,11 +351,9 @@ def _read_table(table: Any, columns: Columns, name: str, places: Places) -> tupl
         raise DataError(f"{name}: no column {missing[0]!r}; it has {', '.join(map(repr, table.features))}.")
     undecoded_table = undecoded(table.with_format(None), columns.image)
     source = Rows(undecoded_table, columns.image, name, trusted_places(table, places))
-    cells = columns.cells(_read_values(table, columns))
-    rows = labelled_rows(cells, columns.kind)  # test sets of competitions come without labels, or with -1 for them
-    notes = [] if len(rows) == len(cells) else [note_unlabelled(len(cells) - len(rows), name)]
-    annotations = parse([cells[row] for row in rows], columns.kind, lambda at: f"{name}, row {rows[at]}")
-    return RawSplit(source, rows, annotations), notes
+    # Test sets of competitions come without labels, or with -1 for them.
+    annotations, notes = annotate(columns, columns.cells(_read_values(table, columns)), name, source.where)
+    return RawSplit(source, list(annotations), list(annotations.values())), notes
 
 
 def _read_values(table: Any, columns: Columns) -> dict[str, list[Any]]:

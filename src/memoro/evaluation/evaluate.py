@@ -255,7 +255,7 @@ def evaluate_others(
     model = compose(backbone, models)
     sources = dict(data) if type(data) is dict else dict.fromkeys([one.name for one in models], data)
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
-    unlabelled = {name: value for name, value in reading.items() if name in {"image_column", "allow_absolute"}}
+    unlabelled = {name: value for name, value in reading.items() if name in {"image_column", "allow_absolute", "cache"}}
     unlike = {}
     for other, place in others.items():
         images, skipped = load_any(place, workers, **unlabelled)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -58,7 +59,7 @@ def read_head(path: str | Path) -> bytes:
 
 
 def find_images(places: Iterable[str | Path]) -> Iterator[Path]:
-    """The image files of paths, folders (recursively) and globs, in order, each of them once.
+    """The image files of paths, folders (recursively), globs and lists (see `read_lines`), in order, each of them once.
 
     Names are read folder by folder. A place without images is an error.
     """
@@ -116,8 +117,26 @@ def _root(place: str | Path) -> Path:
     return Path(*takewhile(lambda part: not glob.has_magic(part), Path(place).parts))
 
 
+def is_list(place: str | Path) -> bool:
+    """Whether it is not a file, but `@list.txt` or `-`."""
+    return (str(place) == "-" or str(place).startswith("@")) and not os.path.exists(place)
+
+
+def read_lines(place: str | Path) -> Iterator[str]:
+    """The paths in the lines of a file, `@list.txt`, or of the standard input, `-`."""
+    try:
+        with (
+            sys.stdin if str(place) == "-" else open(str(place)[1:], encoding="utf-8", errors="surrogateescape") as file
+        ):
+            yield from (line.rstrip("\r\n") for line in file if line.strip())
+    except OSError as error:
+        raise DataError(f"{place}: {error.strerror}; after @, name a file with a path on each line.") from None
+
+
 def _find(place: str | Path) -> Iterator[Path]:
-    if os.path.isfile(place):
+    if is_list(place):
+        yield from map(Path, read_lines(place))
+    elif os.path.isfile(place):
         yield Path(place)
     elif os.path.isdir(place):
         yield from walk_images(place)

@@ -14,6 +14,7 @@ import numpy as np
 from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone
 from memoro.data import DataOptions, ImageSet, Splits, load_columns, load_data
+from memoro.data.open import check_place
 from memoro.data.screening import near_groups
 from memoro.data.splits import SINGLE_IMAGES, Index, fold_numbers, hold_out
 from memoro.errors import TrainingError
@@ -222,7 +223,7 @@ def name_sources(
         raise TrainingError("to train several tasks, give NAME=DATA for each, and no `task`.")
     names = (task,) if task is not None or not columns else columns
     sources: dict[str | None, Any] = data if type(data) is dict else dict.fromkeys(names, data)
-    for name in sources:
+    for name, source in sources.items():
         if name is not None:
             check_name(name)
             if name.endswith(".safetensors"):
@@ -230,13 +231,29 @@ def name_sources(
                     f"`task={name}`: a task's name is not a file. To start from that task, use "
                     f"`start_from={name}`; to build on it, `extends={name}`; to write to that file, `out={name}`."
                 )
+        check_place(source)
     if start is not None and len(sources) > 1:
         raise TrainingError("`start_from` continues one task: give one set of images, and one `label_column` at most.")
     return sources
 
 
-def load_sources(sources: Mapping[str | None, Any], columns: Sequence[str] | None, reading: DataOptions) -> Sets:
+def load_sources(
+    sources: Mapping[str | None, Any],
+    columns: Sequence[str] | None,
+    reading: DataOptions,
+    recipe: Recipe,
+    options: TrainOptions,
+) -> Sets:
     """The sets by task name. Validation splits are cut later, as folds may be used instead."""
+    cache, phases = options.wanted_cache, options.phases
+    folder = False if cache is None else cache.folder
+    reading = replace(reading, val_fraction=0, seed=recipe.data_seed, cache=folder, phases=phases)
+    reading = replace(reading, workers=options.workers, quiet=options.quiet)
+    with phases.during("reading"):
+        return _load(sources, columns, reading)
+
+
+def _load(sources: Mapping[str | None, Any], columns: Sequence[str] | None, reading: DataOptions) -> Sets:
     if columns:
         found = load_columns(next(iter(sources.values())), columns, **vars(reading))
         return {str(name): splits for name, splits in zip(sources, found.values(), strict=True)}

@@ -394,3 +394,17 @@ def ancestors(tasks: Sequence[Model]) -> list[Task]:
             found[id(parent)] = parent
             waiting += [(parent, older) for older in parent.extends]
     return list(found.values())
+
+
+def order_stages(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs in stages, so that every task is trained after those that it extends."""
+    stages: list[list[Run]] = []
+    waiting = list(runs)
+    while waiting:
+        untrained = {id(run.task) for run in waiting}
+        stage = [run for run in waiting if not untrained & {id(older) for older in ancestors([run.task])}]
+        if not stage:
+            raise TrainingError("these tasks extend each other in a cycle.")
+        stages.append(stage)
+        waiting = [run for run in waiting if not any(run is done for done in stage)]
+    return stages

@@ -16,7 +16,6 @@ from memoro.backbones.load import TINY, own_device
 from memoro.backbones.precision import CHOSEN
 from memoro.data import Splits, load_data
 from memoro.data.dataset import MAX_UNREADABLE, ClassFolder, DataOptions
-from memoro.data.open import check_place
 from memoro.engine.featurestore import total_bytes
 from memoro.engine.plan import check_versions
 from memoro.errors import CacheError, TrainingError
@@ -32,7 +31,6 @@ from memoro.tasks.task import Task, content_hashes
 from memoro.training.cached import Cache, check_memory, what_is_kept
 from memoro.training.checkpoint import read_identity
 from memoro.training.finish import Finisher, answer_held_out, finish_plans, record_time
-from memoro.training.keywords import BackboneSource, FitSettings, Settings, TaskSource, TrainSettings
 from memoro.training.loop import Trainer
 from memoro.training.plan import (
     Plan,
@@ -49,9 +47,21 @@ from memoro.training.plan import (
     name_sources,
     preprocessing_of,
 )
-from memoro.training.recipe import Recipe, TrainOptions, add_views, check_solved, find_recipe, merge_options
+from memoro.training.recipe import (
+    BackboneSource,
+    FitSettings,
+    Recipe,
+    Settings,
+    TaskSource,
+    TrainOptions,
+    TrainSettings,
+    add_views,
+    check_solved,
+    find_recipe,
+    merge_options,
+)
 from memoro.training.result import TrainResult, choose_target, name_files, save_report, save_tasks
-from memoro.training.run import Run, ancestors
+from memoro.training.run import Run, ancestors, order_stages
 from memoro.training.statistics import Describer, ReadOuts, StatisticsReader
 
 
@@ -115,10 +125,10 @@ def train(
     start = None if start_from is None else read_start(start_from, task)
     lr = recipe.lr if lr is None and isinstance(recipe, Recipe) else lr
     kept = backbone if isinstance(backbone, Backbone) and device is None else None
-    place = own_device(device) if kept is None else None
+    place = None if kept else own_device(device)
     chosen, found = find_recipe(recipe, regime if start is None else regime_of(start, regime))
     found, options = merge_options(found, options, changes)
-    options = options.joined(own_device(device) if kept is None else kept.device)
+    options = options.joined(kept.device if kept else own_device(device))
     if not isinstance(recipe, Recipe) and "views" not in changes:
         found = add_views(found, options)
     sizes = {"cells": cells, "from_layer": from_layer, "rank": rank}
@@ -131,8 +141,6 @@ def train(
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
         task, kind = task or start.name, kind or start.kind
     sources = name_sources(data, task, columns, start)
-    for source in sources.values():
-        check_place(source)
     target = None if out is None else choose_target(out, several=len(sources) > 1)
     backbone = load_backbone(backbone, device=place, precision=options.precision if chosen.composes else None)
     if options.precision == "auto" and backbone.checkpoint is not None and backbone.dtype == torch.bfloat16:
@@ -140,28 +148,23 @@ def train(
     wanted = choose_sizes(sizes, chosen, start, backbone)
     settings = combine(rates, **wanted, seeds=range(found.seed, found.seed + max(seeds, members)))
     parents = load_parents(several(extends), start)
-    cache = options.wanted_cache
     reading = DataOptions(
         kind=None if kind is None else find_kind(kind), image_column=image_column, allow_absolute=allow_absolute,
-        max_unreadable=max_unreadable, class_folder=class_folder, val_fraction=0, seed=found.data_seed,
-        cache=False if cache is None else cache.folder,
-        workers=options.workers, quiet=options.quiet, phases=options.phases,
+        max_unreadable=max_unreadable, class_folder=class_folder,
     )  # fmt: skip
-    with options.phases.during("reading"):
-        sets = load_sources(sources, columns, reading)
+    sets = load_sources(sources, columns, reading, found, options)
     if start is not None:
         options.note(compare_labels(start, next(iter(sets.values()))))
         sets = {name: replace(splits, notes=(*splits.notes, OPTIMISTIC)) for name, splits in sets.items()}
     files = {} if target is None else name_files(target, list(sets))
     leftovers = [part for file in files.values() for part in left_behind(file)]
-    several_runs = len(settings) > (members if members > 1 else 1)
     plans = [
         Plan(
             name, chosen, cut_validation(splits, chosen, folds, list(sets.values()), found),
             preprocessing_of(backbone, options, splits, None if start is None else start.spec.preprocessing),
             found, settings, folds, members > 1, parents, start,
         )
-        for (name, splits), folds in choose_folds(sets, chosen, several_runs, options.folds, found)
+        for (name, splits), folds in choose_folds(sets, chosen, len(settings) // members > 1, options.folds, found)
     ]  # fmt: skip
     if lr is None and seeds == 1 and not any(isinstance(size, Iterable) for size in sizes.values()):
         plans = [keep_known_rate(plan, options) for plan in plans]
@@ -233,7 +236,7 @@ def fit_tasks(
             splits = data if isinstance(data, Splits) else _load(data, task, found, options)
         preprocessing = preprocessing_of(backbone, options, splits, task.spec.preprocessing)
         runs.append(Run(task, found, chosen, splits, preprocessing))
-    stages = _stages(runs)
+    stages = order_stages(runs)
     done: dict[int, TrainResult] = {}
     for number, stage in enumerate(stages, start=1):
         here = options
@@ -258,20 +261,6 @@ def _load(data: Any, task: Model, recipe: Recipe, options: TrainOptions) -> Spli
         quiet=options.quiet,
         phases=options.phases,
     )
-
-
-def _stages(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs in stages, so that every task is trained after those that it extends."""
-    stages: list[list[Run]] = []
-    waiting = list(runs)
-    while waiting:
-        untrained = {id(run.task) for run in waiting}
-        stage = [run for run in waiting if not untrained & {id(older) for older in ancestors([run.task])}]
-        if not stage:
-            raise TrainingError("these tasks extend each other in a cycle.")
-        stages.append(stage)
-        waiting = [run for run in waiting if not any(run is done for done in stage)]
-    return stages
 
 
 def train_runs(
