@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from serving import Gate, Running, backbone, folder, multipart, picture, serving
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import ServeError
+from memoro.serve import app
 from memoro.serve.options import ServeOptions
 
 __all__ = ["backbone", "folder"]  # fixtures
@@ -202,6 +205,24 @@ def test_answers_that_nobody_reads(backbone: Backbone, tmp_path: Path) -> None:
         assert server.request("GET", "/v1/tasks/large/file")[2] == right
         rest = [read_all(one) for one in deaf]
         assert all(len(one) < len(right) for one in rest), "cut, not kept"
+
+
+def test_files_are_made_one_at_a_time(backbone: Backbone, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are being made are not in the budget for answers yet."""
+    own, making, most = app.file_bytes, list[int](), list[int]()
+
+    def make(task: memoro.Task) -> bytes:
+        making.append(0)
+        most.append(len(making))
+        time.sleep(0.05)
+        making.pop()
+        return own(task)
+
+    monkeypatch.setattr(app, "file_bytes", make)
+    with serving(backbone, folder, decoders=4) as server, ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(server.request, "GET", "/v1/tasks/tags/file") for _ in range(4)]
+        assert {done.result()[2] for done in asked} == {(folder / "tags.safetensors").read_bytes()}
+    assert most == [1] * 4
 
 
 # ------------------------------------------------------------------------------------------------ descriptors

@@ -119,7 +119,7 @@ def test_a_class_that_another_column_takes_away_is_told(root: Path, tmp_path: Pa
     ]
     table.write_text("\n".join([f"{header},z", *lines]) + "\n")
     told = load_columns(table, ["x", "z"], val_fraction=0.25, **LOAD)["z"].notes
-    assert any("have no image in train: rare" in note for note in told)
+    assert any("has no image in train: rare" in note for note in told)
     assert not any("a single image" in note for note in told)  # so it was before the split
 
 

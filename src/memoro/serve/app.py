@@ -186,7 +186,8 @@ def _add_tasks(app: FastAPI) -> None:
     async def download_task(name: str) -> Response:
         task = find(name).model.tasks[name]
         headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}.safetensors"}
-        data = await app.state.service.in_pool(file_bytes, task)
+        async with app.state.service.making_file:
+            data = await app.state.service.in_pool(file_bytes, task)
         return Response(data, media_type="application/octet-stream", headers=headers)
 
 

@@ -71,6 +71,8 @@ class Service:
         self._pool = ThreadPoolExecutor(options.decoders, thread_name_prefix="memoro-decode")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="memoro-read")
         self._changes = ThreadPoolExecutor(1, thread_name_prefix="memoro-store")
+        self.making_file = asyncio.Semaphore(1)
+        """Files that are being made are not counted in the budget for answers yet."""
 
     async def close(self) -> None:
         """Finishes what was taken in."""
