@@ -134,7 +134,8 @@ class CachedLoader:
         exact = torch.autocast(self._backbone.device.type, enabled=False)
         with torch.no_grad(), exact, self.store.writer() as writer:
             for view, absent in enumerate(self.missing()):
-                mine = list(absent.values())[part[0] :: part[1]]
+                # By key: a process that starts later may find some of it done.
+                mine = [sample for key, sample in absent.items() if key[0] % part[1] == part[0]]
                 for batch in self.loader.pick(mine, view) if mine else ():
                     samples = batch.index.tolist()
                     self._check_unchanged(samples, batch)
@@ -258,7 +259,7 @@ def compute_missing(
     machines = processes.all_gather(platform.node())
     part = machines[: processes.rank].count(platform.node()), machines.count(platform.node())
     count, size = estimate(loaders)
-    _in_step(processes, lambda: None if part[0] else make_room(loaders, cache))
+    _in_step(processes, lambda: None if processes.local_rank else make_room(loaders, cache))
     with bar(f"{what} ({format_bytes(size)})", -(-count // part[1]), quiet=quiet or not count) as tick:
         _in_step(processes, lambda: _fill(loaders, tick, part))
     # What others computed is on disk now. More is missing only if they saw other files than this process.
@@ -287,14 +288,18 @@ def _in_step(processes: Processes, work: Callable[[], None]) -> None:
         raise CacheError(problems[0])
 
 
-def check_memory(loaders: Sequence[CachedLoader], device: torch.device) -> None:
-    """A CacheError if the features do not fit into a GPU's memory."""
-    size, free = sum(loader.resident_bytes for loader in loaders), free_memory(device)
-    if size > free:
-        raise CacheError(
-            f"the features take {format_bytes(size)}, and {format_bytes(free)} of the GPU's memory is for them. To "
-            "read them from disk in every epoch, use `cache=True`."
-        )
+def check_memory(loaders: Sequence[CachedLoader], device: torch.device, processes: Processes) -> None:
+    """A CacheError in all processes if the features do not fit into the memory of the GPU of one."""
+
+    def check() -> None:
+        size, free = sum(loader.resident_bytes for loader in loaders), free_memory(device)
+        if size > free:
+            raise CacheError(
+                f"the features take {format_bytes(size)}, and {format_bytes(free)} of the GPU's memory is for them. "
+                "To read them from disk in every epoch, use `cache=True`."
+            )
+
+    _in_step(processes, check)
 
 
 def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str) -> str:

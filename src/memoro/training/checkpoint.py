@@ -25,6 +25,7 @@ from memoro.data import ImageSet
 from memoro.errors import TrainingError
 from memoro.files import free_names, write_whole
 from memoro.training.cached import Cache
+from memoro.training.lossscale import LossScale
 from memoro.training.recipe import METRICS
 from memoro.training.run import Progress, Run, RunGroup
 
@@ -54,6 +55,7 @@ def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, 
                 "best_epoch": run.best_epoch,
                 "stopped": run.stopped,
                 "diverged": run.diverged,
+                "loss_scale": asdict(run.loss_scale),
             }
         )
     progress = [asdict(group.progress) for group in groups]
@@ -147,6 +149,7 @@ def _restore(record: dict[str, Any], tensors: Mapping[str, Tensor], groups: Sequ
         run.best_score = None if state_of["best_score"] is None else tuple(state_of["best_score"])
         run.best_epoch = state_of["best_epoch"]
         run.stopped, run.diverged = state_of["stopped"], state_of["diverged"]
+        run.loss_scale = LossScale(**state_of["loss_scale"])
     for group, progress in zip(groups, record["progress"], strict=True):
         group.progress = Progress(**progress)
     return float(record["seconds"])

@@ -114,9 +114,8 @@ class Finisher:
         elif run.regime.readout == 1:
             solved = self._readouts.solve(run)
             held_out = solved.held_out, run.train.targets[solved.answered]
+            images = run.train.subset(solved.answered.numpy()) if split == LEFT_OUT else images
             add_calibration(task, held_out, LEFT_OUT, seen=was_seen(task, run.train))
-            if split == LEFT_OUT and len(out) < len(images):
-                images = images.subset(solved.answered.numpy())
         else:
             validated = _mean_answers([member[-1] for member in members], "val") if "val" in run.answers else None
             add_calibration(task, validated, "validation", seen=seen or was_seen(task, run.splits.val))

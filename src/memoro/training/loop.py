@@ -30,13 +30,9 @@ from memoro.training.checkpoint import (
     save_checkpoint,
     where_it_continues,
 )
+from memoro.training.lossscale import LossScale
 from memoro.training.recipe import TrainOptions
 from memoro.training.run import Loaders, Run, RunGroup, build_forward, standardised, start_groups
-
-LOSS_SCALE = 2.0**16
-"""What losses are multiplied by in float16 at first, so that gradients do not underflow. It is halved where they
-overflow, and doubled again after `GROWTH` steps."""
-GROWTH = 1000
 
 
 class Callback(Protocol):
@@ -77,7 +73,7 @@ class Trainer:
         self.groups = start_groups(self.runs, self.loaders)
         half = backbone.dtype == torch.float16 or self.options.precision == "float16"
         for run in self.runs:
-            run.prepare(backbone.device, LOSS_SCALE if half else 1.0)
+            run.prepare(backbone.device, LossScale.of(half=half))
         self.checkpoint = self.options.checkpoint
         self.on_validation: Callable[[], None] = lambda: None
         """Called after every batch of validation images."""
@@ -245,16 +241,17 @@ class Trainer:
         for number, run in enumerate(own.runs):
             mine, images = list(islice(rest, len(run.trained))), own.images[number]
             value = losses[number] / max(images, 1.0)
-            norms = [norm / run.loss_scale for norm in islice(numbers, len(mine))]
-            if not math.isfinite(sum(norms)) and math.isfinite(value) and run.shrink_loss():
+            norms = [norm / run.loss_scale.value for norm in islice(numbers, len(mine))]
+            if not math.isfinite(sum(norms)) and math.isfinite(value) and run.loss_scale.shrink():
+                run.optimizer.zero_grad()
                 continue
             if not math.isfinite(sum(norms)) or not math.isfinite(value):
                 run.diverge(f"loss {value:.3g}, gradient {math.hypot(*norms):.3g}", progress.step + 1)
                 continue
-            scales = [run.recipe.clip_scale(norm) / run.loss_scale for norm in norms]
+            scales = [run.recipe.clip_scale(norm) / run.loss_scale.value for norm in norms]
             for parameter, gradient, scale in zip(run.trained.values(), mine, scales, strict=True):
                 parameter.grad = gradient * scale
-            run.grow_loss(GROWTH, LOSS_SCALE)
+            run.loss_scale.count()
             rate = run.recipe.rate(progress.step, total)
             for settings in run.optimizer.param_groups:
                 settings["lr"] = rate * settings["lr_scale"]
@@ -390,8 +387,7 @@ class _StepSums:
         if run.task.head_kind.has_classes:
             correct = (out.detach().argmax(-1) == targets).to(part.dtype)
             self.correct[number].append((correct if sample_weight is None else correct * sample_weight).sum())
-        scaled = part if run.loss_scale == 1 else part * run.loss_scale
-        return scaled / max(self.images[number], 1.0)
+        return part * run.loss_scale.value / max(self.images[number], 1.0)
 
 
 def _gradients(runs: Sequence[Run]) -> list[Tensor]:

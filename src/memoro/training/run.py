@@ -29,6 +29,7 @@ from memoro.tasks.mask import trace_lineage
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 from memoro.training.cached import Buffers, Cache, CachedLoader
+from memoro.training.lossscale import LossScale
 from memoro.training.recipe import Recipe, check_views
 
 LEFT_OUT = "leave-one-out"
@@ -68,10 +69,7 @@ class Run:
     """Weight of each training image (n,); 0 for those that are held out. None: all count alike."""
     there: Placed = field(init=False, repr=False)
     """What of these each step reads, on the device."""
-    loss_scale: float = field(default=1.0, init=False, repr=False)
-    """What its loss is multiplied by, and its gradients divided by: above 1 in float16."""
-    good_steps: int = field(default=0, init=False, repr=False)
-    """Steps since the scale changed."""
+    loss_scale: LossScale = field(default_factory=LossScale, init=False, repr=False)
     scale: Scale | None = field(default=None, init=False, repr=False)
     """The scale of a regression's targets: within a training, the head answers in these units."""
     class_weights: Tensor | None = field(default=None, init=False, repr=False)
@@ -152,25 +150,11 @@ class Run:
             parameter.requires_grad_(True)
         self.optimizer = self.recipe.build_optimizer(self.trained)
 
-    def prepare(self, device: torch.device, loss_scale: float) -> None:
+    def prepare(self, device: torch.device, loss_scale: LossScale) -> None:
         """Moves what every step reads to the device, once."""
         parts = (self.targets, self.sample_weight, self.class_weights)
         self.there = Placed(*(None if part is None else part.to(device) for part in parts))
         self.loss_scale = loss_scale
-
-    def shrink_loss(self) -> bool:
-        """Halves the scale of a loss whose gradients overflowed, and forgets them; whether it could."""
-        if self.loss_scale <= 1:
-            return False
-        self.loss_scale, self.good_steps = self.loss_scale / 2, 0
-        self.optimizer.zero_grad()
-        return True
-
-    def grow_loss(self, steps: int, most: float) -> None:
-        """Counts a good step; after so many of them, a scale is doubled that was halved before."""
-        self.good_steps += 1
-        if self.good_steps % steps == 0 and 1 < self.loss_scale < most:
-            self.loss_scale *= 2
 
     def diverge(self, what: str, step: int) -> None:
         self.diverged = True

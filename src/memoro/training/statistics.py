@@ -13,7 +13,7 @@ from memoro.console import bar
 from memoro.data import ImageSet, Loader
 from memoro.data.screening import near_groups
 from memoro.engine.streams import pool_pass
-from memoro.errors import CacheError, TrainingError
+from memoro.errors import CacheError
 from memoro.evaluation.calibrate import find_photographs, read_photographs
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure
@@ -116,16 +116,13 @@ class ReadOuts:
         return self._solved[key]
 
     def answers(self, run: Run, split: str, images: ImageSet) -> Tensor:
-        """Its logits (n, labels) for the images of a split; those to a fold are of solutions without it."""
+        """Its logits (n, labels) for the images of a split; those to training images are of solutions without them."""
         solved = self.solve(run)
-        if split == "fold":
-            assert run.held_out is not None
-            if len(solved.answered) < len(run.train):
-                raise TrainingError(
-                    f"{run.splits.name}: leave-one-out answers for {len(run.splits.labels):,} labels of "
-                    f"{len(run.train):,} images take too much memory: choose a validation split with `folds=0`."
-                )
-            return solved.held_out[torch.from_numpy(run.held_out)]
+        if len(solved.answered) == len(run.train):  # of very many images, only some are left out
+            if run.held_out is not None and split == "fold":
+                return solved.held_out[torch.from_numpy(run.held_out)]
+            if images is run.train:
+                return solved.held_out
         read = self._flat(images, run.preprocessing)
         blocks = torch.split(torch.arange(len(images), device="cpu"), 1024)
         return torch.cat([read(block).float() @ solved.weight.T + solved.bias for block in blocks])

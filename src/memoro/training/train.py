@@ -355,7 +355,7 @@ def build_trainer(backbone: Backbone, runs: Sequence[Run], options: TrainOptions
     trainer = Trainer(backbone, runs, options, cache=cache)
     try:
         if cache is not None and not cache.required and backbone.device.type != "cpu":
-            check_memory(trainer.loaders.cached, backbone.device)
+            check_memory(trainer.loaders.cached, backbone.device, options.processes)
         trainer.fill_cache()
     except CacheError as error:
         if cache is None or cache.required:
