@@ -3,21 +3,30 @@
     python scripts/measure_teach.py a.zip b.zip --what labels --backbone FOLDER --image-size 112 --keep kept/ \\
         --out results/teach.md
     python scripts/measure_teach.py a.zip b.zip --what errors --keep kept/ --out results/teach.md --cleanlab bin/python
+    python scripts/measure_teach.py a.zip --what minutes --keep kept/ --out results/teach.md
 
 A simulated labeller knows all labels, and gives those of the images that are suggested. Statistics are kept as .npz
 files in the folder `--keep`, with the answers of `errors`, which `--cleanlab` judges too: a Python with cleanlab.
-`--choosing` marks sets that the default was chosen on. Results of other sets, backbones and ways stay in the report.
+`--choosing` marks sets that the default was chosen on. `minutes` labels 300 images of five classes over the routes of a
+running `memoro teach`, a decision a second, trains, and asks the served task about the test images. Results of other
+sets, backbones and ways stay in the report.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import re
 import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import torch
@@ -42,13 +51,17 @@ ENOUGH = 0.95
 """Of the accuracy of all labels."""
 WRONG = 0.05
 """Of labels that are replaced by another class."""
+CLASSES, PHOTOS = 5, 300
+"""Of `minutes`."""
+METHODS = "self_confidence", "normalized_margin"
 CLEANLAB = """
 import json, sys
 import numpy as np
 from cleanlab.rank import get_label_quality_scores
 found = np.load(sys.argv[1])
-scores = get_label_quality_scores(found["labels"], found["answers"], method=sys.argv[2])
-print(json.dumps(np.argsort(scores, kind="stable")[: int(found["count"])].tolist()))
+scores = [[get_label_quality_scores(labels, answers, method=method) for method in sys.argv[2:]]
+          for labels, answers in zip(found["labels"], found["answers"])]
+print(json.dumps(np.argsort(scores, axis=2, kind="stable")[:, :, : int(found["count"])].tolist()))
 """
 
 
@@ -158,27 +171,89 @@ def measure_errors(found: dict[str, Tensor], reads: ReadOut, file: Path, python:
     rows, truth, groups = found["train"].float(), found["train_y"].long(), found["train_g"]
     classes, count = int(truth.max()) + 1, round(WRONG * len(truth))
     precision: dict[str, list[float]] = {}
+    wrongs, labels, answers = [], [], []
     for seed in range(SEEDS):
         generator = np.random.default_rng(seed)
         wrong = generator.permutation(len(truth))[:count]
         targets = truth.clone()
         targets[wrong] = (truth[wrong] + torch.from_numpy(generator.integers(1, classes, count))) % classes
         learned = solve(lesson_of(torch.arange(len(rows)), targets), lambda at: rows[at], reads, groups)
-        chosen = {"memoro": rank(learned)[:count].tolist()}
-        if python is not None:
-            answers = file.with_name(f"{file.stem}-{seed}.npz")
-            np.savez(answers, labels=learned.lesson.targets, answers=learned.left_out.double(), count=count)
-            for method in ("self_confidence", "normalized_margin"):
-                said = subprocess.run([python, "-c", CLEANLAB, answers, method], capture_output=True, check=True)
-                chosen[f"cleanlab, {method.replace('_', ' ')}"] = json.loads(said.stdout)
-        for name, some in chosen.items():
-            precision.setdefault(name, []).append(float(np.isin(some, wrong).mean()))
+        precision.setdefault("memoro", []).append(float(np.isin(rank(learned)[:count].numpy(), wrong).mean()))
+        wrongs.append(wrong)
+        labels.append(learned.lesson.targets.numpy())
+        answers.append(learned.left_out.double().numpy())
+    if python is not None:
+        np.savez(file, labels=labels, answers=answers, count=count)
+        said = subprocess.run([python, "-c", CLEANLAB, f"{file}.npz", *METHODS], capture_output=True, check=True)
+        for wrong, chosen in zip(wrongs, json.loads(said.stdout), strict=True):
+            for method, some in zip(METHODS, chosen, strict=True):
+                name = f"cleanlab, {method.replace('_', ' ')}"
+                precision.setdefault(name, []).append(float(np.isin(some, wrong).mean()))
     return {"images": len(rows), "wrong": count, "precision": precision}
+
+
+def measure_minutes(source: str, backbone: str, size: int | None, folder: Path, decisions: int, pace: float) -> Any:
+    """Seconds from the start of `memoro teach` to a served task, and its accuracy beside that of all labels."""
+    splits = load_splits(source)
+    assert splits.train is not None
+    assert splits.test is not None
+    names = sorted(splits.labels, key=lambda name: hashlib.sha256(name.encode()).hexdigest())[:CLASSES]
+    classes = torch.tensor([splits.labels.index(name) for name in names])
+    train, test = cut(splits.train, classes, PHOTOS), cut(splits.test, classes, MOST_TEST)
+    truth, label = {}, splits.labels
+    for at in range(len(train)):  # names and order say nothing
+        data = train.read(at)
+        name = f"{hashlib.sha256(data).hexdigest()[:12]}.jpg"
+        truth[name] = label[int(train.targets[at])]
+        for place in (folder / "photos", folder / "all" / truth[name]):
+            place.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(data)
+    options = ["--backbone", backbone, *(["--image-size", str(size)] if size else [])]
+    command = [sys.executable, "-m", "memoro", "teach", str(folder / "photos"), "--tasks", str(folder / "tasks")]
+    start = time.monotonic()
+    with subprocess.Popen([*command, *options, "--port", "0"], stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        url = next(found[1] for line in running.stderr if (found := re.search(r"on (http://[^ ]+)", line)))
+
+        def ask(path: str, body: bytes | None = None, method: str | None = None) -> Any:
+            kind = {"content-type": "application/json"} if path.endswith("labels") else {}
+            with urlopen(Request(url + path, body, kind, method=method)) as answer:
+                return json.load(answer)
+
+        try:
+            made = 0
+            while made < min(decisions, len(truth)):
+                for image in ask("/v1/teach/images?view=next&limit=12")["images"][: decisions - made]:
+                    began = time.monotonic()
+                    entry = {"key": image["key"], "state": "label", "label": truth[image["path"]]}
+                    ask("/v1/teach/labels", json.dumps({"entries": [entry]}).encode())
+                    made += 1
+                    time.sleep(max(0.0, pace - (time.monotonic() - began)))
+            labelled = time.monotonic() - start
+            ask("/v1/teach/train", b"", "POST")
+            while (training := ask("/v1/teach")["training"])["state"] == "training":
+                time.sleep(0.5)
+            assert training["state"] == "done", training
+            seconds = time.monotonic() - start
+            right = 0
+            for at in range(len(test)):
+                [answer] = ask("/v1/predict", test.read(at))["images"]
+                right += answer["answers"]["photos"]["label"] == label[int(test.targets[at])]
+        finally:
+            running.terminate()
+    everything = memoro.train(folder / "all", backbone=backbone, image_size=size, quiet=True)
+    model = memoro.compose(memoro.load_backbone(backbone), [everything.task])
+    found = model.predict([test.read(at) for at in range(len(test))])
+    full = [one[everything.task.name]["label"] == label[int(test.targets[at])] for at, one in enumerate(found)]
+    counts = {"classes": names, "images": len(train), "decisions": made}
+    return counts | {"labelled": labelled, "seconds": seconds, "accuracy": right / len(test), "full": mean(full)}
 
 
 def report(results: dict[str, Any]) -> list[str]:
     lines = ["# memoro teach", "", "Made by `scripts/measure_teach.py`; the JSON beside this file has every curve.", ""]
     labels, errors = results.get("labels", {}), results.get("errors", {})
+    if labels:
+        lines += [f"![accuracy by number of labels; dotted: {ENOUGH:.0%} of that of all labels](teach.png)", ""]
     for choosing in (False, True):
         for name, sets in labels.items():
             chosen = {key: one for key, one in sets.items() if one.get("choosing", False) == choosing}
@@ -200,6 +275,17 @@ def report(results: dict[str, Any]) -> list[str]:
         means = [mean(mean(one["precision"][way]) for one in sets.values() if way in one["precision"]) for way in ways]
         rows.append(["mean", "", "", *(f"{value:.3f}" for value in means)])
         lines += [f"### {name}", "", *table(["set", "images", "wrong", *ways], rows), ""]
+    if results.get("minutes"):
+        lines += ["## Minutes", "", "From the start of `memoro teach` on unlabelled images to a served task."]
+        lines += ["Accuracy is of test images, beside that of a training on the labels of all images.", ""]
+    for name, sets in results.get("minutes", {}).items():
+        lines_of = []
+        for key, one in sets.items():
+            seconds = [f"{one[part]:.0f}" for part in ("labelled", "seconds")]
+            shares = [f"{one[part]:.3f}" for part in ("accuracy", "full")]
+            lines_of.append([key, ", ".join(one["classes"]), one["images"], one["decisions"], *seconds, *shares])
+        columns = ["set", "classes", "images", "decisions", "s labelling", "s in all", "accuracy", "of all labels"]
+        lines += [f"### {name}", "", *table(columns, lines_of), ""]
     return lines
 
 
@@ -233,15 +319,43 @@ def report_labels(name: str, sets: dict[str, Any], choosing: bool) -> list[str]:
     return lines
 
 
+def plot(results: dict[str, Any], file: Path) -> None:
+    """Accuracy by number of labels: a row for each backbone, a column for each set."""
+    from matplotlib.figure import Figure
+
+    rows = {
+        name: {key: one for key, one in sets.items() if not one.get("choosing", False)}
+        for name, sets in results.get("labels", {}).items()
+    }
+    wide = max((len(sets) for sets in rows.values()), default=0)
+    if not wide:
+        return
+    figure = Figure(figsize=(2.6 * wide, 2.5 * len(rows)), layout="constrained")
+    places = figure.subplots(len(rows), wide, squeeze=False)
+    for row, (name, sets) in zip(places, rows.items(), strict=True):
+        for place, (key, one) in zip(row, sets.items(), strict=False):
+            for way, curves in one["curves"].items():
+                means = [mean(curve[at] for curve in curves) for at in range(len(one["grid"]))]
+                place.plot(one["grid"], means, label=f"{way} ({one['needed'][way]})")
+            place.axhline(ENOUGH * one["full"], color="grey", linestyle=":")
+            place.set_title(f"{key}\n{name}", fontsize=7)
+            place.set_xscale("log")
+            place.tick_params(labelsize=6)
+            place.legend(fontsize=6, loc="lower right")
+    figure.savefig(file, dpi=110)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--what", choices=["labels", "errors"], required=True)
+    parser.add_argument("--what", choices=["labels", "errors", "minutes"], required=True)
     parser.add_argument("--backbone", default="memoro-tiny")
     parser.add_argument("--image-size", type=int)
     parser.add_argument("--keep", type=Path, required=True)
     parser.add_argument("--ways", default="random,auto,uncertainty")
     parser.add_argument("--choosing", action="store_true")
     parser.add_argument("--cleanlab", metavar="PYTHON")
+    parser.add_argument("--decisions", type=int, default=150)
+    parser.add_argument("--pace", type=float, default=1.0, help="seconds of a decision")
     given: argparse.Namespace = parser.parse_args()
     results = load_results(given.out)
     backbone = memoro.load_backbone(given.backbone)
@@ -249,6 +363,15 @@ def main() -> None:
     title = name if given.image_size is None else f"{name} at {given.image_size} px"
     for source in given.data:
         stem = Path(source).stem
+        if given.what == "minutes":
+            with tempfile.TemporaryDirectory() as place:
+                found = measure_minutes(
+                    source, given.backbone, given.image_size, Path(place), given.decisions, given.pace
+                )
+            results.setdefault("minutes", {}).setdefault(title, {})[stem] = found
+            print(title, stem, found, flush=True)
+            write_report(given.out, results, report(results))
+            continue
         found = read_set(source, name, backbone, given.image_size, given.keep)
         sets = results.setdefault(given.what, {}).setdefault(title, {})
         if given.what == "labels":
@@ -263,6 +386,7 @@ def main() -> None:
             flush=True,
         )
         write_report(given.out, results, report(results))
+    plot(results, given.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,12 @@ def test_there_are_checks() -> None:
     assert len(CHECKS) > 80
 
 
-@pytest.mark.parametrize(("estimator", "check"), CHECKS, ids=str)
+def name_of(part: Any) -> str:
+    """The same in every process of a test run."""
+    return str(part.func.__name__) if isinstance(part, partial) else type(part).__name__
+
+
+@pytest.mark.parametrize(("estimator", "check"), CHECKS, ids=name_of)
 def test_scikit_learns_own_checks(estimator: Any, check: Any) -> None:
     """They take matrices of features. ImageEmbedder takes images only, to which none of them applies."""
     check(estimator)

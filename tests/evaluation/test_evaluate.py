@@ -153,10 +153,9 @@ def test_the_demo_page_escapes_names(backbone: Backbone, tmp_path: Path) -> None
         task = random_task(backbone, name, labels=[FORGED + "<b>", "dog"])
         task.update_spec(training={"lr": 0.1})
         test = Images(labels=task.labels, targets=[0, 1], key=str, open=lambda at: image)
-        best = SimpleNamespace(metrics={"accuracy": 0.5}, history=[{"epoch": 1, "val_accuracy": 0.5}])
-        sweep = SimpleNamespace(task=task, best=best, results=[best])
-        results[name] = DemoResult(tmp_path / "file", SimpleNamespace(test=test), sweep, 0.5, 0.5)  # type: ignore[arg-type]
-    model = memoro.compose(backbone, [found.sweep.task for found in results.values()])
+        result = SimpleNamespace(task=task, metrics={"accuracy": 0.5}, history=[{"epoch": 1, "val_accuracy": 0.5}])
+        results[name] = DemoResult(tmp_path / "file", SimpleNamespace(test=test), result, 0.5, 0.5)  # type: ignore[arg-type]
+    model = memoro.compose(backbone, [found.result.task for found in results.values()])
     text = write_page(tmp_path / "page.html", model, results, Cost(1.0, 2.0), "equal").read_text()
     assert ESCAPED + "&lt;b&gt;" in text
     assert not set(text) & set("\x1b\x9b\u202e\u2028\x7f\x00")

@@ -124,10 +124,12 @@ def test_the_interval_has_the_truth_and_shrinks() -> None:
 
 
 def test_advice() -> None:
-    rows = [{"label": "a", "images": 20, "right": 20}, {"label": "b", "images": 20, "right": 9}]
-    assert advise(rows, ("a", "b"))["label"] == "b"  # type: ignore[index]
-    assert advise(rows, ("a", "b", "c")) == {"label": "c", "more": 5, "why": "it has 0 so far"}
-    assert advise(rows[:1], ("a",)) is None
+    rows = [{"label": label, "images": 20, "judged": 18, "right": right} for label, right in (("a", 18), ("b", 9))]
+    assert advise(rows) == {"label": "b", "more": 10, "why": "9 of its 18 are answered wrongly"}
+    few = {"label": "c", "images": 1, "judged": 0, "right": 0}
+    assert advise([*rows, few]) == {"label": "c", "more": 4, "why": "it has 1 so far"}
+    assert advise(rows[:1]) is None
+    assert advise([]) is None
 
 
 def test_suspects_of_a_data_set(backbone: Backbone, tmp_path: Path) -> None:

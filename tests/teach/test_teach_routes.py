@@ -133,9 +133,12 @@ def test_other_sites_other_hosts_and_strangers(backbone: Backbone, tmp_path: Pat
         with teaching(session, tmp_path / "tasks") as server:
             assert server.request("GET", ROOT, origin="http://evil.example")[0] == 403
             assert server.request("GET", ROOT, host="evil.example")[0] == 403
-            assert post(server, "/classes", {"label": "x"}, x_forwarded_for="1.2.3.4")[0] == 403
-            assert post(server, "/classes", {"label": "x"}, origin="null")[0] == 403
-            assert post(server, "/classes", {"label": "x"})[0] == 200
+            one = {"entries": [{"key": session.photos.keys[0], "state": "label", "label": "x"}]}
+            assert post(server, "/labels", one, x_forwarded_for="1.2.3.4")[0] == 403
+            assert post(server, "/labels", one, origin="null")[0] == 403
+            assert get(server)["classes"] == []
+            assert post(server, "/labels", one)[0] == 200
+            assert [row["label"] for row in get(server)["classes"]] == ["x"]
         with teaching(session, tmp_path / "tasks", token="secret-token") as server:
             assert server.request("GET", ROOT)[0] == 401
             assert server.request("GET", f"{ROOT}/images/{session.photos.keys[0]}")[0] == 401
@@ -150,6 +153,7 @@ def test_training_attaches_the_task_while_labelling_goes_on(tmp_path: Path) -> N
         assert post(server, "/train", {})[0] == 422
         for path, colour in list(truth.items())[:15]:
             session.label(path, colour)
+        session.wait()
         assert post(server, "/train", {})[1]["state"] == "training"
         assert post(server, "/train", {})[0] == 422  # one at a time
         session.label("05-2.png", "blue")
@@ -157,8 +161,13 @@ def test_training_attaches_the_task_while_labelling_goes_on(tmp_path: Path) -> N
         while (found := get(server)["training"])["state"] == "training":
             assert time.monotonic() < end
             time.sleep(0.2)
-        assert (found["state"], found["labels"], found["message"]) == ("done", 15, "")
-        assert found["metrics"]["accuracy"] > 0.6
+        assert (found["state"], found["labels"], found["split"]) == ("done", 15, "4 folds")
+        assert found["score"] > 0.6
+        assert found["before"]["images"] == 15
+        assert (found["file"], found["report"]) == (str(tmp_path / "tasks" / "x.safetensors"), True)
+        status, headers, report = server.request("GET", f"{ROOT}/report")
+        assert (status, headers["content-disposition"]) == (200, "attachment")
+        assert b"colours" in report
         assert server.store.current.model.names == ["colours"]
         draw("red", 123).save(tmp_path / "new.png")
         data = (tmp_path / "new.png").read_bytes()
@@ -176,4 +185,4 @@ def test_a_training_that_fails_says_why(backbone: Backbone, tmp_path: Path) -> N
         assert time.monotonic() < end
         time.sleep(0.1)
     assert failing.state == "failed"
-    assert "nothing" in failing.message
+    assert "nothing" in failing.to_json()["message"]

@@ -10,16 +10,20 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 from memoro.errors import TeachError
+from memoro.evaluation.metrics import name_split
 
 MOST_TEXT = 2000
 """Letters of a message of the training."""
+SCORES = "accuracy", "mean_average_precision", "r2"
+"""Of classes, several labels, and numbers."""
 
 
 @dataclass
@@ -32,31 +36,33 @@ class Finishing:
     folder: Path
     """The run folder: metrics and report."""
     attach: Callable[[bytes], Any]
-    state: str = "none"
-    """none, training, done, failed or stopped."""
-    message: str = ""
-    result: dict[str, Any] = field(default_factory=dict)
-    """What the command printed."""
-    labels: int = 0
-    """Images that were learned from."""
+    kept: Path | None = None
+    """Where `attach` keeps the task."""
+    state: Literal["none", "training", "done", "failed", "stopped"] = "none"
+    known: dict[str, Any] = field(default_factory=dict)
+    """What else the page shows: of how many labels, the score, the message."""
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def start(self, labels: int) -> None:
-        """Starts a training on the labels that are on disk now."""
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.html"
+
+    def start(self, labels: int, before: Mapping[str, float] | None = None) -> None:
+        """Starts a training on the labels that are on disk now. `before` says how good answers are until then."""
         with self._lock:
             if self.state == "training":
                 raise TeachError("the task is being trained already: wait for it, or stop it first.")
-            output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by the thread that waits
-            errors = tempfile.TemporaryFile()  # noqa: SIM115
+            files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  # closed by the thread that waits
             arguments = [*self.command, "--out", str(self.file), "--folder", str(self.folder), "--json"]
-            with suppress(OSError):
-                self._progress_file.unlink(missing_ok=True)
+            for old in (self._progress_file, self.report):
+                with suppress(OSError):
+                    old.unlink(missing_ok=True)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "memoro", *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+                [sys.executable, "-m", "memoro", *arguments], stdin=subprocess.DEVNULL, stdout=files[0], stderr=files[1]
             )
-            self.state, self.message, self.result, self.labels = "training", "", {}, labels
-            threading.Thread(target=self._wait, args=(self._process, output, errors), daemon=True).start()
+            self.state, self.known = "training", {"labels": labels, "before": before}
+            threading.Thread(target=self._wait, args=(self._process, *files), daemon=True).start()
 
     def stop(self) -> None:
         """Stops a training; what was written before stays."""
@@ -76,14 +82,8 @@ class Finishing:
 
     def to_json(self) -> dict[str, Any]:
         """What the page shows."""
-        found: dict[str, Any] = {"state": self.state, "message": self.message, "labels": self.labels}
-        if self.state == "training":
-            found["epochs"] = self._epochs()
-        if self.state == "done":
-            metrics = {name: value for name, value in self.result.get("metrics", {}).items() if name != "worst_classes"}
-            report = self.folder / "report.html"
-            found |= {"file": str(self.file), "metrics": metrics, "report": str(report) if report.is_file() else None}
-        return found
+        own = {"report": self.state == "done" and self.report.is_file(), "epochs": self._epochs()}
+        return {"state": self.state, "labels": 0, **self.known, **own}
 
     @property
     def _progress_file(self) -> Path:
@@ -97,23 +97,28 @@ class Finishing:
         except (OSError, ValueError, TypeError, AttributeError):
             return 0
 
-    def _wait(self, process: subprocess.Popen[bytes], output: Any, errors: Any) -> None:
+    def _wait(self, process: subprocess.Popen[bytes], output: IO[bytes], errors: IO[bytes]) -> None:
         code = process.wait()
         with output, errors:
-            output.seek(0)
-            errors.seek(0)
-            text, problem = output.read().decode(errors="replace"), errors.read().decode(errors="replace")
+            texts = []
+            for one in (output, errors):
+                one.seek(0)
+                texts.append(one.read().decode(errors="replace"))
         with self._lock:
             if self.state != "training":
                 return
             try:
                 if code:
-                    raise TeachError(problem.strip().removeprefix("error: ")[-MOST_TEXT:] or f"exit code {code}")
-                self.result = json.loads(text)
+                    raise TeachError(texts[1].strip().removeprefix("error: ")[-MOST_TEXT:] or f"exit code {code}")
+                metrics = json.loads(texts[0]).get("metrics", {})
                 self.attach(self.file.read_bytes())
+                score = next((metrics[name] for name in SCORES if name in metrics), None)
+                split = name_split(metrics["split"]) if metrics else None
+                file = str(self.kept or self.file)
+                self.known |= {"score": score, "split": split, "file": file, "ended": time.time()}
                 self.state = "done"
             except Exception as error:  # whatever it is, the page says it
-                self.state, self.message = "failed", str(error)
+                self.state, self.known = "failed", {**self.known, "message": str(error)}
 
 
 def shell_commands(command: Sequence[str], task: Path, tasks: Path, photos: str) -> list[str]:

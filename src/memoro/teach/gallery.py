@@ -57,7 +57,8 @@ class Gallery:
         self._bytes = 0
         self._lock = threading.Lock()
         self._wanted: deque[int] = deque()
-        self._next = 0
+        # In an order that says nothing: the first ones are a sample of all, whatever the folders are.
+        self._order = deque(sorted(range(len(photos)), key=photos.keys.__getitem__))
 
     @property
     def done(self) -> int:
@@ -92,6 +93,11 @@ class Gallery:
         new = [at for at in index if not self.ready[at] and at not in self.unreadable]
         with self._lock:
             self._wanted.extendleft(reversed(new))
+
+    def waiting(self) -> list[int]:
+        """Images without statistics yet, those that come next first."""
+        with self._lock:
+            return [at for at in [*self._wanted, *self._order] if not self.ready[at] and at not in self.unreadable]
 
     def step(self) -> list[int]:
         """Computes the statistics of some more images, and returns which; none where all are done."""
@@ -136,8 +142,8 @@ class Gallery:
                 at = self._wanted.popleft()
                 if not self.ready[at] and at not in self.unreadable and at not in chunk:
                     chunk.append(at)
-            while self._next < len(self.photos) and len(chunk) < CHUNK:
-                at, self._next = self._next, self._next + 1
+            while self._order and len(chunk) < CHUNK:
+                at = self._order.popleft()
                 if not self.ready[at] and at not in self.unreadable and at not in chunk:
                     chunk.append(at)
         return chunk

@@ -26,8 +26,6 @@ STATES: tuple[State, ...] = get_args(State)
 LEARNED = frozenset({"label", "keep", "accept"})
 """Decisions that make an image a training image."""
 COLUMN: Mapping[HeadKind, str] = {"softmax": "label", "multilabel": "labels", "regression": "number"}
-CLASS = "class"
-"""In place of a state: the row adds a class, and has no path."""
 MOST_LETTERS = 200
 """Of a class's name."""
 BETWEEN = "|"
@@ -73,7 +71,6 @@ class LabelTable:
             self._hold()
         try:
             self.rows: list[Row] = []
-            self.classes: list[str] = []
             self.kind: HeadKind = kind or "softmax"
             self.skipped = 0
             """Rows that cannot be read."""
@@ -95,15 +92,6 @@ class LabelTable:
             self._write([(path, self._cell(decision), decision.state) for path, decision in decisions])
             self.rows += [Row(path, decision) for (path, _), decision in zip(decisions, done, strict=True)]
             return done
-
-    def add_class(self, name: str) -> str:
-        """Adds a class, which may have no images yet, and returns its name as it is kept."""
-        name = check_label(name, self.kind)
-        with self._lock:
-            if name not in self.classes:
-                self._write([("", name, CLASS)])
-                self.classes.append(name)
-        return name
 
     def close(self) -> None:
         if self._held is not None:
@@ -163,9 +151,6 @@ class LabelTable:
     def _take(self, cells: Sequence[str]) -> None:
         try:
             path, label, state = map(_unescape, cells)
-            if state == CLASS:
-                self.classes.append(label)
-                return
             known: State = STATES[STATES.index(state)]
             given = read_label(label, self.kind) if state in LEARNED else None
             decision = Decision(known, given, len(self.rows) + 1)

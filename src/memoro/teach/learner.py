@@ -80,7 +80,10 @@ class Learner:
             learned = solve(lesson, gallery.read, gallery.reads, find_groups(gallery.images(lesson.index.tolist())))
         labels = lesson.labels if lesson is not None else () if self._start is None else self._start.labels
         new = Knowledge(version, done, learned, tuple(labels))
-        self.now = replace(new, answers=self._answer(new, ready))
+        answers = self._answer(new, ready)
+        if learned is not None and answers is not None:
+            answers[learned.lesson.index] = learned.left_out  # what is known of an image without its own label
+        self.now = replace(new, answers=answers)
         if learned is not None:
             self.now = replace(self.now, doubts=tuple(doubts(learned)))
         return True

@@ -99,6 +99,12 @@ class Learned:
         """(l, labels) probabilities, or numbers, by solutions without the image and its near-duplicates."""
         return HEADS[self.lesson.kind].probabilities(self.readout.held_out)
 
+    @property
+    def possible(self) -> Tensor:
+        """(l) whether the left-out answer can be right: not for the only image of a class."""
+        targets = self.lesson.targets
+        return targets.bincount()[targets] > 1 if self.lesson.kind == "softmax" else torch.ones(len(targets)) > 0
+
     def answer(self, read: Read, index: Tensor) -> Tensor:
         """(b, labels) probabilities, or numbers, for any images; for those of the lesson, they are not left out."""
         weight, bias = self.readout.weight, self.readout.bias
@@ -116,8 +122,8 @@ class Learned:
         return (answers - targets).abs().mean(dim=1)
 
     def figure(self) -> dict[str, float] | None:
-        """The mean score with an interval of 95 %, of the images that a person labelled."""
-        scores = self.scores()[self.lesson.judged].double()
+        """The mean score with an interval of 95 %, of the images that a person labelled and that can be judged."""
+        scores = self.scores()[self.lesson.judged & self.possible].double()
         if len(scores) < LEAST:
             return None
         mean = float(scores.mean())
@@ -129,15 +135,15 @@ class Learned:
         return {"images": len(scores), "value": mean, "low": low, "high": high}
 
     def by_class(self) -> list[dict[str, Any]]:
-        """For each class its images, how many of them are answered rightly, and with what others are confused."""
+        """For each class its images, how many of them are answered rightly, and what others are taken for."""
         if self.lesson.kind == "regression":
             return []
         answers, targets, labels = self.left_out, self.lesson.targets, self.lesson.labels
         rows: list[dict[str, Any]] = []
         for at, label in enumerate(labels):
-            mine = targets == at if self.lesson.kind == "softmax" else targets[:, at] > 0.5
+            mine = self.possible & (targets == at if self.lesson.kind == "softmax" else targets[:, at] > 0.5)
             guesses = answers[mine]
-            row: dict[str, Any] = {"label": label, "images": int(mine.sum()), "confused": None}
+            row: dict[str, Any] = {"label": label, "judged": int(mine.sum()), "confused": None}
             if self.lesson.kind == "softmax":
                 chosen = guesses.argmax(dim=1)
                 row["right"] = int((chosen == at).sum())
@@ -185,21 +191,20 @@ def find_groups(images: ImageSet) -> Tensor:
         return torch.arange(len(images), device="cpu")
 
 
-def advise(rows: Sequence[Mapping[str, Any]], classes: Sequence[str]) -> dict[str, Any] | None:
-    """The class of which further labels would help most, how many, and why; None where it makes no difference."""
-    known = {row["label"]: row for row in rows}
-    counts = [(known[name]["images"] if name in known else 0, name) for name in classes]
-    if not counts:
+def advise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The class of which further labels would help most, how many, and why; None where it makes no difference. A row
+    of a class has its label, its labelled `images`, and how many of those that are `judged` are answered rightly."""
+    if not rows:
         return None
-    fewest, name = min(counts)
-    if fewest < FEW:
-        return {"label": name, "more": FEW - fewest, "why": f"it has {fewest} so far"}
-    wrong = {row["label"]: row["images"] - row["right"] for row in rows}
-    if not any(wrong.values()):
-        return None
-    name = max(wrong, key=lambda one: (wrong[one] / known[one]["images"] * math.sqrt(wrong[one]), one))
-    more = min(HELPFUL, max(FEW, math.ceil(float(np.median([count for count, _ in counts])) / 2)))
-    return {"label": name, "more": more, "why": f"{wrong[name]} of its {known[name]['images']} are answered wrongly"}
+    few = min(rows, key=lambda row: (row["images"], row["label"]))
+    if few["images"] < FEW:
+        return {"label": few["label"], "more": FEW - few["images"], "why": f"it has {few['images']} so far"}
+    wrong, judged, name = max(
+        ((row["judged"] - row["right"], row["judged"], row["label"]) for row in rows),
+        key=lambda one: (one[0] ** 1.5 / max(1, one[1]), one[2]),
+    )
+    more = min(HELPFUL, max(FEW, math.ceil(float(np.median([row["images"] for row in rows])) / 2)))
+    return {"label": name, "more": more, "why": f"{wrong} of its {judged} are answered wrongly"} if wrong else None
 
 
 def _wilson(share: float, count: int) -> tuple[float, float]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
-from urllib.parse import quote
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,12 +20,14 @@ from memoro.teach.labels import COLUMN, NOTHING, Decision, State, label_text, re
 from memoro.teach.learning import Lesson, advise
 from memoro.teach.session import SURE, Change, Session
 from memoro.teach.suggestions import WAYS
-from memoro.teach.suspects import overlaps
+from memoro.teach.suspects import CONTRADICTED, Suspect, overlaps
 
 MOST_SHOWN = 100
 """Images of a page of the grid."""
 MOST_CHANGES = 1000
 """Decisions of one request."""
+ATTACHED = {"content-disposition": "attachment"}
+"""Never shown by a browser as a page of this server."""
 View = Literal["next", "all", "unlabelled", "labelled", "sure", "suspects", "unreadable"]
 Asked = Annotated[list[str] | None, Query(alias="keys")]
 Label = str | float | list[str] | None
@@ -47,10 +49,6 @@ class Entry(_Strict):
 
 class Entries(_Strict):
     entries: list[Entry] = Field(min_length=1, max_length=MOST_CHANGES)
-
-
-class NewClass(_Strict):
-    label: str
 
 
 def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands: Sequence[str]) -> None:
@@ -76,8 +74,8 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
         if asked:
             chosen = [_find(session, key) for key in asked[:MOST_SHOWN]]
         elif view == "next":
-            found = session.suggest(limit, by)
-            chosen, reasons = [one.image for one in found], {one.image: one.reason for one in found}
+            reasons = {one.image: one.reason for one in session.suggest(limit, by)}
+            chosen = [*reasons, *session.unread(limit - len(reasons))]  # pictures come at once, statistics follow
         else:
             chosen, reasons = _choose(session, view, label)
         page = chosen[offset : offset + limit]
@@ -100,10 +98,6 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
         ]
         return _json({"changed": rows, "refused": len(wanted) - len(done), "version": session.version})
 
-    @router.post("/classes")
-    def add_class(new: NewClass) -> Response:
-        return _json({"label": session.add_class(new.label), "classes": session.classes})
-
     @router.post("/images")
     async def add_image(request: Request, label: str) -> Response:
         data = await request.body()
@@ -117,7 +111,7 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
         learned = session.training()
         if Lesson.of(learned, session.kind, session.classes) is None:
             raise TeachError("label images of at least two classes first.")
-        finishing.start(len(learned))
+        finishing.start(len(learned), session.accuracy())
         return _json(finishing.to_json(), 202)
 
     @router.delete("/train")
@@ -127,9 +121,13 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
 
     @router.get("/table")
     def table() -> Response:
-        name = quote(f"{session.name}-labels.csv", safe="")
-        headers = {"content-disposition": f"attachment; filename*=UTF-8''{name}"}
-        return Response(write_table(session), media_type="text/csv", headers=headers)
+        return Response(write_table(session), media_type="text/csv", headers=ATTACHED)
+
+    @router.get("/report")
+    def report() -> Response:
+        if not finishing.to_json()["report"]:
+            raise ServeError("there is no report: train the task first.", 404)
+        return Response(finishing.report.read_bytes(), media_type="text/html", headers=ATTACHED)
 
     app.include_router(router)
 
@@ -138,9 +136,11 @@ def describe(session: Session, finishing: Finishing, commands: Sequence[str]) ->
     """All that the page shows beside the images."""
     now, decisions = session.learner.now, list(session.decided().values())
     counts = {name: sum(one.state == name for one in decisions) for name in ("none", "skip", "accept")}
-    judged = now.learned.by_class() if now.learned is not None else []
-    known = {row["label"]: row for row in judged}
-    rows = [{**known.get(name, {"images": 0, "right": 0, "confused": None}), "label": name} for name in session.classes]
+    labels = [one.label for one in decisions if one.learned]
+    images = Counter(name for label in labels for name in (label if isinstance(label, tuple) else [label]))
+    known = {} if now.learned is None else {row["label"]: row for row in now.learned.by_class()}
+    none = {"judged": 0, "right": 0, "confused": None}
+    rows = [{**none, **known.get(name, {}), "label": name, "images": images[name]} for name in session.classes]
     return {
         "name": session.name,
         "photos": session.photos.name,
@@ -152,7 +152,7 @@ def describe(session: Session, finishing: Finishing, commands: Sequence[str]) ->
         "images": len(session.photos),
         "ready": int(session.gallery.ready.sum()),
         "unreadable": len(session.gallery.unreadable),
-        "labelled": sum(one.learned for one in decisions),
+        "labelled": len(labels),
         **counts,
         "missing": session.missing,
         "sure": len(session.sure()),
@@ -160,7 +160,7 @@ def describe(session: Session, finishing: Finishing, commands: Sequence[str]) ->
         "threshold": SURE,
         "figure": session.accuracy(),
         "curve": sorted((count, point) for count, point in dict(session.learner.curve).items() if point),
-        "advice": None if session.kind == "regression" else advise(judged, session.classes),
+        "advice": None if session.kind == "regression" else advise(rows),
         "overlaps": [] if now.learned is None else overlaps(now.learned)[:5],
         "ways": WAYS,
         "backbone": session.backbone.name,
@@ -202,7 +202,7 @@ def _choose(session: Session, view: View, label: str | None) -> tuple[list[int],
     if view == "suspects":
         suspects = session.suspects()
         places = [session.photos.by_path[one.path] for one in suspects]
-        return places, {at: f"answered {one.answer}: {one.reason}" for at, one in zip(places, suspects, strict=True)}
+        return places, {at: _doubt(one) for at, one in zip(places, suspects, strict=True)}
     if view == "unreadable":
         return sorted(session.gallery.unreadable), {}
     decisions = dict(session.decisions)
@@ -214,6 +214,11 @@ def _choose(session: Session, view: View, label: str | None) -> tuple[list[int],
     if view == "labelled":  # the last ones first
         return [at for at in reversed(decisions) if tests[view](decisions[at])], {}
     return [at for at in range(len(session.photos)) if tests[view](decisions.get(at, NOTHING))], {}
+
+
+def _doubt(suspect: Suspect) -> str:
+    short = suspect.reason == CONTRADICTED and suspect.probability is not None
+    return f"answered {suspect.answer}: {f'its label has {suspect.probability:.0%}' if short else suspect.reason}"
 
 
 def _decided(decision: Decision) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def run_teaching(
     store = open_store([f"{tasks}/"], lambda record: session.backbone)
     file = tasks / f"{session.name}.safetensors"
     work = tasks / RUNS / session.name
-    finishing = Finishing(command, work / file.name, work, lambda data: store.attach(data, session.name))
+    finishing = Finishing(command, work / file.name, work, lambda data: store.attach(data, session.name), file)
     commands = shell_commands(command, file, tasks, session.photos.place)
 
     def extend(app: Any) -> None:

@@ -31,8 +31,6 @@ from memoro.training import TrainOptions, train
 SURE = 0.95
 """Probability from which a guess may be accepted without a closer look."""
 TABLE = "labels.csv"
-IDLE = 0.5
-"""Seconds after which the background looks for work by itself."""
 
 
 class Change(NamedTuple):
@@ -74,7 +72,8 @@ class Session(AbstractContextManager["Session"]):
         rows = [(photos.by_path.get(row.path), row) for row in table.rows]
         self.missing = sum(at is None and row.path != "" for at, row in rows)
         """Rows of the table whose images are no longer there."""
-        self._classes = dict.fromkeys([*labels, *(start.labels if start is not None else ()), *table.classes])
+        self._named = (*labels, *(start.labels if start is not None else ()))
+        self._classes = dict.fromkeys(self._named)
         for decision in self.decisions.values():
             self._know(decision)
         for at, row in rows:
@@ -84,7 +83,7 @@ class Session(AbstractContextManager["Session"]):
         """Grows with every decision."""
         self.failure: str | None = None
         """What went wrong in the background, if anything did."""
-        self._lock, self._changed, self._stopped = threading.Lock(), threading.Condition(), False
+        self._lock, self._changed, self._stopped, self._events = threading.Lock(), threading.Condition(), False, 0
         works = (lambda: bool(self.gallery.step()), self._learn) if table.writable else ()
         self._threads = [threading.Thread(target=self._work, args=(work,), daemon=True) for work in works]
         for thread in self._threads:
@@ -103,8 +102,14 @@ class Session(AbstractContextManager["Session"]):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """All classes, in the order in which they became known; for numbers, what they are called."""
-        return ("number",) if self.kind == "regression" else tuple(self._classes)
+        """The classes that were named or that images have, in the order in which they became known; for numbers, what
+        they are called."""
+        if self.kind == "regression":
+            return ("number",)
+        used = {*self._named}
+        for one in self.training().values():
+            used.update(one.label if isinstance(one.label, tuple) else [str(one.label)])
+        return tuple(name for name in self._classes if name in used)
 
     def label(self, images: int | str | Iterable[int | str], label: Any) -> None:
         """Gives one or several images a label: a class, a list of labels, or a number. None: none of the labels.
@@ -132,16 +137,6 @@ class Session(AbstractContextManager["Session"]):
         self._notify()
         return [(at, before, now) for (at, before, _), now in zip(wanted, done, strict=True)]
 
-    def add_class(self, name: str) -> str:
-        """Adds a class without images, and returns its name as it is kept."""
-        if self.kind == "regression":
-            raise TeachError("images have numbers here: there are no classes.")
-        with self._lock:
-            found = self.table.add_class(name)
-            self._classes.setdefault(found)
-            self.version += 1
-        return found
-
     def add(self, data: bytes, label: Any) -> int:
         """Adds an encoded image and its label, as one that was answered wrongly elsewhere; returns its position."""
         at = self.gallery.add(data)
@@ -168,6 +163,11 @@ class Session(AbstractContextManager["Session"]):
             None if known.answers is None else known.answers[rest],
         )
         return [Suggestion(int(ready[one.image]), one.reason) for one in suggest(scene, count, by)]
+
+    def unread(self, count: int) -> list[int]:
+        """Undecided images without statistics yet."""
+        decided = self.decided()
+        return [at for at in self.gallery.waiting() if at not in decided][:count]
 
     def guesses(self) -> dict[str, dict[str, float]]:
         """For each image that has statistics, the probabilities of the labels, or the number."""
@@ -265,19 +265,25 @@ class Session(AbstractContextManager["Session"]):
         return self.learner.step(decisions, self.classes, version)
 
     def _work(self, work: Callable[[], bool]) -> None:
-        """Calls `work` until the session is closed; waits where there was nothing to do."""
+        """Calls `work` until the session is closed or it fails; waits where there was nothing to do."""
         while not self._stopped:
+            seen = self._events
             try:
                 busy = work()
             except Exception as error:  # the page says so; labels go on
-                self.failure, busy = f"{type(error).__name__}: {error}", False
-            self._notify()
+                self.failure = f"{type(error).__name__}: {error}"
+                self._notify()
+                return
+            if busy:
+                self._notify()
+                continue
             with self._changed:
-                if not busy and not self._stopped:
-                    self._changed.wait(IDLE)
+                while self._events == seen and not self._stopped:
+                    self._changed.wait()
 
     def _notify(self) -> None:
         with self._changed:
+            self._events += 1
             self._changed.notify_all()
 
 

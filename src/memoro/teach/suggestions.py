@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from memoro.errors import TeachError
 from memoro.heads import HeadKind
 
 WAYS = {
-    "auto": "what helps most: one of each group first, then unsure ones that differ from each other",
+    "auto": "what helps most",
     "uncertainty": "the guess is unsure",
     "unlike": "unlike anything labelled",
     "groups": "one of each group of images that look alike",
@@ -57,27 +57,20 @@ def suggest(scene: Scene, count: int, by: str = "auto", seed: int = 0) -> list[S
     if count <= 0:
         return []
     margin = _margin(scene)
-    if by == "auto":
-        cold = len(scene.labelled) < COLD * max(LEAST_CLASSES, len(scene.labels))
-        by = "groups" if cold or margin is None else "spread"
-    if by == "groups":
+    if by == "groups" or (by == "auto" and (margin is None or len(scene.labelled) < COLD * max(2, len(scene.labels)))):
         return _one_of_each_group(scene, count, seed)
     if by == "unlike":
         chosen = _spread(scene, torch.ones(len(scene.candidates)), count)
-        return [Suggestion(at, "unlike anything labelled") for at in chosen]
+        return [Suggestion(int(scene.candidates[at]), "unlike anything labelled") for at in chosen]
     if margin is None:
         raise TeachError(f"there are no guesses to choose by {by!r} yet: label images of two classes first.")
-    if by == "spread":
-        order = _positions(scene, _spread(scene, (1 - margin).clamp(min=1e-3).square(), count))
-    elif by == "border":
-        order = _border(scene, margin, count)
+    if by == "auto":
+        order = _spread(scene, (1 - margin).clamp(min=1e-3).square(), count)
     else:
-        order = margin.argsort(stable=True)[:count]
-    reason = _border_reason if by == "border" else _unsure_reason
-    return [Suggestion(int(scene.candidates[at]), reason(scene, at)) for at in order.tolist()]
-
-
-LEAST_CLASSES = 2
+        order = margin.argsort(stable=True).tolist()
+        if by == "border":
+            order = _in_turn(scene, order)
+    return [Suggestion(int(scene.candidates[at]), _reason(scene, at, by)) for at in order[:count]]
 
 
 def _margin(scene: Scene) -> Tensor | None:
@@ -91,16 +84,15 @@ def _margin(scene: Scene) -> Tensor | None:
 
 
 def _spread(scene: Scene, weight: Tensor, count: int) -> list[int]:
-    """Images one after the other, each with the largest product of weight and squared distance to what is labelled or
-    was chosen before."""
+    """Candidates one after the other, each with the largest product of weight and squared distance to what is labelled
+    or was chosen before."""
     tokens = scene.tokens[scene.candidates]
     distance = _distance(tokens, scene.tokens[scene.labelled])
-    chosen = []
+    chosen: list[int] = []
     for _ in range(count):
-        at = int((distance * weight).argmax())
-        chosen.append(int(scene.candidates[at]))
-        distance = torch.minimum(distance, _distance(tokens, tokens[at : at + 1]))
-        distance[at] = -1.0
+        chosen.append(int((distance * weight).argmax()))
+        distance = torch.minimum(distance, _distance(tokens, tokens[chosen[-1:]]))
+        distance[chosen[-1]] = -1.0
     return chosen
 
 
@@ -108,8 +100,7 @@ def _distance(tokens: Tensor, others: Tensor) -> Tensor:
     """(n) squared distances to the nearest of some tokens; 4, the largest one there can be, without any."""
     if not len(others):
         return tokens.new_full((len(tokens),), 4.0)
-    parts = [2 - 2 * (block @ others.T).max(dim=1).values for block in torch.split(tokens, BLOCK)]
-    return torch.cat(parts).clamp(min=0)
+    return (2 - 2 * _nearest(tokens, others)[1]).clamp(min=0)
 
 
 def _one_of_each_group(scene: Scene, count: int, seed: int) -> list[Suggestion]:
@@ -119,38 +110,30 @@ def _one_of_each_group(scene: Scene, count: int, seed: int) -> list[Suggestion]:
     sample = known[torch.randperm(len(known), generator=generator)[:MOST_GROUPED]]
     centers = _centers(scene.tokens[sample], len(scene.labelled) + count, generator)
     group, near = _nearest(scene.tokens[known], centers)
-    sizes = group.bincount(minlength=len(centers))
-    group_of, near_of = group[len(scene.labelled) :], near[len(scene.labelled) :]
-    decided = group[: len(scene.labelled)].bincount(minlength=len(centers))
-    order = sorted(range(len(centers)), key=lambda one: (int(decided[one]), -int(sizes[one])))
-    chosen: list[Suggestion] = []
-    rest = near_of.clone()
-    while len(chosen) < count:
-        before = len(chosen)
-        for one in order:
-            members = ((group_of == one) & (rest > -2)).nonzero().flatten()
-            if len(members) and len(chosen) < count:
-                at = members[rest[members].argmax()]
-                rest[at] = -3.0
-                reason = f"typical of {int(sizes[one])} that look alike" if sizes[one] > 1 else "like no other"
-                chosen.append(Suggestion(int(scene.candidates[at]), reason))
-        if len(chosen) == before:
-            break
-    return chosen
+    sizes, labelled = group.bincount(minlength=len(centers)).tolist(), len(scene.labelled)
+    decided = group[:labelled].bincount(minlength=len(centers)).tolist()
+    members: list[list[int]] = [[] for _ in sizes]
+    for at in near[labelled:].argsort(descending=True, stable=True).tolist():
+        members[int(group[labelled + at])].append(at)
+    order = sorted(range(len(sizes)), key=lambda one: (decided[one], -sizes[one]))
+    rounds = [(turn, one) for turn in range(max(sizes)) for one in order if turn < len(members[one])]
+    return [
+        Suggestion(
+            int(scene.candidates[members[one][turn]]),
+            f"typical of {sizes[one]} that look alike" if sizes[one] > 1 else "like no other",
+        )
+        for turn, one in rounds[:count]
+    ]
 
 
 def _centers(tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """(k, dim) the centres of groups, by k-means."""
-    count = min(count, len(tokens))
-    first = int(torch.randint(len(tokens), (1,), generator=generator))
-    centers = [tokens[first]]
-    distance = _distance(tokens, tokens[first : first + 1])
-    for _ in range(count - 1):
-        total = float(distance.sum())
-        draw = torch.multinomial(distance, 1, generator=generator) if total > 0 else torch.tensor([0])
-        centers.append(tokens[int(draw)])
-        distance = torch.minimum(distance, _distance(tokens, tokens[draw]))
-    found = torch.stack(centers)
+    chosen = torch.randint(len(tokens), (1,), generator=generator)
+    distance = _distance(tokens, tokens[chosen])
+    while len(chosen) < min(count, len(tokens)) and float(distance.sum()) > 0:
+        chosen = torch.cat([chosen, torch.multinomial(distance, 1, generator=generator)])
+        distance = torch.minimum(distance, _distance(tokens, tokens[chosen[-1:]]))
+    found = tokens[chosen]
     for _ in range(ROUNDS):
         group, _ = _nearest(tokens, found)
         sums = torch.zeros_like(found).index_add_(0, group, tokens)
@@ -165,38 +148,23 @@ def _nearest(tokens: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
 
 
-def _border(scene: Scene, margin: Tensor, count: int) -> Tensor:
-    """Images between two classes, of different pairs in turn."""
+def _in_turn(scene: Scene, order: list[int]) -> list[int]:
+    """Images in this order, but of different pairs of classes in turn."""
     assert scene.answers is not None
     if scene.kind == "multilabel":
-        return margin.argsort(stable=True)[:count]
-    pairs = scene.answers.topk(2, dim=1).indices.sort(dim=1).values
-    number = pairs[:, 0] * len(scene.labels) + pairs[:, 1]
-    turn: dict[int, int] = {}
-    ranked = []
-    for at in margin.argsort(stable=True).tolist():
-        pair = int(number[at])
-        turn[pair] = turn.get(pair, -1) + 1
-        ranked.append((turn[pair], float(margin[at]), at))
-    return torch.tensor([at for _, _, at in sorted(ranked)[:count]])
+        return order
+    pairs = [tuple(sorted(pair)) for pair in scene.answers.topk(2, dim=1).indices.tolist()]
+    seen: Counter[tuple[int, ...]] = Counter()
+    turns = {}
+    for at in order:
+        turns[at] = seen[pairs[at]]
+        seen[pairs[at]] += 1
+    return sorted(order, key=turns.__getitem__)
 
 
-def _positions(scene: Scene, chosen: Sequence[int]) -> Tensor:
-    place = {image: at for at, image in enumerate(scene.candidates.tolist())}
-    return torch.tensor([place[image] for image in chosen])
-
-
-def _unsure_reason(scene: Scene, at: int) -> str:
+def _reason(scene: Scene, at: int, by: str) -> str:
     assert scene.answers is not None
     if scene.kind == "multilabel":
         return f"unsure about {scene.labels[int((scene.answers[at] - 0.5).abs().argmin())]}"
     first, second = (scene.labels[label] for label in scene.answers[at].topk(2).indices.tolist())
-    return f"unsure: {first} or {second}"
-
-
-def _border_reason(scene: Scene, at: int) -> str:
-    assert scene.answers is not None
-    if scene.kind == "multilabel":
-        return _unsure_reason(scene, at)
-    first, second = (scene.labels[label] for label in scene.answers[at].topk(2).indices.tolist())
-    return f"between {first} and {second}"
+    return f"between {first} and {second}" if by == "border" else f"unsure: {first} or {second}"

@@ -16,15 +16,14 @@ from torch import Tensor
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.precision import Precision
 from memoro.data import load_data
-from memoro.data.dataset import ImageSet, Splits
+from memoro.data.dataset import Splits
 from memoro.errors import TeachError
 from memoro.evaluation.predictions import no_formula
-from memoro.heads import HeadKind
 from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_task
-from memoro.teach.labels import label_text
-from memoro.teach.learning import Learned, Lesson, find_groups, solve, used_labels
+from memoro.teach.labels import Decision, label_text
+from memoro.teach.learning import Learned, Lesson, find_groups, solve
 from memoro.teach.photos import label_of
 from memoro.training.recipe import TrainOptions
 from memoro.training.statistics import StatisticsReader
@@ -81,7 +80,7 @@ def doubts(learned: Learned) -> list[Doubt]:
     else:
         for at in rank(learned).tolist():
             best = int(answers[at].argmax())
-            if best != targets[at]:
+            if best != targets[at] and learned.possible[at]:
                 share = float(answers[at, targets[at]])
                 found.append(Doubt(at, lesson.labels[best], share))
         known = {doubt.at for doubt in found}
@@ -139,16 +138,14 @@ def suspects(
     steps = chosen.preprocessing if known is None else known.spec.preprocessing
     options = TrainOptions(quiet=True)
     flat = StatisticsReader(chosen, options).read(images, steps or chosen.preprocessing)
-    lesson = _lesson_of(images)
-    groups = find_groups(replace(images, kind="regression"))
-
-    def read(index: Tensor) -> Tensor:
-        return flat(index).flatten(1)
-
-    learned = solve(lesson, read, ReadOut.of(chosen.anatomy), groups)
-    return [
-        Suspect(images.where(doubt.at), label_text(label_of(images, doubt.at)), *doubt[1:]) for doubt in doubts(learned)
-    ]
+    labels = [label_of(images, at) for at in range(len(images))]
+    decisions = {at: Decision("label", label) for at, label in enumerate(labels)}
+    lesson = Lesson.of(decisions, images.kind, images.labels)
+    if lesson is None:
+        raise TeachError(f"{images.name}: labels can only be doubted where there are two classes, and images of each.")
+    groups = find_groups(replace(images, kind="regression"))  # whatever the labels
+    learned = solve(lesson, lambda index: flat(index).flatten(1), ReadOut.of(chosen.anatomy), groups)
+    return [Suspect(images.where(doubt.at), label_text(labels[doubt.at]), *doubt[1:]) for doubt in doubts(learned)]
 
 
 def suspects_csv(found: Sequence[Suspect]) -> str:
@@ -161,28 +158,13 @@ def suspects_csv(found: Sequence[Suspect]) -> str:
 
 def _copies(learned: Learned) -> list[Doubt]:
     """Images with a near-duplicate of another class."""
-    lesson = learned.lesson
-    found = []
-    for number, count in enumerate(learned.groups.bincount().tolist()):
-        if count < 2:
-            continue
+    targets, labels, found = learned.lesson.targets, learned.lesson.labels, []
+    for number in (learned.groups.bincount() > 1).nonzero().flatten():
         members = (learned.groups == number).nonzero().flatten()
-        given = lesson.targets[members]
-        if bool((given == given[0]).all()):
-            continue
-        for at, target in zip(members.tolist(), given.tolist(), strict=True):
-            other = lesson.labels[int(given[given != target].mode().values)]
-            found.append(
-                Doubt(at, other, float(learned.left_out[at, target]), f"a near-duplicate has the label {other}")
-            )
+        for at in members.tolist():
+            others = targets[members][targets[members] != targets[at]]
+            if len(others):
+                reason = f"a near-duplicate has the label {labels[int(others.mode().values)]}"
+                share = float(learned.left_out[at, targets[at]])
+                found.append(Doubt(at, labels[int(learned.left_out[at].argmax())], share, reason))
     return found
-
-
-def _lesson_of(images: ImageSet) -> Lesson:
-    count, labels, targets = len(images), images.labels, images.targets
-    kind: HeadKind = images.kind
-    if kind == "softmax":
-        labels, targets = used_labels(labels, targets)
-    if count < 2 or (kind == "softmax" and len(labels) < 2):
-        raise TeachError(f"{images.name}: labels can only be doubted where there are two classes, and images of each.")
-    return Lesson(torch.arange(count), labels, targets, kind, torch.ones(count, dtype=torch.bool))

@@ -5,15 +5,18 @@ import { byId, el, number, percent } from "./parts.js";
 const DRAGGED = 6; // pixels from which a press is a rectangle
 
 export class Grid {
-  /** `actions`: decide(images, choose), undo(), more(), picture(key, large), describe(key). */
+  /** `actions`: decide(images, choose), undo(), more(), picture(key, large), describe(key), types(key), stays(). */
   constructor(place, actions) {
     Object.assign(this, { place, actions, cards: new Map(), at: null, from: null });
-    place.addEventListener("keydown", (event) => this.pressed(event));
+    for (const one of [place, byId("teach-large")]) one.addEventListener("keydown", (event) => this.pressed(event));
     place.addEventListener("click", (event) => this.clicked(event));
-    place.addEventListener("dblclick", (event) => this.open(event.target.closest("[data-key]")?.dataset.key));
+    place.addEventListener("dblclick", (event) => this.enlarge(event.target.closest("[data-key]")?.dataset.key));
     place.addEventListener("focusin", (event) => this.reach(event.target.closest("[data-key]")?.dataset.key));
     place.addEventListener("pointerdown", (event) => this.drag(event));
-    byId("teach-large").addEventListener("close", () => this.focus());
+    byId("teach-large").addEventListener("close", ({ target }) => { // the browser has gone back to the first image
+      this.reach(target.dataset.shown);
+      this.focus();
+    });
   }
 
   get keys() {
@@ -47,24 +50,39 @@ export class Grid {
   update(images) {
     for (const image of images) {
       const card = this.cards.get(image.key);
-      if (!card) continue;
+      if (!card || image.row < card.image.row) continue; // an answer that a later decision has overtaken
       const reason = image.reason || card.image.reason;
       card.image = { ...card.image, ...image, reason };
       this.write(card);
     }
   }
 
+  /** Decides about the chosen images, and goes on to the next one at once: keys may come faster than answers. */
   async apply(state, choose = () => ({ state })) {
-    const images = this.chosen();
+    const images = this.chosen(), cards = images.map((image) => this.cards.get(image.key));
     if (!images.length) return;
-    const last = this.keys.indexOf(images.at(-1).key);
-    for (const card of this.cards.values()) card.chosen = false;
-    const one = state === "keep" ? (image) => (image.label === null ? {} : { state, label: image.label }) : choose;
-    await this.actions.decide(images, one);
-    const rest = [...this.keys.slice(last + 1), ...this.keys.slice(0, last)];
-    if (this.cards.has(images.at(-1).key) && images.length) this.at = rest.find((key) => this.cards.get(key).image.state === "clear") ?? this.at;
-    this.mark();
-    if (!byId("teach-large").open && this.place.contains(document.activeElement)) this.focus();
+    const done = this.actions.decide(images, choose);
+    if (!this.actions.stays(state)) {
+      const last = this.keys.indexOf(images.at(-1).key);
+      for (const card of this.cards.values()) card.chosen = false;
+      for (const card of cards) card.busy = true;
+      const rest = [...this.keys.slice(last + 1), ...this.keys.slice(0, last)];
+      this.at = rest.find((key) => this.open(this.cards.get(key))) ?? this.at;
+      this.mark();
+      this.follow();
+    }
+    await done;
+    for (const card of cards) card.busy = false;
+  }
+
+  open(card) {
+    return card.image.state === "clear" && !card.image.error && !card.busy;
+  }
+
+  /** Shows where the keyboard is: in the grid, or at the image in large. */
+  follow() {
+    if (byId("teach-large").open) this.enlarge(this.at);
+    else if (this.place.contains(document.activeElement)) this.focus();
   }
 
   focus() {
@@ -97,7 +115,7 @@ export class Grid {
   write(card) {
     const { image } = card, name = (label) => (Array.isArray(label) ? label.join(", ") || "none of the labels" : typeof label === "number" ? number(label) : label);
     const decided = { label: name(image.label), keep: `${name(image.label)} ✓✓`, accept: `${name(image.label)} (accepted)`, none: "none of these", skip: "skipped", clear: "" }[image.state];
-    const guess = image.guess === null || image.guess === undefined ? "" : `${name(image.guess)}?${typeof image.share === "number" ? ` ${percent(image.share)}` : ""}`;
+    const guess = decided || image.guess === null || image.guess === undefined ? "" : `${name(image.guess)}?${typeof image.share === "number" ? ` ${percent(image.share)}` : ""}`;
     const key = JSON.stringify([decided, guess, image.reason, image.error]);
     if (card.written === key) return;
     card.written = key;
@@ -105,7 +123,7 @@ export class Grid {
     card.text.replaceChildren(...[
       image.error ? el("span", { class: "why" }, image.error) : null,
       decided ? el("b", null, `✓ ${decided}`) : null,
-      guess && !decided ? el("span", null, guess) : guess && image.reason.startsWith("answered") ? el("span", null, guess) : null,
+      guess ? el("span", null, guess) : null,
       image.reason ? el("span", { class: "soft" }, image.reason) : null,
     ].filter(Boolean));
     card.node.setAttribute("aria-label", [image.path, decided && `labelled ${decided}`, guess && `guess ${guess}`, image.reason, image.error].filter(Boolean).join(", "));
@@ -146,17 +164,20 @@ export class Grid {
   }
 
   pressed(event) {
+    const large = byId("teach-large").open, { key } = event;
     if (event.ctrlKey || event.metaKey || event.altKey) return this.undone(event);
-    const { key } = event, columns = this.columns(), at = this.keys.indexOf(this.at);
+    if (large && ["Enter", " ", "Escape", "/"].includes(key)) return; // the dialog's own
+    if (!large && this.actions.types(key)) return byId("teach-label").focus(); // which the key then reaches
+    const columns = this.columns(), at = this.keys.indexOf(this.at);
     const move = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -at, End: this.keys.length - 1 - at }[key];
     const meaning = this.actions.describe(key.toLowerCase());
-    if (move !== undefined) this.move(at + move, event.shiftKey);
+    if (move !== undefined) this.move(at + move, event.shiftKey && !large);
     else if (key === " ") this.toggle();
-    else if (key === "Enter") this.open(this.at);
+    else if (key === "Enter") this.enlarge(this.at);
     else if (key === "Escape") this.choose(() => false);
     else if (key === "u") this.actions.undo();
     else if (key === "m") this.actions.more();
-    else if (key === "*") this.choose((card) => card.image.state === "clear");
+    else if (key === "*") this.choose((card) => this.open(card));
     else if (key === "/") byId("teach-label").focus();
     else if (meaning) this.apply(...meaning);
     else return;
@@ -189,7 +210,8 @@ export class Grid {
     else this.from = key;
     this.at = key;
     this.mark();
-    this.focus();
+    if (byId("teach-large").open) this.enlarge(key);
+    else this.focus();
   }
 
   columns() {
@@ -197,14 +219,18 @@ export class Grid {
     return Math.max(1, nodes.filter((node) => node.offsetTop === top).length);
   }
 
-  /** Looks at one image in large. */
-  async open(key) {
+  /** Shows one image in large; what is done then is done to this one. */
+  async enlarge(key) {
     const card = this.cards.get(key), dialog = byId("teach-large");
     if (!card || card.image.error) return;
-    const url = await this.actions.picture(key, true).catch(() => card.url);
-    dialog.replaceChildren(el("img", { src: url, alt: card.image.path }), el("p", null, card.node.getAttribute("aria-label")),
-      el("button", { type: "button", click: () => dialog.close() }, "Close"));
-    dialog.showModal();
+    this.choose(() => false);
+    this.at = dialog.dataset.shown = key;
+    const image = el("img", { src: card.url ?? "", alt: card.image.path }), button = el("button", { type: "button", click: () => dialog.close() }, "Close");
+    dialog.replaceChildren(image, el("p", { role: "status" }, card.node.getAttribute("aria-label")), button);
+    if (!dialog.open) dialog.showModal();
+    button.focus();
+    const url = await this.actions.picture(key, true).catch(() => null);
+    if (url) [image.src, image.onload] = [url, () => URL.revokeObjectURL(url)];
   }
 
   /** A rectangle over the grid chooses what it touches. */

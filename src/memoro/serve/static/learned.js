@@ -37,8 +37,9 @@ export function showClasses(place, now) {
   const shown = JSON.stringify(now.classes);
   if (place.dataset.shown === shown || now.kind === "regression") return;
   place.dataset.shown = shown;
+  place.hidden = !now.classes.length;
   const head = ["class", "labelled", "right", "taken for"].map((name, at) => el("th", { scope: "col", class: at % 3 ? null : "left" }, name));
   const rows = now.classes.map((one) => el("tr", null, el("th", { scope: "row", class: "left" }, one.label), el("td", null, String(one.images)),
-    el("td", null, one.images ? percent(one.right / one.images) : "–"), el("td", { class: "left" }, one.confused ?? "")));
+    el("td", null, one.judged ? percent(one.right / one.judged) : "–"), el("td", { class: "left" }, one.confused ?? "")));
   place.replaceChildren(el("table", null, el("thead", null, el("tr", null, ...head)), el("tbody", null, ...rows)));
 }

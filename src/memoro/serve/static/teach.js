@@ -1,27 +1,31 @@
 /* Labelling: what is known so far beside the grid, and training at the end. */
 
-import { teach } from "./api.js";
+import { download, teach } from "./api.js";
 import { showCurve, showClasses } from "./learned.js";
 import { Grid } from "./grid.js";
-import { byId, count, el, fail, percent, tell } from "./parts.js";
+import { byId, count, el, fail, number, percent, tell } from "./parts.js";
 
 const POLL = 700;
 const VIEWS = { next: "What to look at next", sure: "Certain guesses", suspects: "Look again", labelled: "Labelled", unlabelled: "Unlabelled", all: "All", unreadable: "Unreadable" };
 const KEPT = 500; // decisions that can be undone
 
-const state = { now: null, view: "next", by: "auto", offset: 0, total: 0, undo: [], solved: null, trained: null, changed: () => {} };
+const state = { now: null, view: "next", by: "auto", offset: 0, undo: [], failed: [], queue: Promise.resolve(), gone: false, asked: 0, loading: false, solved: null, trained: null, heard: null, changed: () => {} };
 let grid = null;
 
 /** Shows the part of the page that labels; `changed` is called after a task was attached. */
 export async function startTeaching(changed) {
   state.changed = changed;
-  grid = new Grid(byId("teach-grid"), { decide, undo, more: next, picture, describe });
+  grid = new Grid(byId("teach-grid"), {
+    decide, undo, more: next, picture, describe,
+    types: (key) => state.now?.kind === "regression" && /^[-.,0-9]$/.test(key),
+    stays: (done) => done === "label" && state.now.kind === "multilabel", // there may be further labels
+  });
   byId("teach-part").hidden = byId("teach-link").hidden = false;
   document.body.classList.add("teaching");
   byId("teach-views").replaceChildren(...Object.entries(VIEWS).map(([view, name]) => el("button", { type: "button", "data-view": view, "aria-pressed": String(view === state.view), click: () => show(view) }, name)));
   byId("teach-by").addEventListener("change", (event) => { state.by = event.target.value; show("next"); });
   byId("teach-name").addEventListener("submit", (event) => { event.preventDefault(); nameLabel(); });
-  for (const [id, action] of Object.entries({ "teach-more": next, "teach-back": back, "teach-undo": undo, "teach-accept": acceptShown, "teach-none": () => grid.apply("none"), "teach-skip": () => grid.apply("skip"), "teach-keep": () => grid.apply("keep"), "teach-train": train, "teach-stop": stop, "teach-table": saveTable })) byId(id).addEventListener("click", action);
+  for (const [id, action] of Object.entries({ "teach-more": next, "teach-back": back, "teach-undo": undo, "teach-accept": acceptShown, "teach-guess": () => grid.apply(...describe("a")), "teach-none": () => grid.apply("none"), "teach-skip": () => grid.apply("skip"), "teach-keep": () => grid.apply(...describe("k")), "teach-file": saveFile, "teach-report": saveReport, "teach-train": train, "teach-stop": stop, "teach-table": saveTable })) byId(id).addEventListener("click", action);
   await poll();
   const ways = Object.entries(state.now?.ways ?? {}).map(([way, text]) => el("option", { value: way }, text));
   byId("teach-by").replaceChildren(...ways);
@@ -47,21 +51,21 @@ export function correction(name, shown) {
 }
 
 async function poll() {
+  clearTimeout(state.timer);
   try {
     state.now = await teach("GET", "");
-    tell(byId("teach-problem"), state.now.failure ? `Learning stopped: ${state.now.failure}` : null);
+    if (state.gone || state.now.failure) tell(byId("teach-gone"), state.now.failure ? `Learning stopped: ${state.now.failure}` : null);
+    state.gone = false;
     describeAll();
     const seen = `${state.now.version} ${state.now.solved} ${state.now.ready}`;
-    if (grid.keys.length && seen !== state.solved) {
+    if (seen !== state.solved) {
       state.solved = seen;
-      const keys = new URLSearchParams(grid.keys.map((key) => ["keys", key]));
-      grid.update((await teach("GET", `/images?${keys}`)).images);
-    } else if (!grid.keys.length && state.view === "next" && seen !== state.solved) {
-      state.solved = seen;
-      await load();
+      if (grid.keys.length) grid.update((await teach("GET", `/images?${new URLSearchParams(grid.keys.map((key) => ["keys", key]))}`)).images);
+      else if (state.view === "next" && !state.loading) await load();
     }
   } catch (problem) {
-    fail(byId("teach-problem"), problem, null);
+    if (!state.gone) fail(byId("teach-gone"), problem, null);
+    state.gone = true;
   }
   clearTimeout(state.timer);
   state.timer = setTimeout(poll, POLL);
@@ -71,14 +75,17 @@ async function show(view) {
   Object.assign(state, { view, offset: 0 });
   for (const button of byId("teach-views").children) button.setAttribute("aria-pressed", String(button.dataset.view === view));
   byId("teach-way").hidden = view !== "next";
+  say("");
   await load();
 }
 
 async function load() {
+  const mine = ++state.asked; // later questions overtake earlier ones
+  state.loading = true;
   try {
     const asked = new URLSearchParams({ view: state.view, by: state.by, offset: String(state.offset), limit: state.view === "next" ? "24" : "60" });
     const found = await teach("GET", `/images?${asked}`);
-    state.total = found.total;
+    if (mine !== state.asked) return;
     grid.show(found.images);
     const end = found.offset + found.images.length;
     const where = state.view === "next" ? `${count(found.images.length, "image")} to look at.` : `${found.images.length ? `${found.offset + 1} to ${end} of ` : ""}${count(found.total, "image")}.`;
@@ -91,6 +98,8 @@ async function load() {
     byId("teach-keep").hidden = state.view !== "suspects";
   } catch (problem) {
     fail(byId("teach-problem"), problem, load);
+  } finally {
+    if (mine === state.asked) state.loading = false;
   }
 }
 
@@ -106,23 +115,38 @@ async function back() {
   grid.focusFirst();
 }
 
-/** Writes decisions, and says so once they are on disk. `choose` gives the state and label of an image. */
-async function decide(images, choose) {
-  const entries = images.map((image) => ({ key: image.key, ...choose(image) })).filter((entry) => entry.state);
-  if (!entries.length) return;
+/** Writes decisions one after the other, and says so once they are on disk. `choose` gives the state and label of an
+ * image. Where another window has decided meanwhile, its decision stays. */
+function decide(images, choose) {
+  return state.queue = state.queue.then(() => write(images, choose));
+}
+
+async function write(images, choose) {
+  const shown = new Map(grid.images().map((image) => [image.key, image]));
+  const entries = images.map((image) => shown.get(image.key) ?? image).map((image) => ({ key: image.key, row: image.row, ...choose(image) })).filter((entry) => entry.state);
+  if (!entries.length) return say("There is no guess to accept here.");
   try {
     const found = await teach("POST", "/labels", JSON.stringify({ entries }));
     if (found.changed.length) state.undo.push(found.changed);
     state.undo = state.undo.slice(-KEPT);
     grid.update(found.changed.map((one) => ({ key: one.key, ...one.now })));
     tell(byId("teach-problem"), null);
-    const { state: done, label } = entries[0];
-    say(`${count(found.changed.length, "image")}: ${words(done, label)}.`);
-    if (state.view === "next" && grid.finished()) await next();
+    say(`${count(found.changed.length, "image")}: ${words(entries[0])}.${elsewhere(found)}`);
+    if (found.refused) state.solved = null; // what the other window has decided is shown soon
+    if (state.view === "next" && state.now.kind !== "multilabel" && grid.finished()) await next();
   } catch (problem) {
-    fail(byId("teach-problem"), problem, () => decide(images, choose), "This was not kept: ");
+    if (!problem.gone) return fail(byId("teach-problem"), problem, null, "This was not kept: ");
+    state.failed.push([images, choose]);
+    tell(byId("teach-problem"), `The server does not answer: ${count(state.failed.length, "decision")} not kept yet.`, again);
   }
 }
+
+/** Writes what could not be written. */
+function again() {
+  for (const one of state.failed.splice(0)) decide(...one);
+}
+
+const elsewhere = ({ refused }) => (refused ? ` ${count(refused, "image")} changed in another window since, and stay${refused === 1 ? "s" : ""} as ${refused === 1 ? "it is" : "they are"}.` : "");
 
 async function undo() {
   const last = state.undo.pop();
@@ -131,8 +155,7 @@ async function undo() {
     const entries = last.map((one) => ({ key: one.key, state: one.before.state, label: one.before.label, row: one.now.row }));
     const found = await teach("POST", "/labels", JSON.stringify({ entries }));
     grid.update(found.changed.map((one) => ({ key: one.key, ...one.now })));
-    const kept = found.refused ? ` ${count(found.refused, "image")} changed in another window since, and stay as they are.` : "";
-    say(`Undone: ${count(found.changed.length, "image")}.${kept}`);
+    say(`Undone: ${count(found.changed.length, "image")}.${elsewhere(found)}`);
   } catch (problem) {
     state.undo.push(last);
     fail(byId("teach-problem"), problem, undo);
@@ -153,22 +176,12 @@ function choose(label) {
   };
 }
 
-async function nameLabel() {
+function nameLabel() {
   const input = byId("teach-label"), text = input.value.trim();
-  if (!text) return;
   input.value = "";
-  if (state.now.kind !== "regression" && !state.now.classes.some((one) => one.label === text)) {
-    try {
-      await teach("POST", "/classes", JSON.stringify({ label: text }));
-      await poll();
-    } catch (problem) {
-      return fail(byId("teach-problem"), problem, null);
-    }
-  }
-  if (grid.chosen().length) {
-    await grid.apply("label", choose(state.now.kind === "regression" ? Number(text.replace(",", ".")) : text));
-    grid.focus();
-  }
+  if (!text) return;
+  grid.focus();
+  grid.apply("label", choose(state.now.kind === "regression" ? Number(text.replace(",", ".")) : text)).then(poll); // a new class has a key
 }
 
 /** What a key means in the grid; null where it means nothing. */
@@ -180,7 +193,7 @@ function describe(key) {
   return { n: ["none"], s: ["skip"], x: ["clear"] }[key] ?? null;
 }
 
-const words = (done, label) => ({ label: `labelled ${Array.isArray(label) ? label.join(", ") || "none of the labels" : label}`, keep: "checked", accept: `accepted ${label}`, none: "none of these", skip: "skipped", clear: "label taken back" })[done];
+const words = ({ state: done, label }) => ({ label: `labelled ${Array.isArray(label) ? label.join(", ") || "none of the labels" : label}`, keep: "checked", accept: `accepted ${label}`, none: "none of these", skip: "skipped", clear: "label taken back" })[done];
 const say = (text) => { byId("teach-status").textContent = text; };
 
 async function picture(key, large = false) {
@@ -190,7 +203,8 @@ async function picture(key, large = false) {
 function describeAll() {
   const { now } = state, busy = now.images - now.ready - now.unreadable;
   byId("teach-title").textContent = `Teach ${now.name}`;
-  byId("teach-about").textContent = `${count(now.images, "image")}, ${now.labelled.toLocaleString("en")} labelled${now.unreadable ? `, ${now.unreadable.toLocaleString("en")} unreadable` : ""}${busy ? `. Reading: ${now.ready.toLocaleString("en")} done, those on the screen first` : ""}. Labels are kept in ${now.table}.`;
+  byId("teach-about").textContent = `${count(now.images, "image")}, ${now.labelled.toLocaleString("en")} labelled${now.unreadable ? `, ${now.unreadable.toLocaleString("en")} unreadable` : ""}${busy ? `. Reading: ${now.ready.toLocaleString("en")} done, those on the screen first` : ""}. Labels are kept in ${now.table.split(/[\\/]/).slice(-2).join("/")}.`;
+  byId("teach-about").title = now.table;
   const bar = byId("teach-progress");
   [bar.hidden, bar.max, bar.value] = [!busy, now.images, now.ready + now.unreadable];
   const totals = { sure: now.sure, suspects: now.suspects, labelled: now.labelled + now.none + now.skip, unreadable: now.unreadable };
@@ -203,6 +217,8 @@ function describeAll() {
   showCurve(byId("teach-figure"), now);
   const advice = now.advice ? `Most helpful: ${now.advice.more} more of ${now.advice.label} (${now.advice.why}).` : "";
   if (byId("teach-advice").textContent !== advice) byId("teach-advice").textContent = advice;
+  if (now.figure && now.solved !== state.heard) byId("teach-heard").textContent = `New guesses from ${count(now.figure.images, "label")}${now.kind === "softmax" ? `: ${percent(now.figure.value)} right, ${now.sure} certain` : ""}.`;
+  state.heard = now.solved;
   byId("teach-overlaps").textContent = now.overlaps.map(([one, other, pairs]) => `${one} and ${other} overlap: ${count(pairs, "image")} confused.`).join(" ");
   showTraining();
 }
@@ -234,30 +250,39 @@ async function stop() {
   await poll();
 }
 
-async function saveTable() {
-  const url = URL.createObjectURL(await teach("GET", "/table", undefined, "blob"));
-  el("a", { href: url, download: `${state.now.name}-labels.csv` }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+const saveTable = () => save(teach("GET", "/table", undefined, "blob"), `${state.now.name}-labels.csv`);
+const saveReport = () => save(teach("GET", "/report", undefined, "blob"), `${state.now.name}-report.html`);
+const saveFile = () => save(download(state.now.name), `${state.now.name}.safetensors`);
+
+async function save(found, name) {
+  try {
+    const url = URL.createObjectURL(await found);
+    el("a", { href: url, download: name }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+  } catch (problem) {
+    fail(byId("teach-problem"), problem, null);
+  }
 }
 
 function showTraining() {
-  const { training, figure, commands, kind } = state.now, metrics = training.metrics ?? {};
-  const score = { softmax: "accuracy", multilabel: "mean_average_precision", regression: "r2" }[kind], value = metrics[score];
-  const before = figure && kind === "softmax" ? ` While labelling it was ${percent(figure.value)}.` : "";
-  const text = {
+  const { training, commands, kind } = state.now, done = training.state === "done";
+  const [name, text] = { softmax: ["accuracy", percent], multilabel: ["mean average precision", number], regression: ["R²", number] }[kind];
+  const value = training.score === undefined ? null : text(training.score), before = kind === "softmax" && training.before ? ` Answers while labelling: ${percent(training.before.value)}.` : "";
+  const told = {
     none: "Trains the whole task on all labels so far, in the background, and attaches it to this page.",
     training: `Training on ${count(training.labels, "image")}: ${training.epochs ? `epoch ${training.epochs}` : "starting"} …`,
-    done: `Done: ${score.replaceAll("_", " ")} ${typeof value === "number" ? value.toFixed(3) : "not measured"} on ${String(metrics.split ?? "no")} images.${before} It answers below, and is in ${training.file}.`,
+    done: `Done: ${value === null ? `${name} was not measured` : `${name} ${value} on images that were left out (${training.split})`}.${before} It answers below, and is in ${training.file}.`,
     failed: `The training failed: ${training.message}`,
     stopped: "The training was stopped.",
   }[training.state];
-  if (byId("teach-training").textContent !== text) byId("teach-training").textContent = text;
+  if (byId("teach-training").textContent !== told) byId("teach-training").textContent = told;
   byId("teach-train").disabled = training.state === "training";
   byId("teach-stop").hidden = training.state !== "training";
+  byId("teach-file").hidden = !done;
+  byId("teach-report").hidden = !training.report;
   byId("teach-commands").textContent = commands.join("\n");
-  const done = training.state === "done" ? training.labels + training.file : null;
-  if (done !== state.trained) {
-    state.trained = done;
-    if (done) state.changed();
-  }
+  const trained = done ? training.labels + training.file + training.ended : null;
+  if (trained === state.trained) return;
+  state.trained = trained;
+  if (done) state.changed();
 }
