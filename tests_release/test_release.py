@@ -47,9 +47,9 @@ USES = {
     "assert memoro.embed('photo.heic').shape[0] == 1",
     "timm": "import timm, memoro; memoro.load_backbone(timm.create_model('test_vit'))",
     "ray": "import ray, memoro.evaluation.on_ray",
-    "demo": "import memoro.demo.run, memoro.serve.server, sklearn",
+    "demo": "import memoro.demo.demo, memoro.serve.server, sklearn",
     "serve": "import memoro.serve.server, fastapi, uvicorn",
-    "all": "import memoro.demo.run, peft, onnx, pillow_heif",
+    "all": "import memoro.demo.demo, peft, onnx, pillow_heif",
 }
 """A few lines for each extra."""
 

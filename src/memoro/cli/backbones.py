@@ -54,10 +54,12 @@ def backbones(
     if as_json:
         print_json(rows)
         return
-    columns = ["backbone", "family", "size", "licence", "parameters", "pixels", *(["images/s"] if speed else [])]
+    columns = ["backbone", "licence", "size", "px", *(["images/s"] if speed else [])]
     cells = [
-        [one.name, one.family, one.size, one.licence, f"{one.parameters / 1e6:.0f} M",
-         str(one.pixels), *([f"{rates[one.name]:.0f}"] if speed else [])]
+        [one.name, one.licence, f"{one.parameters / 1e6:.0f} M", str(one.pixels),
+         *([f"{rates[one.name]:.0f}"] if speed else [])]
         for one in chosen
     ]  # fmt: skip
-    plain_console().print(make_table(columns, cells, left=4))
+    table = make_table(columns, cells, left=2)
+    table.columns[0].no_wrap = True  # so that a name can be copied
+    plain_console().print(table)
