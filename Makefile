@@ -79,7 +79,7 @@ test-serve: .venv/ready .venv-serve/ready
 
 .venv-release/ready:
 	$(PYTHON) -m venv .venv-release
-	.venv-release/bin/pip install --quiet --disable-pip-version-check build twine pytest
+	.venv-release/bin/pip install --quiet --disable-pip-version-check build twine pytest pytest-xdist
 	touch $@
 
 .venv-integrations/ready: pyproject.toml tests_integrations/requirements.txt
