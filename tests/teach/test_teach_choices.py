@@ -54,6 +54,8 @@ def test_unsure_images_come_first_and_border_names_its_classes() -> None:
         assert {one.image for one in suggest(now, 2, by)} == {17, 63}, by
     assert suggest(now, 1, "uncertainty")[0].reason == "unsure: a or b"
     assert suggest(now, 1, "border")[0].reason == "between a and b"
+    assert [one.reason for one in suggest(now, 3, "uncertainty")][2] == "no other guess is less sure"
+    assert [one.reason for one in suggest(now, 3)][1:] == ["unsure: a or b", "unlike what is labelled"]
 
 
 def test_images_are_never_suggested_twice_nor_again() -> None:

@@ -18,8 +18,8 @@ from memoro.evaluation.predictions import no_formula
 from memoro.teach.finishing import Finishing
 from memoro.teach.labels import COLUMN, NOTHING, Decision, State, label_text, read_label
 from memoro.teach.learning import Lesson, advise
-from memoro.teach.session import SURE, Change, Session
-from memoro.teach.suggestions import WAYS
+from memoro.teach.session import Change, Session
+from memoro.teach.suggestions import SURE, WAYS
 from memoro.teach.suspects import CONTRADICTED, Suspect, overlaps
 
 MOST_SHOWN = 100

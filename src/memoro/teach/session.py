@@ -24,12 +24,10 @@ from memoro.teach.labels import NOTHING, Decision, LabelTable, State, check_labe
 from memoro.teach.learner import Learner
 from memoro.teach.learning import Lesson
 from memoro.teach.photos import Photos, open_photos
-from memoro.teach.suggestions import Scene, Suggestion, suggest
+from memoro.teach.suggestions import SURE, Scene, Suggestion, suggest
 from memoro.teach.suspects import Suspect
 from memoro.training import TrainOptions, train
 
-SURE = 0.95
-"""Probability from which a guess may be accepted without a closer look."""
 TABLE = "labels.csv"
 
 

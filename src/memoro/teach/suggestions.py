@@ -21,6 +21,8 @@ WAYS = {
 """Ways to choose, by name."""
 COLD = 2
 """Labels of each class until which groups say more than guesses do."""
+SURE = 0.95
+"""Probability from which a guess may be accepted without a closer look."""
 MOST_GROUPED = 4000
 """Images that groups are found among; with more, a sample of them."""
 ROUNDS = 10
@@ -166,5 +168,10 @@ def _reason(scene: Scene, at: int, by: str) -> str:
     assert scene.answers is not None
     if scene.kind == "multilabel":
         return f"unsure about {scene.labels[int((scene.answers[at] - 0.5).abs().argmin())]}"
-    first, second = (scene.labels[label] for label in scene.answers[at].topk(2).indices.tolist())
-    return f"between {first} and {second}" if by == "border" else f"unsure: {first} or {second}"
+    best = scene.answers[at].topk(2)
+    first, second = (scene.labels[label] for label in best.indices.tolist())
+    if by == "border":
+        return f"between {first} and {second}"
+    if float(best.values[0]) >= SURE:  # what is left when all others are decided
+        return "unlike what is labelled" if by == "auto" else "no other guess is less sure"
+    return f"unsure: {first} or {second}"

@@ -252,6 +252,7 @@ export class Grid {
     const ended = () => {
       box.remove();
       document.removeEventListener("pointermove", moved);
+      if (this.dragged) this.cards.get(this.at)?.node.focus({ preventScroll: true }); // the keys are for what was chosen
       setTimeout(() => { this.dragged = false; });
     };
     document.body.append(box);

@@ -7,10 +7,14 @@ const NAMES = { softmax: "right", multilabel: "of the labels right", regression:
 
 /** The main figure, and its curve. */
 export function showCurve(place, now) {
-  const { figure, kind } = now, shown = JSON.stringify([figure, now.curve]);
+  const { figure, kind } = now, shown = JSON.stringify([figure, now.curve, figure || now.classes]);
   if (place.dataset.shown === shown) return;
   place.dataset.shown = shown;
-  if (!figure) return place.replaceChildren(el("p", { class: "soft" }, kind === "regression" ? "Give two images a number to see guesses." : "Label images of two classes to see guesses."));
+  if (!figure) {
+    const several = now.classes.filter((one) => one.images).length > 1;
+    const text = kind === "regression" ? "Give two images a number to see guesses." : several ? "Label a second image of a class to see how often guesses are right." : "Label images of two classes to see guesses.";
+    return place.replaceChildren(el("p", { class: "soft" }, text));
+  }
   const text = kind === "regression" ? number : percent;
   place.replaceChildren(
     el("p", null, el("b", null, `${text(figure.value)} ${NAMES[kind]}`), ` (95 %: ${text(figure.low)} to ${text(figure.high)})`),

@@ -26,6 +26,7 @@ export async function startTeaching(changed) {
   byId("teach-by").addEventListener("change", (event) => { state.by = event.target.value; show("next"); });
   byId("teach-name").addEventListener("submit", (event) => { event.preventDefault(); nameLabel(); });
   for (const [id, action] of Object.entries({ "teach-more": next, "teach-back": back, "teach-undo": undo, "teach-accept": acceptShown, "teach-guess": () => grid.apply(...describe("a")), "teach-none": () => grid.apply("none"), "teach-skip": () => grid.apply("skip"), "teach-keep": () => grid.apply(...describe("k")), "teach-file": saveFile, "teach-report": saveReport, "teach-train": train, "teach-stop": stop, "teach-table": saveTable })) byId(id).addEventListener("click", action);
+  state.loading = true; // images come below, once
   await poll();
   const ways = Object.entries(state.now?.ways ?? {}).map(([way, text]) => el("option", { value: way }, text));
   byId("teach-by").replaceChildren(...ways);
@@ -131,7 +132,8 @@ async function write(images, choose) {
     state.undo = state.undo.slice(-KEPT);
     grid.update(found.changed.map((one) => ({ key: one.key, ...one.now })));
     tell(byId("teach-problem"), null);
-    say(`${count(found.changed.length, "image")}: ${words(entries[0])}.${elsewhere(found)}`);
+    const done = new Set(entries.map(words)), [first] = done; // without the label where there are several
+    say(`${count(found.changed.length, "image")}: ${done.size === 1 ? first : first.split(" ")[0]}.${elsewhere(found)}`);
     if (found.refused) state.solved = null; // what the other window has decided is shown soon
     if (state.view === "next" && state.now.kind !== "multilabel" && grid.finished()) await next();
   } catch (problem) {
