@@ -101,3 +101,27 @@ def test_images_of_one_size_share_a_pass(backbone: Backbone, monkeypatch: pytest
     for one, other in zip(found, wanted, strict=True):
         assert one["pets"]["label"] == other["pets"]["label"]
         assert one["pets"]["probability"] == pytest.approx(other["pets"]["probability"], abs=1e-5)  # another batch
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_bytes_are_pinned_and_copied_while_a_gpu_works(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def pin(self: Tensor) -> Tensor:
+        calls.append("pinned")
+        return self
+
+    def move(self: Tensor, device: Any, non_blocking: bool = False) -> Tensor:
+        calls.append((str(device), self.dtype, non_blocking))
+        return self
+
+    images, steps = torch.randint(256, (2, 20, 20, 3), dtype=torch.uint8), Preprocessing(resize=20)
+    wanted = steps.normalise(images)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "pin_memory", pin)
+        patch.setattr(Tensor, "to", move)
+        patch.setattr(Preprocessing, "normalise", lambda self, given: given)
+        there = steps.on(images, torch.device(kind))
+    assert torch.equal(there, images)
+    assert calls == [*(["pinned"] if kind == "cuda" else []), (kind, torch.uint8, kind == "cuda")]
+    assert torch.equal(steps.on(images, torch.device("cpu")), wanted)

@@ -45,6 +45,18 @@ def test_two_processes_fill_at_once(
     assert not files(cache, "part")
 
 
+def test_processes_compute_their_parts(backbone: Backbone, images: ImageSet, cache: Cache) -> None:
+    """None computes what is another's, and all is computed, also if one starts when another is done."""
+    counts = []
+    for number in range(2):
+        done: list[int] = []
+        keeper(backbone, images, cache).fill(done.append, (number, 2))
+        counts.append(sum(done))
+    assert sum(counts) == len(images)
+    assert min(counts) > 0
+    assert fill(keeper(backbone, images, cache)) == 0
+
+
 def test_files_that_another_process_removes_stay_readable(backbone: Backbone, images: ImageSet, cache: Cache) -> None:
     fill(keeper(backbone, images, cache))
     loader = keeper(backbone, images, cache)

@@ -221,6 +221,8 @@ def test_two_processes_are_as_good_as_one(root: Path) -> None:
     assert float((tokens[0] - tokens[1]).abs().max()) > 1e-4
     assert float((tokens[0] - tokens[2]).abs().max()) > 1e-4
     assert wanted["readout"][0]["weights"]["readout.weight"].any()
+    kept = [len([*(root / place / "features").glob("*/*.features")]) for place in ("two", "-".join(("alone", *WAYS)))]
+    assert 0 < kept[1] < kept[0]  # both compute features, and write files of their own
     check_interrupted(root / "two" / "run", together)
     check_command(together, json.loads(wanted["stdout"]))
 

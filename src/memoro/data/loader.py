@@ -42,7 +42,7 @@ class Batch:
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The pixels on a device."""
-        return self.preprocessing.normalise(self.images.to(device)).to(dtype)
+        return self.preprocessing.on(self.images, device).to(dtype)
 
     def select(self, chosen: Tensor) -> Batch:
         """The images where `chosen` (b,) is true."""

@@ -254,7 +254,7 @@ def _answer(
             answered[model.name] = [_NONE] * sum(map(len, parts))
         for part, places in _by_size(parts):
             with torch.no_grad():
-                pixels = group.preprocessing.normalise(part.to(group.device))
+                pixels = group.preprocessing.on(part, group.device)
                 outputs = group.run(pixels).on_cpu([model.name for model in group.models], tokens=options.embeddings)
             for model in group.models:
                 for place, answer in zip(places, outputs.answers(model, options.top), strict=True):

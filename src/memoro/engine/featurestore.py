@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from memoro.engine.records import INDEX, TENSORS, Mapped, RecordFormat, Shard, checksum
-from memoro.engine.streams import BaseLayer, Features
+from memoro.engine.streams import Features
 from memoro.errors import CacheError
 from memoro.files import cache_folder
 
@@ -34,6 +34,7 @@ PART = ".part"
 ABANDONED = 3600.0
 """Seconds without a write after which an unfinished file belongs to a process that died."""
 LOG = logging.getLogger("memoro")
+CPU = torch.device("cpu")
 
 
 def default_folder() -> Path:
@@ -108,11 +109,11 @@ class FeatureStore:
             raise
         writer.flush()
 
-    def buffer(self, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def buffer(self, batch: int, dtype: torch.dtype, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
         """Memory for a batch of records. Use it again: touching fresh memory takes longer than reading."""
         form = self.format
         pairs = (form.layers, 2, batch, form.heads, form.tokens, form.dim // form.heads)
-        empty = partial(torch.empty, dtype=dtype, device="cpu")
+        empty = partial(torch.empty, dtype=dtype, device=device)
         return empty(form.layers + 1, batch, form.dim), empty(pairs)
 
     def read(
@@ -126,6 +127,11 @@ class FeatureStore:
 
         They are valid until the next batch is read into the same buffer.
         """
+        tokens, pairs = (part.to(device) for part in self.copy(keys, buffer))
+        return Features.of(self.format.from_layer, tokens, pairs, biases)
+
+    def copy(self, keys: Sequence[bytes], buffer: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The class tokens (layers + 1, b, dim), and the keys and values (layers, 2, b, h, n, d) of some records."""
         layers = self.format.layers
         tokens, pairs = buffer[0][:, : len(keys)], buffer[1][:, :, : len(keys)]
         for at, key in enumerate(keys):
@@ -135,10 +141,7 @@ class FeatureStore:
             tokens[:, at].copy_(kept_tokens[row, -layers - 1 :])
             if layers:
                 pairs[:, :, at].copy_(kept_pairs[row, -layers:])
-        tokens, pairs = tokens.to(device), pairs.to(device)
-        parts = zip(tokens[:-1], pairs, biases, strict=True)
-        kept = [BaseLayer(token, pair[0], pair[1], bias) for token, pair, bias in parts]
-        return Features(self.format.from_layer, kept, tokens[-1])
+        return tokens, pairs
 
     def statistics(self, keys: Sequence[bytes]) -> Tensor:
         """The pooled statistics (b, layers, statistics, dim), without the rest of the records."""

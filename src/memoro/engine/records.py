@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from memoro.engine.streams import Features
 from memoro.errors import CacheError
+
+if TYPE_CHECKING:
+    from memoro.engine.featurestore import FeatureStore
 
 StoreDtype = Literal["float16", "bfloat16", "float32"]
 
@@ -25,6 +28,10 @@ KEY_BYTES = 32
 TENSORS = ("keys", "checksums", "tokens", "pooled", "pairs")
 INDEX = "index checksum"
 """The name of the first two tensors' checksum: they are checked when a file is opened, records when they are read."""
+SHARE = 0.5
+"""Of a GPU's free memory: the rest is for training."""
+BLOCK = 64
+"""Records that are copied at once."""
 
 
 @dataclass(frozen=True)
@@ -165,3 +172,32 @@ def checksum(*parts: Tensor) -> int:
     for part in parts:
         value = zlib.crc32(part.view(torch.uint8).numpy().data, value)
     return value
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that features may take; none on other devices, where the files are in memory already."""
+    return int(SHARE * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+def resident_bytes(store: FeatureStore, records: int, dtype: torch.dtype) -> int:
+    """What so many records take in memory."""
+    numbers = sum(part.numel() for part in store.buffer(1, dtype, torch.device("meta")))
+    return records * numbers * dtype.itemsize
+
+
+class Resident:
+    """The features of some records on a device, by key."""
+
+    def __init__(self, store: FeatureStore, keys: Sequence[bytes], device: torch.device, dtype: torch.dtype) -> None:
+        self._first, self._rows = store.format.from_layer, {key: row for row, key in enumerate(dict.fromkeys(keys))}
+        every, buffer = list(self._rows), store.buffer(BLOCK, dtype)
+        self._tokens, self._pairs = store.buffer(len(every), dtype, device)
+        for at in range(0, len(every), BLOCK):
+            tokens, pairs = store.copy(every[at : at + BLOCK], buffer)
+            self._tokens[:, at : at + BLOCK].copy_(tokens)
+            self._pairs[:, :, at : at + BLOCK].copy_(pairs)
+
+    def read(self, keys: Sequence[bytes], biases: Sequence[Tensor | None]) -> Features:
+        """The features of a batch, as `FeatureStore.read` gives them."""
+        rows = torch.tensor([self._rows[key] for key in keys], device=self._tokens.device)
+        return Features.of(self._first, self._tokens.index_select(1, rows), self._pairs.index_select(2, rows), biases)

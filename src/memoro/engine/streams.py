@@ -75,6 +75,13 @@ class Features:
     pooled: Tensor | None = None
     """(b, layers, statistics, dim), see `Ends`."""
 
+    @classmethod
+    def of(cls, first: int, tokens: Tensor, pairs: Tensor, biases: Sequence[Tensor | None]) -> Features:
+        """Class tokens (layers + 1, b, dim), the last of which is the final one, and keys and values
+        (layers, 2, b, h, n, d) as features."""
+        parts = zip(tokens[:-1], pairs, biases, strict=True)
+        return cls(first, [BaseLayer(token, pair[0], pair[1], bias) for token, pair, bias in parts], tokens[-1])
+
 
 class BasePass:
     """The backbone's plain pass. Iterate over its layers; the final token and its own answer are there afterwards.

@@ -116,6 +116,13 @@ class Preprocessing:
         """An RGB image of any size as the (3, height, width) float32 tensor that a backbone takes."""
         return self.normalise(np.array(self.fit(image)))
 
+    def on(self, images: Tensor, device: torch.device | None) -> Tensor:
+        """Bytes (…, height, width, 3) normalised on a device; without one, where they are. A GPU copies them while it
+        works, since they are pinned."""
+        if device is None or device.type != "cuda":
+            return self.normalise(images if device is None else images.to(device))
+        return self.normalise(images.pin_memory().to(device, non_blocking=True))
+
     def normalise(self, images: Tensor | np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
         """Bytes (…, height, width, 3) as normalised pixels (…, 3, height, width) in float32, on the images' device.
 

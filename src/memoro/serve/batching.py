@@ -203,7 +203,7 @@ def _stack(images: list[Tensor], group: Group, model: Composition) -> Tensor:
     if group is None or not any(map(_is_bytes, images)):
         return torch.stack(images)
     if all(map(_is_bytes, images)):
-        return group.normalise(torch.stack(images).to(device))
+        return group.on(torch.stack(images), device)
     return torch.stack([(group.normalise(one) if _is_bytes(one) else one).to(device) for one in images])
 
 

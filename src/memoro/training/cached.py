@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from memoro.console import bar, format_bytes, quoted
 from memoro.data import Batch, Loader
 from memoro.engine import featurestore
 from memoro.engine.featurestore import FeatureStore, default_folder, total_bytes
-from memoro.engine.records import RecordFormat, StoreDtype
+from memoro.engine.records import RecordFormat, Resident, StoreDtype, free_memory, resident_bytes
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
@@ -33,6 +34,8 @@ GIGABYTE = 10**9
 FREE_SHARE, MOST = 0.1, 20
 """The default budget: this share of the free space, at most this many gigabytes."""
 
+Part = tuple[int, int]
+"""Which part of how many."""
 Buffers = dict[tuple[RecordFormat, int], tuple[Tensor, Tensor]]
 """Memory to read batches into, by record format and batch size."""
 
@@ -105,6 +108,9 @@ class CachedLoader:
         self.views = range(loader.views or 1)
         self.keys = [[self._key(sample, view) for sample in range(len(self.images))] for view in self.views]
         """The keys of every image's record, a list for each view."""
+        self._resident: Resident | None = None
+        self._placed = False
+        """Whether it was decided where features are read from."""
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -121,13 +127,16 @@ class CachedLoader:
         """For each view, the keys without a record and a sample of each: copies of an image have one record."""
         return [{keys[at]: at for at in self.store.missing(keys)} for keys in self.keys]
 
-    def fill(self, tick: Callable[[int], None] = lambda images: None) -> None:
-        """Computes what is missing; calls `tick` with the number of images after every batch."""
+    def fill(self, tick: Callable[[int], None] = lambda images: None, part: Part = (0, 1)) -> None:
+        """Computes what is missing, or of several processes this one's part of it; calls `tick` with the number of
+        images after every batch."""
         # Damaged records are found amid training: there gradients and mixed precision may be on.
         exact = torch.autocast(self._backbone.device.type, enabled=False)
         with torch.no_grad(), exact, self.store.writer() as writer:
             for view, absent in enumerate(self.missing()):
-                for batch in self.loader.pick(list(absent.values()), view) if absent else ():
+                # By key: a process that starts later may find some of it done.
+                mine = [sample for key, sample in absent.items() if key[0] % part[1] == part[0]]
+                for batch in self.loader.pick(mine, view) if mine else ():
                     samples = batch.index.tolist()
                     self._check_unchanged(samples, batch)
                     pixels = batch.on(self._backbone.device, self._backbone.dtype)
@@ -161,7 +170,21 @@ class CachedLoader:
             self.store.refresh()  # another process may have computed them again already
             self.fill()
 
+    @property
+    def resident_bytes(self) -> int:
+        """What its features take in memory."""
+        return resident_bytes(self.store, len({key for view in self.keys for key in view}), self._backbone.dtype)
+
     def _read(self, keys: Sequence[bytes]) -> Features:
+        device = self._backbone.device
+        if not self._placed:
+            self._placed = True
+            if 0 < self.resident_bytes <= free_memory(device):
+                every = [key for view in self.keys for key in view]
+                self._mend(every)
+                self._resident = Resident(self.store, every, device, self._backbone.dtype)
+        if self._resident is not None:
+            return self._resident.read(keys, self._biases)
         self._mend(keys)
         place = (self.store.format, self.batch_size)
         if place not in self.buffers:
@@ -187,6 +210,14 @@ def keep_features(backbone: Backbone, pixels: Tensor, format: RecordFormat) -> F
 
 def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[int], None]) -> None:
     """Evicts what the budget has no space for and fills all loaders; a CacheError if they do not fit."""
+    make_room(loaders, cache)
+    for loader in loaders:
+        loader.store.refresh()  # loaders may share records
+        loader.fill(tick)
+
+
+def make_room(loaders: Sequence[CachedLoader], cache: Cache) -> None:
+    """Evicts what the budget has no space for; a CacheError if the loaders do not fit."""
     try:
         budget = cache.limit
     except OSError as error:
@@ -212,9 +243,6 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
         raise featurestore.cannot_keep(cache.folder, error) from None
     if needed > 0.95 * free:
         raise CacheError(_too_big(loaders, needed, f"the disk has {format_bytes(free)} left", "`Cache.folder`"))
-    for loader in loaders:
-        loader.store.refresh()  # loaders may share records
-        loader.fill(tick)
 
 
 def estimate(loaders: Sequence[CachedLoader]) -> tuple[int, int]:
@@ -226,21 +254,52 @@ def estimate(loaders: Sequence[CachedLoader]) -> tuple[int, int]:
 def compute_missing(
     loaders: Sequence[CachedLoader], cache: Cache, what: str, processes: Processes, *, quiet: bool
 ) -> None:
-    """Computes what is missing on disk: the first process of each machine does, and the others wait for it. A
+    """Computes what is missing on disk: the first process of each machine makes room, then all compute their parts. A
     CacheError in all of them if it does not fit."""
+    machines = processes.all_gather(platform.node())
+    part = machines[: processes.rank].count(platform.node()), machines.count(platform.node())
+    count, size = estimate(loaders)
+    _in_step(processes, lambda: None if processes.local_rank else make_room(loaders, cache))
+    with bar(f"{what} ({format_bytes(size)})", -(-count // part[1]), quiet=quiet or not count) as tick:
+        _in_step(processes, lambda: _fill(loaders, tick, part))
+    # What others computed is on disk now. More is missing only if they saw other files than this process.
+    _in_step(processes, lambda: _fill(loaders, _ignore, (0, 1)))
+
+
+def _ignore(images: int) -> None:
+    """No bar is shown."""
+
+
+def _fill(loaders: Sequence[CachedLoader], tick: Callable[[int], None], part: Part) -> None:
+    for loader in loaders:
+        loader.store.refresh()  # loaders may share records
+        loader.fill(tick, part)
+
+
+def _in_step(processes: Processes, work: Callable[[], None]) -> None:
+    """Does a part of the work that no process leaves before all have done it; an error of one is an error of all."""
     problem = None
-    if processes.local_rank == 0:
-        count, size = estimate(loaders)
-        try:
-            with bar(f"{what} ({format_bytes(size)})", count, quiet=quiet or not count) as tick:
-                fill_caches(loaders, cache, tick)
-        except CacheError as error:
-            problem = str(error)
+    try:
+        work()
+    except CacheError as error:
+        problem = str(error)
     problems = [problem for problem in processes.all_gather(problem) if problem is not None]
     if problems:
         raise CacheError(problems[0])
-    for loader in loaders if processes.local_rank else ():
-        loader.store.refresh()
+
+
+def check_memory(loaders: Sequence[CachedLoader], device: torch.device, processes: Processes) -> None:
+    """A CacheError in all processes if the features do not fit into the memory of the GPU of one."""
+
+    def check() -> None:
+        size, free = sum(loader.resident_bytes for loader in loaders), free_memory(device)
+        if size > free:
+            raise CacheError(
+                f"the features take {format_bytes(size)}, and {format_bytes(free)} of the GPU's memory is for them. "
+                "To read them from disk in every epoch, use `cache=True`."
+            )
+
+    _in_step(processes, check)
 
 
 def _too_big(loaders: Sequence[CachedLoader], size: int, limit: str, option: str) -> str:

@@ -25,6 +25,7 @@ from memoro.data import ImageSet
 from memoro.errors import TrainingError
 from memoro.files import free_names, write_whole
 from memoro.training.cached import Cache
+from memoro.training.lossscale import LossScale
 from memoro.training.recipe import METRICS
 from memoro.training.run import Progress, Run, RunGroup
 
@@ -54,6 +55,7 @@ def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, 
                 "best_epoch": run.best_epoch,
                 "stopped": run.stopped,
                 "diverged": run.diverged,
+                "loss_scale": asdict(run.loss_scale),
             }
         )
     progress = [asdict(group.progress) for group in groups]
@@ -147,6 +149,7 @@ def _restore(record: dict[str, Any], tensors: Mapping[str, Tensor], groups: Sequ
         run.best_score = None if state_of["best_score"] is None else tuple(state_of["best_score"])
         run.best_epoch = state_of["best_epoch"]
         run.stopped, run.diverged = state_of["stopped"], state_of["diverged"]
+        run.loss_scale = LossScale(**state_of["loss_scale"])
     for group, progress in zip(groups, record["progress"], strict=True):
         group.progress = Progress(**progress)
     return float(record["seconds"])
@@ -235,3 +238,40 @@ def _data_digest(images: ImageSet | None) -> str | None:
     for index in range(len(images)):
         whole.update((images.key(index) if images.digests is not None else images.where(index)).encode())
     return whole.hexdigest()
+
+
+def where_it_continues(path: Path, groups: Sequence[RunGroup], seconds: float) -> str:
+    """What the user is told when a training continues from a checkpoint."""
+    going = [group for group in groups if not group.finished]
+    if not going:
+        return f"the training in {path.parent} is already finished: only evaluating it again."
+    done = ", ".join(
+        f"step {group.progress.step + 1} of {group.total_steps} (epoch {group.progress.epoch + 1})" for group in going
+    )
+    return f"resuming in {path.parent} at {done}, after {seconds:.0f} s of training."
+
+
+def check_agreement(processes: Sequence[tuple[dict[str, Any], bool]], path: Path | None) -> None:
+    """Raises if processes do not train the same, by identity, or not all of them found the checkpoint: they would wait
+    for each other forever."""
+    first, *others = processes
+    for number, (identity, found) in enumerate(others, start=1):
+        changed = [key for key, value in first[0].items() if identity.get(key) != value]
+        if changed:
+            raise TrainingError(
+                f"process {number} and process 0 have different {', '.join(changed)}: all need the same."
+            )
+        if found != first[1]:
+            raise TrainingError(f"some processes cannot find {path}: to resume, every machine needs the run folder.")
+
+
+def make_way(path: Path) -> list[str]:
+    """Gives what another training left in the folder another name, if that was interrupted; says so."""
+    kept = set_aside(path) if path.is_file() else []
+    if not kept:
+        return []
+    names = " and ".join(file.name for file in kept)
+    return [
+        f"{path.parent} holds an interrupted training. Its files were renamed to {names}: to continue it, rename them "
+        "back and use `resume=True`."
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, zip_longest
@@ -22,7 +22,15 @@ from memoro.evaluation.metrics import measure, score
 from memoro.processes import Processes, deferred_interrupts
 from memoro.tasks.task import Task
 from memoro.training.cached import Cache, compute_missing
-from memoro.training.checkpoint import load_checkpoint, run_identity, save_checkpoint, set_aside
+from memoro.training.checkpoint import (
+    check_agreement,
+    load_checkpoint,
+    make_way,
+    run_identity,
+    save_checkpoint,
+    where_it_continues,
+)
+from memoro.training.lossscale import LossScale
 from memoro.training.recipe import TrainOptions
 from memoro.training.run import Loaders, Run, RunGroup, build_forward, standardised, start_groups
 
@@ -63,6 +71,9 @@ class Trainer:
         self.runs = [run for run in runs if run.regime.readout < 1]
         """Those that have steps; what is solved in closed form has none."""
         self.groups = start_groups(self.runs, self.loaders)
+        half = backbone.dtype == torch.float16 or self.options.precision == "float16"
+        for run in self.runs:
+            run.prepare(backbone.device, LossScale.of(half=half))
         self.checkpoint = self.options.checkpoint
         self.on_validation: Callable[[], None] = lambda: None
         """Called after every batch of validation images."""
@@ -77,8 +88,9 @@ class Trainer:
     def autocast(self) -> torch.autocast:
         # Not Accelerate's own: that is one setting for the whole life of a process.
         # Tasks compute in the backbone's dtype; a baseline may train the backbone's weights, which stay in float32.
-        low = self.options.precision == "bfloat16" and not self.runs[0].regime.composes
-        return torch.autocast(self.backbone.device.type, dtype=torch.bfloat16, enabled=low)
+        half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.options.precision)
+        low = half is not None and not self.runs[0].regime.composes
+        return torch.autocast(self.backbone.device.type, dtype=half, enabled=low)
 
     def fill_cache(self) -> None:
         """Computes missing features."""
@@ -96,18 +108,21 @@ class Trainer:
     def _train(self) -> float:
         seconds, self._saved = 0.0, time.monotonic()
         found = self.options.resume and self.checkpoint is not None and self.checkpoint.is_file()
-        self._check_agreement(found)
+        check_agreement(self.processes.all_gather((self.identity, found)), self.checkpoint)
         for run in self.runs:
             run.keep_initial()
         if found:
             assert self.checkpoint is not None
             seconds = load_checkpoint(self.checkpoint, self.groups, self.identity)
             self.options.phases.add("training", seconds)
-            self.options.note(self._where_it_continues(seconds))
+            self.options.note(where_it_continues(self.checkpoint, self.groups, seconds))
         self._share_tasks()
         self._started = time.monotonic() - seconds
         if not found:
-            self._start_afresh()
+            if self.checkpoint is not None and self.options.written is not None:
+                for text in make_way(self.checkpoint):
+                    self.options.note(text)
+            self.save()
         for callback in self.callbacks:
             callback.on_train_begin(self.groups)
         with deferred_interrupts() as interrupted:
@@ -158,45 +173,9 @@ class Trainer:
         self._saved = time.monotonic()
         self._writing = self._saved - started
 
-    def _where_it_continues(self, seconds: float) -> str:
-        assert self.checkpoint is not None
-        going = [group for group in self.groups if not group.finished]
-        if not going:
-            return f"the training in {self.checkpoint.parent} is already finished: only evaluating it again."
-        done = ", ".join(
-            f"step {group.progress.step + 1} of {group.total_steps} (epoch {group.progress.epoch + 1})"
-            for group in going
-        )
-        return f"resuming in {self.checkpoint.parent} at {done}, after {seconds:.0f} s of training."
-
-    def _start_afresh(self) -> None:
-        """Replaces what another training left in the folder; if that was interrupted, it is kept under another name."""
-        if self.checkpoint is not None and self.options.written is not None and self.checkpoint.is_file():
-            kept = set_aside(self.checkpoint)
-            if kept:
-                self.options.note(
-                    f"{self.checkpoint.parent} holds an interrupted training. Its files were renamed to "
-                    f"{' and '.join(file.name for file in kept)}: to continue it, rename them back and use "
-                    "`resume=True`."
-                )
-        self.save()
-
-    def _check_agreement(self, found: bool) -> None:
-        """Raises if the processes do not train the same: they would wait for each other forever."""
-        first, *others = self.processes.all_gather((self.identity, found))
-        for number, (identity, found_there) in enumerate(others, start=1):
-            changed = [key for key, value in first[0].items() if identity.get(key) != value]
-            if changed:
-                raise TrainingError(
-                    f"process {number} and process 0 have different {', '.join(changed)}: all need the same."
-                )
-            if found_there != first[1]:
-                raise TrainingError(
-                    f"some processes cannot find {self.checkpoint}: to resume, every machine needs the run folder."
-                )
-
     def step(self, taken: Sequence[tuple[RunGroup, Sequence[AnyBatch]]]) -> None:
-        """One optimiser step of every active run over its group's batches."""
+        """One optimiser step of every active run over its group's batches. What it reads from the device, losses and
+        norms of gradients, it reads at once: each read would wait for all that was started."""
         sums = [_StepSums.over(group, batches, self.processes) for group, batches in taken]
         for batches_now in zip_longest(*(batches for _, batches in taken)):
             here = [
@@ -215,14 +194,13 @@ class Trainer:
             with self.autocast():
                 logits = answer_together([group.forward(self.backbone) for group, _, _ in shared], inputs)
             losses = [
-                own.loss(number, batch, out)
+                loss
                 for (_, batch, own), outs in zip(shared, logits, strict=True)
-                for number, out in enumerate(outs)
+                for loss in own.losses_of(batch, outs)
             ]
             # Runs have disjoint parameters, so one backward pass gives each run its own gradient.
             torch.autograd.backward(torch.stack(losses).sum())
-        for (group, batches), own in zip(taken, sums, strict=True):
-            entry = self._update(group, own)
+        for (group, batches), entry in zip(taken, self._update([group for group, _ in taken], sums), strict=True):
             entry["images_per_second"] = group.count_step(batches)
             if len(self.groups) > 1:
                 entry["group"] = group.name
@@ -238,37 +216,54 @@ class Trainer:
                 continue
             with self.autocast():
                 out = run.task(inputs_of(seen, self.backbone))
-            torch.autograd.backward(own.loss(number, seen, out))
+            torch.autograd.backward(own.loss(number, *own.place(seen), out))
 
-    def _update(self, group: RunGroup, own: _StepSums) -> dict[str, Any]:
-        """Each run clips and steps on its own; one without finite numbers stops. Returns what is logged: the loss of
-        the best run."""
-        progress, total = group.progress, group.total_steps
-        losses, correct = self.processes.all_reduce([own.losses, own.correct])
-        gradients = iter(self.processes.all_reduce(_gradients(own.runs)))
+    def _update(self, groups: Sequence[RunGroup], sums: Sequence[_StepSums]) -> list[dict[str, Any]]:
+        """Each run clips and steps on its own; one without finite numbers stops. Returns what is logged for each group:
+        the loss of its best run."""
+        gradients, scalars = list[list[Tensor]](), list[Tensor]()
+        for own in sums:
+            gradients.append(self.processes.all_reduce(_gradients(own.runs)))
+            scalars += self.processes.all_reduce(own.totals())
+            scalars += [torch.linalg.vector_norm(gradient) for gradient in gradients[-1]]
+        numbers = iter(read_numbers(scalars))
+        return [
+            self._update_group(group, own, mine, numbers)
+            for group, own, mine in zip(groups, sums, gradients, strict=True)
+        ]
+
+    def _update_group(
+        self, group: RunGroup, own: _StepSums, gradients: Sequence[Tensor], numbers: Iterator[float]
+    ) -> dict[str, Any]:
+        progress, total, rest = group.progress, group.total_steps, iter(gradients)
+        losses, correct = (list(islice(numbers, len(own.runs))) for _ in range(2))
         entry: dict[str, Any] = {"step": progress.step + 1, "epoch": progress.epoch + 1, "steps": total}
         for number, run in enumerate(own.runs):
-            mine = list(islice(gradients, len(run.trained)))
-            images = float(own.images[number])
-            value = float(losses[number]) / max(images, 1.0)
-            norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in mine]).tolist()
+            mine, images = list(islice(rest, len(run.trained))), own.images[number]
+            value = losses[number] / max(images, 1.0)
+            norms = [norm / run.loss_scale.value for norm in islice(numbers, len(mine))]
+            if not math.isfinite(sum(norms)) and math.isfinite(value) and run.loss_scale.shrink():
+                run.optimizer.zero_grad()
+                continue
             if not math.isfinite(sum(norms)) or not math.isfinite(value):
                 run.diverge(f"loss {value:.3g}, gradient {math.hypot(*norms):.3g}", progress.step + 1)
                 continue
-            for parameter, gradient, norm in zip(run.trained.values(), mine, norms, strict=True):
-                parameter.grad = gradient * run.recipe.clip_scale(norm)
+            scales = [run.recipe.clip_scale(norm) / run.loss_scale.value for norm in norms]
+            for parameter, gradient, scale in zip(run.trained.values(), mine, scales, strict=True):
+                parameter.grad = gradient * scale
+            run.loss_scale.count()
             rate = run.recipe.rate(progress.step, total)
             for settings in run.optimizer.param_groups:
                 settings["lr"] = rate * settings["lr_scale"]
             run.optimizer.step()
             run.optimizer.zero_grad()
             sums = progress.sums.setdefault(str(group.runs.index(run)), [0.0, 0.0, 0.0])
-            for at, amount in enumerate((float(losses[number]), float(correct[number]), images)):
+            for at, amount in enumerate((losses[number], correct[number], images)):
                 sums[at] += amount
             if images and ("loss" not in entry or value < entry["loss"]):
                 entry |= {"loss": value, "lr": rate}
                 if run.task.head_kind.has_classes:
-                    entry["accuracy"] = float(correct[number]) / images
+                    entry["accuracy"] = correct[number] / images
         return entry
 
     def end_epoch(self, group: RunGroup) -> None:
@@ -329,46 +324,70 @@ class Trainer:
         return results
 
 
+def read_numbers(scalars: Sequence[Tensor]) -> list[float]:
+    """The values of some scalars on one device, as one copy."""
+    wide = torch.float64 if any(one.dtype == torch.float64 for one in scalars) else torch.float32
+    return list(torch.stack([one.detach().to(wide) for one in scalars]).tolist())
+
+
 @dataclass
 class _StepSums:
-    """Sums over the batches of one step, for each active run of a group."""
+    """Sums over the batches of one step, for each active run of a group. They stay on the device."""
 
     runs: list[Run]
-    losses: Tensor
-    correct: Tensor
-    images: Tensor
+    losses: list[list[Tensor]]
+    correct: list[list[Tensor]]
+    images: list[float]
     """Images that count: a run may have some held out."""
 
     @classmethod
     def over(cls, group: RunGroup, batches: Sequence[AnyBatch], processes: Processes) -> _StepSums:
         runs = group.active
-        zeros = torch.zeros(len(runs), dtype=torch.float64, device="cpu")
-        images = torch.full_like(zeros, sum(batch.total for batch in batches))
+        images = [float(sum(batch.total for batch in batches))] * len(runs)
         index = torch.cat([batch.index for batch in batches])
         weighted = {at: run.sample_weight[index].sum() for at, run in enumerate(runs) if run.sample_weight is not None}
         if weighted:
-            [images[list(weighted)]] = processes.all_reduce([torch.stack(list(weighted.values())).double()])
-        return cls(runs, zeros, zeros.clone(), images)
+            [counts] = processes.all_reduce([torch.stack(list(weighted.values())).double()])
+            for at, count in zip(weighted, counts.numpy(), strict=True):
+                images[at] = float(count)
+        return cls(runs, [[] for _ in runs], [[] for _ in runs], images)
 
-    def loss(self, number: int, batch: AnyBatch, out: Tensor) -> Tensor:
+    def totals(self) -> list[Tensor]:
+        """The summed losses of all runs, then their correct answers: zero in a process that had no image."""
+        nothing = [next(iter(run.trained.values())).new_zeros(()) for run in self.runs]
+        return [
+            torch.stack([zero, *(part.to(zero) for part in parts)]).sum()
+            for own in (self.losses, self.correct)
+            for zero, parts in zip(nothing, own, strict=True)
+        ]
+
+    def place(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
+        """The targets of a batch and its samples, on the device: one copy for all runs."""
+        device = next(iter(self.runs[0].trained.values())).device
+        return batch.targets.to(device, non_blocking=True), batch.index.to(device, non_blocking=True)
+
+    def losses_of(self, batch: AnyBatch, outs: Sequence[Tensor]) -> list[Tensor]:
+        targets, index = self.place(batch)
+        return [self.loss(number, targets, index, out) for number, out in enumerate(outs)]
+
+    def loss(self, number: int, targets: Tensor, index: Tensor, out: Tensor) -> Tensor:
         """This batch's part of a run's mean loss, for backward; loss and correct answers are added to the sums."""
-        run, device = self.runs[number], out.device
-        targets = (batch.targets if run.targets is None else run.targets[batch.index]).to(device)
-        sample_weight = None if run.sample_weight is None else run.sample_weight[batch.index]
-        weights = None if run.class_weights is None else run.class_weights.to(device)
-        smoothing = run.recipe.label_smoothing
-        there = None if sample_weight is None else sample_weight.to(device)
+        run = self.runs[number]
+        there = run.there
+        targets = targets if there.targets is None else there.targets[index]
+        sample_weight = None if there.sample_weight is None else there.sample_weight[index]
+        how: dict[str, Any] = {"smoothing": run.recipe.label_smoothing, "weights": there.class_weights}
         aims = targets if run.scale is None else run.scale.apply(targets)
-        part = run.task.head_kind.loss_sum(out, aims, smoothing=smoothing, weights=weights, sample_weight=there)
+        part = run.task.head_kind.loss_sum(out, aims, sample_weight=sample_weight, **how)
         if run.scale is None:
-            self.losses[number] += float(part.detach())
+            self.losses[number].append(part.detach())
         else:  # the loss that is reported is in the user's units, as that of validation
             answers = run.scale.undo(out.detach())
-            self.losses[number] += float(run.task.head_kind.loss_sum(answers, targets, sample_weight=there))
+            self.losses[number].append(run.task.head_kind.loss_sum(answers, targets, sample_weight=sample_weight))
         if run.task.head_kind.has_classes:
-            correct = (out.detach().argmax(-1) == targets).cpu().double()  # MPS has no float64
-            self.correct[number] += float((correct if sample_weight is None else correct * sample_weight).sum())
-        return part / max(float(self.images[number]), 1.0)
+            correct = (out.detach().argmax(-1) == targets).to(part.dtype)
+            self.correct[number].append((correct if sample_weight is None else correct * sample_weight).sum())
+        return part * run.loss_scale.value / max(self.images[number], 1.0)
 
 
 def _gradients(runs: Sequence[Run]) -> list[Tensor]:

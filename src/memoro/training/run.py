@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,12 +29,21 @@ from memoro.tasks.mask import trace_lineage
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 from memoro.training.cached import Buffers, Cache, CachedLoader
+from memoro.training.lossscale import LossScale
 from memoro.training.recipe import Recipe, check_views
 
 LEFT_OUT = "leave-one-out"
 """The split of a read-out without any other: each training image is answered by a solution without it."""
 IN_COMMON = ("epochs", "steps", "batch_size", "accumulate", "views", "data_seed")
 """Fields of the recipe that are the same for all runs of a group."""
+
+
+class Placed(NamedTuple):
+    """What a run's steps read besides their batches, where the backbone is."""
+
+    targets: Tensor | None
+    sample_weight: Tensor | None
+    class_weights: Tensor | None
 
 
 @dataclass(eq=False)
@@ -58,6 +67,9 @@ class Run:
     """The targets of the training images, in their order; None: those that its batches carry."""
     sample_weight: Tensor | None = field(default=None, init=False, repr=False)
     """Weight of each training image (n,); 0 for those that are held out. None: all count alike."""
+    there: Placed = field(init=False, repr=False)
+    """What of these each step reads, on the device."""
+    loss_scale: LossScale = field(default_factory=LossScale, init=False, repr=False)
     scale: Scale | None = field(default=None, init=False, repr=False)
     """The scale of a regression's targets: within a training, the head answers in these units."""
     class_weights: Tensor | None = field(default=None, init=False, repr=False)
@@ -137,6 +149,12 @@ class Run:
         for parameter in self.trained.values():
             parameter.requires_grad_(True)
         self.optimizer = self.recipe.build_optimizer(self.trained)
+
+    def prepare(self, device: torch.device, loss_scale: LossScale) -> None:
+        """Moves what every step reads to the device, once."""
+        parts = (self.targets, self.sample_weight, self.class_weights)
+        self.there = Placed(*(None if part is None else part.to(device) for part in parts))
+        self.loss_scale = loss_scale
 
     def diverge(self, what: str, step: int) -> None:
         self.diverged = True

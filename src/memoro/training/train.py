@@ -28,7 +28,7 @@ from memoro.regimes import Regime
 from memoro.regimes.start import OPTIMISTIC, compare_labels, load_parents, read_start, regime_of
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task, content_hashes
-from memoro.training.cached import Cache, what_is_kept
+from memoro.training.cached import Cache, check_memory, what_is_kept
 from memoro.training.checkpoint import read_identity
 from memoro.training.finish import Finisher, answer_held_out, finish_plans, record_time
 from memoro.training.loop import Trainer
@@ -337,10 +337,6 @@ def _check_runs(backbone: Backbone, runs: Sequence[Run]) -> None:
             raise TrainingError(f"{task.name!r} was passed twice: create one task per dataset.")
         if isinstance(task, Task) and task.members > 1:
             raise TrainingError(f"{task.name!r} is an ensemble: continue its members with train(…, start_from=task).")
-    if backbone.dtype == torch.float16:
-        raise TrainingError(
-            f"{backbone.name} is in float16, in which gradients underflow: choose `precision='bfloat16'` or 'float32'."
-        )
     backbone.check_unchanged(read_weights=True)
     older = ancestors(tasks)
     for task in [*tasks, *older]:
@@ -358,6 +354,8 @@ def build_trainer(backbone: Backbone, runs: Sequence[Run], options: TrainOptions
     cache = _choose_cache(options, backbone, runs)
     trainer = Trainer(backbone, runs, options, cache=cache)
     try:
+        if cache is not None and not cache.required and backbone.device.type != "cpu":
+            check_memory(trainer.loaders.cached, backbone.device, options.processes)
         trainer.fill_cache()
     except CacheError as error:
         if cache is None or cache.required:
@@ -381,7 +379,7 @@ def _choose_cache(options: TrainOptions, backbone: Backbone, runs: Sequence[Run]
                 )
         return cache
     kept = [run for run in runs if run.regime.composes]
-    if not kept or backbone.device.type != "cpu" or any(run.recipe.views is None for run in kept):
+    if not kept or backbone.device.type not in {"cpu", "cuda"} or any(run.recipe.views is None for run in kept):
         return None
     if options.resume and options.checkpoint is not None and options.checkpoint.is_file():
         # A training that started without features must continue without them.
