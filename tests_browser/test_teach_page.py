@@ -218,6 +218,8 @@ def test_the_whole_way_by_keyboard_alone(context: BrowserContext, run: Any) -> N
     tab_to(page, "one.dataset?.view === 'sure'")
     page.keyboard.press("Enter")
     expect(page.locator("#teach-accept")).to_be_visible()
+    seen = "one => one.naturalWidth || one.getBoundingClientRect().top > innerHeight"
+    wait_until(page, f"() => [...document.querySelectorAll('.shot img')].every({seen})")
     frames.append(shown.keep("teach-sure", whole=False))
     tab_to(page, "one.id === 'teach-accept'")
     page.keyboard.press("Enter")
