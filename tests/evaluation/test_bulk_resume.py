@@ -253,7 +253,7 @@ def test_resume_answers_what_is_new_and_says_what_is_gone(photos: Path, answers:
     assert "Still to do: 0." in answers("--resume").err
 
 
-@pytest.mark.slow  # the forked process sometimes never ends: OpenMP threads do not survive a fork
+@pytest.mark.slow  # the forked process sometimes never ends; the cause is not known
 def test_one_job_owns_a_folder(
     photos: Path, answers: Callable[..., Said], tasks: list[str], shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
