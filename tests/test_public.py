@@ -76,15 +76,11 @@ def test_the_core_needs_neither_torchvision_nor_training() -> None:
 LEVELS = [
     {
         "answer",
-        "arguments",
         "clock",
         "errors",
-        "extras",
         "files",
         "heads",
-        "plots",
         "pages",
-        "phases",
         "console",
         "options",
         "processes",
@@ -97,7 +93,6 @@ LEVELS = [
     {"regimes"},
     {"evaluation"},
     {"training"},
-    {"embedding"},
     {"similar", "sklearn"},
     {"serve"},
     {"teach"},

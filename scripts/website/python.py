@@ -26,12 +26,12 @@ PAGES = {
     "evaluation": "Evaluation",
     "teach": "Labelling",
     "serve": "Server",
-    "similar": "Similar images",
+    "similar": "Embeddings, similar images",
     "sklearn": "scikit-learn",
     "errors": "Errors",
 }
 """Title of the page of each package; other packages have a page under their own name."""
-JOINED = {"images": "backbones", "embedding": "evaluation"}
+JOINED = {"images": "backbones"}
 EXTRA = ("sklearn",)
 """Public modules that are imported by their own name."""
 INSIDE = {

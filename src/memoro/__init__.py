@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from memoro.backbones import load_backbone as load_backbone
     from memoro.data import load_columns as load_columns
     from memoro.data import load_data as load_data
-    from memoro.embedding import embed as embed
     from memoro.engine.composition import Composition as Composition
     from memoro.engine.composition import compose as compose
     from memoro.errors import BackboneError as BackboneError
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from memoro.serve.client import Client as Client
     from memoro.similar import ImageIndex as ImageIndex
     from memoro.similar import duplicates as duplicates
+    from memoro.similar import embed as embed
     from memoro.similar import similar as similar
     from memoro.tasks.importing import import_tasks as import_tasks
     from memoro.tasks.task import Task as Task
@@ -55,7 +55,6 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "backbones": ["Backbone", "load_backbone"],
     "data": ["load_columns", "load_data"],
-    "embedding": ["embed"],
     "engine.composition": ["Composition", "compose"],
     "errors": [
         "BackboneError",
@@ -73,7 +72,7 @@ _PUBLIC = {
     "evaluation.evaluate": ["evaluate"],
     "images": ["Preprocessing"],
     "serve.client": ["Client"],
-    "similar": ["ImageIndex", "duplicates", "similar"],
+    "similar": ["ImageIndex", "duplicates", "embed", "similar"],
     "tasks.importing": ["import_tasks"],
     "tasks.task": ["Task", "new_task"],
     "tasks.taskfile": ["load_task", "load_tasks", "save_task", "save_tasks"],

@@ -1,5 +1,9 @@
 """The errors that memoro raises. Each message says how to fix the problem."""
 
+from __future__ import annotations
+
+from importlib.util import find_spec
+
 
 def first_line(error: BaseException | None) -> str:
     """What another library's error says, for a message of memoro; the name of its type if it says nothing."""
@@ -52,3 +56,11 @@ class ServeError(MemoroError):
 
 class CacheError(MemoroError):
     """Features cannot be cached, or exceed the cache budget."""
+
+
+def need(*modules: str, extra: str = "train") -> None:
+    """Raises, with the command that installs it, if a module of an optional extra is missing."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
+        raise MemoroError(f"{names} not installed: pip install 'memoro[{extra}]'.")

@@ -1,14 +1,28 @@
-"""Options: fields of dataclasses that have their type, default and help text in one place.
+"""Arguments that take one value or several, and options: dataclass fields with their type, default and help text.
 
-The library takes them as keyword arguments. The command line makes flags of some of them (`--epochs 5`), and settings
-of the others (`--set momentum=0.8`).
+The library takes options as keyword arguments. The command line makes flags of some of them (`--epochs 5`), and
+settings of the others (`--set momentum=0.8`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, get_type_hints
+from numbers import Integral
+from typing import Any, TypeVar, get_type_hints
+
+T = TypeVar("T")
+
+
+def several(values: T | Iterable[T]) -> tuple[T, ...]:
+    """The values as a tuple. Text, and what cannot be iterated over, is a single value."""
+    single: Any = values
+    return tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else (single,)
+
+
+def plain_int(value: Any) -> Any:
+    """A whole number of any type, such as NumPy's, as an int; anything else as it is."""
+    return int(value) if isinstance(value, Integral) else value
 
 
 def option(
@@ -46,7 +60,7 @@ class Option:
 
 def read_options(*owners: type) -> dict[str, Option]:
     """The options of some dataclasses by name. Of two with one name, the first counts."""
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     for owner in owners:
         types = get_type_hints(owner)
         for member in fields(owner):
@@ -54,8 +68,6 @@ def read_options(*owners: type) -> dict[str, Option]:
                 continue
             about = member.metadata
             default = member.default if member.default_factory is MISSING else member.default_factory()
-            name = about["name"] or member.name
-            kind = about["typed"] or types[member.name]
-            one = Option(name, owner, member.name, kind, default, about["help"], about["shown"])
-            found.setdefault(name, one)
-    return found
+            name, kind = about["name"] or member.name, about["typed"] or types[member.name]
+            options.setdefault(name, Option(name, owner, member.name, kind, default, about["help"], about["shown"]))
+    return options

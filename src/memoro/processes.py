@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memoro.extras import need
+from memoro.errors import need
 
 TIMEOUT = timedelta(days=1)
 """How long a process waits for the others: one may compute features for hours. The launcher ends all if one dies."""

@@ -1,9 +1,11 @@
-"""Images that look alike: an index of short vectors, searched by matrix products, and groups of near-duplicates."""
+"""Images as vectors: their statistics for any model that takes a matrix, an index of short vectors that is searched by
+matrix products, and groups of near-duplicates."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,32 +14,70 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
 from memoro.backbones import Backbone, BackboneRecord, load_backbone
 from memoro.backbones.load import TINY
-from memoro.data.dataset import ImageSet, Skipped
+from memoro.data.dataset import ImageSet, Skipped, as_rows
 from memoro.data.open import open_source
 from memoro.data.screening import drop_unreadable, find_connected, first_copies
-from memoro.embedding import as_image_set, open_backbone, statistics_of
-from memoro.engine.answers import Pictures
+from memoro.data.source import Objects, Source
+from memoro.engine.answers import Pictures, list_pictures
 from memoro.errors import DataError, TaskFileError
 from memoro.files import write_whole
 from memoro.tasks.record import read_backbone
 from memoro.tasks.ridge import MOST_DIMENSIONS, NEGLIGIBLE, Read, RidgeSystem
+from memoro.training.cached import Cache
+from memoro.training.recipe import TrainOptions
+from memoro.training.statistics import StatisticsReader
 
+READ_AT_ONCE = 1024
+"""Images whose statistics are in memory at a time."""
 MOST_VALUES = 512
-"""Of a vector, which are 2 bytes each: 1 kB an image."""
+"""Of a vector of an index, which are 2 bytes each: 1 kB an image."""
 BLOCK = 1 << 16
 """Vectors that are multiplied at a time."""
-READ_AT_ONCE = 1024
 MOST_GROUPED = 100_000
 """Images all of whose pairs are compared for near-duplicates."""
 LARGEST = 1_000_000
 """Images of an index; with more, hand the vectors to a library for approximate search."""
 SUFFIX = ".safetensors"
 _FORMAT = "memoro image index 1"
+
+
+def embed(
+    images: Pictures,
+    backbone: str | Path | nn.Module | Backbone = TINY,
+    *,
+    layers: int | None = None,
+    image_size: int | None = None,
+    device: str | None = None,
+    cache: Cache | bool | None = None,
+    workers: int | None = None,
+) -> npt.NDArray[np.float32]:
+    """One row of statistics for each image: of each layer that is read the class token, and the mean and the standard
+    deviation of the patch tokens, layer by layer.
+
+    `images` are as `Composition.predict` takes them. Read-outs read the upper two thirds of the layers; `layers=1` is
+    the last layer alone. `image_size` is the input size in pixels, by default the backbone's. Statistics are kept on
+    disk by the images' content unless `cache` is False, so the second time no pass is run.
+    """
+    chosen = open_backbone(backbone, device)
+    pictures = _list_images(images)
+    if not len(pictures):
+        raise DataError("there are no images to embed: give at least one.")
+    read = _statistics_of(pictures, chosen, image_size=image_size, cache=cache, workers=workers)
+    known = read(torch.arange(1))[0]
+    if layers is not None and not 1 <= layers <= len(known):
+        raise DataError(
+            f"layers={layers}: {chosen.name} has statistics of its last {len(known)} layers; choose 1 to that."
+        )
+    kept = known[-layers:] if layers else known
+    rows = np.empty((len(pictures), kept.numel()), dtype=np.float32)
+    for block in torch.split(torch.arange(len(pictures)), READ_AT_ONCE):
+        rows[block.numpy()] = read(block)[:, -len(kept) :].flatten(1).float().numpy()
+    return rows
 
 
 class Match(NamedTuple):
@@ -81,7 +121,7 @@ class ImageIndex:
                 f"{len(images):,} images: an index holds {LARGEST:,}. Pass memoro.embed() to FAISS or LanceDB."
             )
         chosen = open_backbone(backbone, device)
-        read = statistics_of(images, chosen, image_size=image_size, cache=cache, workers=workers, quiet=quiet)
+        read = _statistics_of(images, chosen, image_size=image_size, cache=cache, workers=workers, quiet=quiet)
         weight, bias = _find_projection(read, len(images))
         names = tuple(images.where(at) for at in range(len(images)))
         return cls(names, _project(read, len(images), weight, bias), weight, bias, chosen, image_size, images.skipped)
@@ -90,8 +130,8 @@ class ImageIndex:
         """For each image, the `top` most similar ones of the index, the most similar first."""
         if top < 1:
             raise DataError(f"top={top}: ask for one image at least.")
-        pictures = as_image_set(images)
-        read = statistics_of(pictures, self.backbone, image_size=self.image_size, cache=cache)
+        pictures = _list_images(images)
+        read = _statistics_of(pictures, self.backbone, image_size=self.image_size, cache=cache)
         best, place = search_vectors(self.vectors, _project(read, len(pictures), self.weight, self.bias).float(), top)
         rows = zip(place.tolist(), best.tolist(), strict=True)
         return [[Match(self.names[at], score) for at, score in zip(*row, strict=True)] for row in rows]
@@ -146,7 +186,22 @@ def duplicates(photos: Any, *, workers: int | None = None) -> list[list[str]]:
     """Groups of images that are copies or near-duplicates (scaled, compressed again, frames of a film), large ones
     first. No backbone is needed."""
     images = _open(photos, workers)
-    return [[images.where(int(at)) for at in group] for group in look_alikes(images)]
+    numbers = first_copies(images)
+    unique = np.unique(numbers)
+    for group in find_connected(images, unique) if len(unique) <= MOST_GROUPED else []:
+        numbers[np.isin(numbers, group)] = group[0]
+    order = np.argsort(numbers, kind="stable")
+    parts = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
+    groups = sorted((part for part in parts if len(part) > 1), key=len, reverse=True)
+    return [[images.where(int(at)) for at in group] for group in groups]
+
+
+def open_backbone(backbone: Any, device: str | None = None) -> Backbone:
+    """The backbone; one that is named is loaded once, not for each call."""
+    return (_load_named if isinstance(backbone, (str, Path)) else load_backbone)(backbone, device=device)
+
+
+_load_named = lru_cache(maxsize=2)(load_backbone)
 
 
 def search_vectors(vectors: Tensor, wanted: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -160,29 +215,36 @@ def search_vectors(vectors: Tensor, wanted: Tensor, top: int) -> tuple[Tensor, T
     return best, place
 
 
-def look_alikes(images: ImageSet) -> list[npt.NDArray[np.int64]]:
-    """The groups of two or more screened images that are copies or look the same, whatever their classes, the largest
-    first; copies alone if there are more than 100,000 images."""
-    numbers = first_copies(images)
-    unique = np.unique(numbers)
-    for group in find_connected(images, unique) if len(unique) <= MOST_GROUPED else []:
-        numbers[np.isin(numbers, group)] = group[0]
-    order = np.argsort(numbers, kind="stable")
-    parts = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
-    return sorted((part for part in parts if len(part) > 1), key=len, reverse=True)
+def _statistics_of(
+    images: ImageSet,
+    backbone: Backbone,
+    *,
+    image_size: int | None = None,
+    cache: Cache | bool | None = None,
+    workers: int | None = None,
+    quiet: bool = True,
+) -> Read:
+    """A function from the numbers (b) of images to their statistics (b, layers, statistics, dim)."""
+    preprocessing = backbone.preprocessing if image_size is None else backbone.preprocessing.at(image_size)
+    options = TrainOptions(cache=cache, workers=workers, quiet=quiet)
+    return StatisticsReader(backbone, options).read(images, preprocessing)
+
+
+def _list_images(images: Pictures) -> ImageSet:
+    """Images of any kind as a set without labels."""
+    return _unlabelled("images", Objects(tuple(picture for _, picture in list_pictures(images))))
+
+
+def _unlabelled(name: str, source: Source) -> ImageSet:
+    rows = as_rows(list(source.keys()))
+    return ImageSet(name, (), "regression", source, rows, torch.zeros(len(rows), 0, device="cpu"))
 
 
 def _open(photos: Any, workers: int | None) -> ImageSet:
     """The readable images; the others are `skipped`."""
-    if isinstance(photos, (str, Path)):
-        source = open_source([str(photos)])
-        keys = list(source.keys())
-        rows = np.empty(len(keys), dtype=object)
-        rows[:] = keys
-        found = ImageSet(str(photos), (), "regression", source, rows, torch.zeros(len(keys), 0, device="cpu"))
-    else:
-        found = as_image_set(photos)
-    [images] = drop_unreadable([found], workers, quiet=True)
+    place = str(photos) if isinstance(photos, (str, Path)) else None
+    named = _list_images(photos) if place is None else _unlabelled(place, open_source([place]))
+    [images] = drop_unreadable([named], workers, quiet=True)
     if not len(images):
         raise DataError("none of the images can be read.")
     return images

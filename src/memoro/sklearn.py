@@ -12,10 +12,10 @@ from PIL import Image
 from torch import Tensor
 
 from memoro.backbones.load import TINY
-from memoro.embedding import embed, open_backbone
 from memoro.errors import TaskError
 from memoro.heads import HEADS, HeadKind
 from memoro.images import PICTURE_TYPES
+from memoro.similar import embed, open_backbone
 from memoro.tasks.readout import SolvedReadOut, solve_readout
 from memoro.tasks.ridge import BLOCK, RidgeSystem
 from memoro.tasks.spec import ReadOut

@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 import memoro
 from memoro.backbones import Backbone
 from memoro.cli import app
+from memoro.clock import Phases
 from memoro.console import bar
 from memoro.errors import CompositionError, TaskFileError
 from memoro.evaluation.inspect import inspect_tables, inspect_tasks
 from memoro.evaluation.metrics import metrics_tables
 from memoro.files import keep_copy, write_whole
-from memoro.phases import Phases
 from memoro.training import Cache
 from memoro.training.cached import GIGABYTE, what_is_kept
 from memoro.training.result import SettingRow, sweep_table
@@ -106,7 +106,7 @@ def test_lines_come_every_ten_seconds(capfd: pytest.CaptureFixture[str], monkeyp
 
 def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("memoro.phases.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("memoro.clock.time.monotonic", lambda: now[0])
     phases = Phases("reading")
     now[0] = 2.0
     with phases.during("checking"):

@@ -21,8 +21,7 @@ from memoro.backbones.fingerprint import name_functions
 from memoro.backbones.frozen_view import frozen_view
 from memoro.backbones.load import TIMM, is_hub_reachable, unsupported
 from memoro.backbones.processor import read_processor
-from memoro.errors import BackboneError, first_line
-from memoro.extras import need
+from memoro.errors import BackboneError, first_line, need
 from memoro.images import Preprocessing
 
 # These models have arbitrary attributes.

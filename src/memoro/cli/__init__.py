@@ -14,9 +14,9 @@ from typer.core import TyperGroup
 
 from memoro.cli.removed import refuse_removed
 from memoro.cli.settings import name_options
+from memoro.clock import Phases
 from memoro.console import plain_console
 from memoro.errors import MemoroError
-from memoro.phases import Phases
 
 
 class Verb(NamedTuple):

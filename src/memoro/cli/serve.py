@@ -57,7 +57,7 @@ def serve(
     Limits of requests and connections are settings: --set max_images=16.
     """
     share_cores()
-    from memoro.extras import need
+    from memoro.errors import need
 
     need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")
     from memoro.serve.server import open_store, run_server

@@ -74,7 +74,7 @@ def teach(
     """
     share_cores()
     quiet_libraries()
-    from memoro.extras import need
+    from memoro.errors import need
 
     if not finish:
         need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")

@@ -21,10 +21,10 @@ from memoro.cli.options import (
     read_data,
 )
 from memoro.cli.settings import Settings, add_flags, read_settings, shell_log
+from memoro.clock import Phases
 from memoro.console import plain_console
 from memoro.data import Augment, DataOptions
 from memoro.data.open import check_place
-from memoro.phases import Phases
 from memoro.processes import printing_once
 from memoro.training.cached import Cache
 from memoro.training.recipe import Recipe, TrainOptions

@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from memoro.clock import Phases
 from memoro.data.source import NO_FILE, Source, read_bytes
 from memoro.errors import DataError
 from memoro.heads import HeadKind, find_kind
 from memoro.images import Draft, Levels, NamedPicture, open_image
 from memoro.options import option
-from memoro.phases import Phases
 
 SplitName = Literal["train", "val", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "val", "test")

@@ -11,7 +11,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
 
-from memoro.arguments import several
 from memoro.data.columns import IMAGE_COLUMNS, RawDataset, RawSplit, find_image_column, first_few, split_name
 from memoro.data.dataset import DataOptions, DataSettings, ImageSet, Splits
 from memoro.data.folders import open_archive, read_archive, read_folder
@@ -44,6 +43,7 @@ from memoro.data.tables import (
 from memoro.errors import DataError, first_line
 from memoro.images import PICTURE_TYPES
 from memoro.images.finding import IMAGE_SUFFIXES, is_list, read_lines
+from memoro.options import several
 
 _SOURCES = (
     "give a folder of class folders (or of train/ and test/ with class folders), a .zip of one, a .csv, .jsonl or "

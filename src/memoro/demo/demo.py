@@ -17,8 +17,8 @@ from memoro.demo.demo_page import RESULT_COLUMNS, SAME_IMAGES, Cost, DemoResult,
 from memoro.demo.drawings import COLUMNS, draw_letters, write_digits, write_parity_table
 from memoro.engine.composition import Composition, compose
 from memoro.engine.verify import sample_pixels
+from memoro.errors import need
 from memoro.evaluation.evaluate import evaluate
-from memoro.extras import need
 from memoro.tasks.taskfile import load_task, save_task
 from memoro.training import Cache, TrainResult, train
 

@@ -15,7 +15,7 @@ from memoro.engine.composition import Composition
 from memoro.files import write_whole
 from memoro.pages.charts import Points, bar_chart, line_chart, meter
 from memoro.pages.elements import Html, picture, render_page, table, tag
-from memoro.plots import save_figure
+from memoro.pages.plots import save_figure
 from memoro.training import TrainResult
 
 COLORS = {"good": "#176b2c", "bad": "#b3261e", "other": "#9a9a9a"}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from memoro.answer import AnswerDict
-from memoro.arguments import several
 from memoro.backbones import Backbone, require_backbone
 from memoro.engine.answers import (
     AnswerOptions,
@@ -35,6 +34,7 @@ from memoro.engine.streams import Ends, run_streams
 from memoro.engine.verify import Verification, verify_composition
 from memoro.errors import CompositionError
 from memoro.images import Preprocessing
+from memoro.options import several
 from memoro.tasks.familiarity import FALSE_ALARMS, FamiliarityBank
 from memoro.tasks.task import Task
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memoro.engine.answers import Recognition
-from memoro.errors import BackboneError, CompositionError, TaskFileError, first_line
-from memoro.extras import need
+from memoro.errors import BackboneError, CompositionError, TaskFileError, first_line, need
 from memoro.images import Preprocessing
 from memoro.tasks.record import KEY
 from memoro.tasks.task import Task, content_hashes

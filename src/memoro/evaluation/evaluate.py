@@ -11,7 +11,6 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from memoro.arguments import several
 from memoro.backbones import Backbone
 from memoro.console import bar, format_count, make_table, plain_console
 from memoro.data import ImageSet, Loader, Splits, load_data
@@ -26,6 +25,7 @@ from memoro.evaluation.report import TaskReport, write_report
 from memoro.evaluation.training_images import describe_learned, find_learned, learned_some, warn_learned
 from memoro.heads import Head
 from memoro.images import Preprocessing
+from memoro.options import several
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.spec import Model, by_name
 from memoro.tasks.task import Task

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memoro.console import format_count, make_table, printable
 from memoro.heads import HEADS, HeadKind, Mistake, Table, confusion
-from memoro.plots import MAX_CONFUSION
+from memoro.pages.plots import MAX_CONFUSION
 from memoro.tasks.calibration import Calibration, decide_unseen
 from memoro.tasks.record import finite_number
 from memoro.tasks.spec import TaskModule

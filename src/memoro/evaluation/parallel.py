@@ -21,10 +21,9 @@ from memoro.console import format_count
 from memoro.data.source import Chain, Stream
 from memoro.data.workers import worker_count
 from memoro.engine.answers import Decode, Prediction
-from memoro.errors import DataError, MemoroError, first_line
+from memoro.errors import DataError, MemoroError, first_line, need
 from memoro.evaluation.bulk import MANIFEST, Job, Shard, Todo, finish
 from memoro.evaluation.predictions import Predictor, Tally
-from memoro.extras import need
 from memoro.images import NamedPicture
 from memoro.options import option
 

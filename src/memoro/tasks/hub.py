@@ -17,7 +17,7 @@ from memoro.backbones.load import is_hub_id, is_hub_reachable
 from memoro.console import format_count, printable
 from memoro.errors import TaskFileError, first_line
 from memoro.files import keep_copy, write_whole
-from memoro.plots import MAX_CONFUSION, draw_confusion
+from memoro.pages.plots import MAX_CONFUSION, draw_confusion
 from memoro.tasks.record import describe_fact, finite_number, short_facts
 from memoro.tasks.task import Task
 

@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone, BackboneRecord, require_backbone
 from memoro.errors import DataError, TaskError
 from memoro.heads import HEADS, find_kind
+from memoro.options import plain_int, several
 from memoro.tasks.spec import (
     INIT_STD,
     LOW_RANK,

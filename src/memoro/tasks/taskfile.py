@@ -11,9 +11,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from memoro.arguments import several
 from memoro.errors import TaskFileError
 from memoro.files import write_whole
+from memoro.options import several
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import LARGEST, SMALLEST, Familiarity, tensor_shapes
 from memoro.tasks.hub import FILE, MAX_FILE, find_task_file, write_card

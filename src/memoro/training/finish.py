@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memoro.backbones import Backbone
+from memoro.clock import Phases
 from memoro.console import bar
 from memoro.data import ImageSet
 from memoro.errors import TrainingError
@@ -19,7 +20,6 @@ from memoro.evaluation.logits import Batches, collect_logits
 from memoro.evaluation.metrics import add_folds, measure, measure_task, recorded, score, warn_of
 from memoro.evaluation.training_images import learned_from, sketch_images
 from memoro.heads import HEADS
-from memoro.phases import Phases
 from memoro.tasks.calibration import describe_calibration, fit_calibration
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task, join_members

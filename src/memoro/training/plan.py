@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memoro.arguments import plain_int, several
 from memoro.backbones import Backbone
 from memoro.data import DataOptions, ImageSet, Splits, load_columns, load_data
 from memoro.data.open import check_place
@@ -21,6 +20,7 @@ from memoro.errors import TrainingError
 from memoro.evaluation.metrics import COLUMNS
 from memoro.heads import HEADS
 from memoro.images import Preprocessing
+from memoro.options import plain_int, several
 from memoro.regimes import Regime, TaskPlan
 from memoro.regimes.start import start_from
 from memoro.tasks.spec import MAX_MEMBERS, check_name

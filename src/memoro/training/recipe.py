@@ -11,16 +11,15 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 from torch import nn
 
-from memoro.arguments import plain_int
 from memoro.backbones import Backbone
 from memoro.backbones.backbone import BackboneRecord
 from memoro.backbones.precision import PRECISION_HELP, Precision, check_precision
+from memoro.clock import Phases
 from memoro.console import plain_console
 from memoro.data import Augment
 from memoro.data.dataset import ClassFolder
 from memoro.errors import TrainingError
-from memoro.options import option
-from memoro.phases import Phases
+from memoro.options import option, plain_int
 from memoro.processes import ALONE, Processes, find_processes
 from memoro.regimes import Regime, find_regime
 from memoro.tasks.task import Task

@@ -10,7 +10,6 @@ from typing import Any, Unpack, overload
 
 import torch
 
-from memoro.arguments import several
 from memoro.backbones import Backbone, load_backbone, require_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.backbones.precision import CHOSEN
@@ -18,12 +17,12 @@ from memoro.data import Splits, load_data
 from memoro.data.dataset import MAX_UNREADABLE, ClassFolder, DataOptions
 from memoro.engine.featurestore import total_bytes
 from memoro.engine.plan import check_versions
-from memoro.errors import CacheError, TrainingError
+from memoro.errors import CacheError, TrainingError, need
 from memoro.evaluation.evaluate import check_labels
-from memoro.extras import need
 from memoro.files import left_behind
 from memoro.heads import find_kind
 from memoro.images import output_size
+from memoro.options import several
 from memoro.regimes import Regime
 from memoro.regimes.start import OPTIMISTIC, compare_labels, load_parents, read_start, regime_of
 from memoro.tasks.spec import Model

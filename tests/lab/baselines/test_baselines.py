@@ -228,7 +228,7 @@ def test_no_class_token_to_train() -> None:
 
 
 def test_without_peft_the_extra_is_named(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memoro.extras.find_spec", lambda module: None)
+    monkeypatch.setattr("memoro.errors.find_spec", lambda module: None)
     with pytest.raises(MemoroError, match=r"pip install 'memoro\[lora\]'"):
         build(backbone, "lora")
 

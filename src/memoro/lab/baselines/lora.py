@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memoro.backbones import Anatomy, Backbone, TrainableCopy
-from memoro.errors import BackboneError
-from memoro.extras import need
+from memoro.errors import BackboneError, need
 from memoro.lab.baselines.baseline import BaselineRegime, Parts, Shapes
 from memoro.lab.baselines.dense import run_copy
 from memoro.regimes.regime import TaskPlan

@@ -15,7 +15,7 @@ from memoro.backbones import Backbone
 from memoro.clock import best_times
 from memoro.console import bar, format_bytes, format_count, make_table
 from memoro.engine.composition import Composition, compose
-from memoro.extras import need
+from memoro.errors import need
 from memoro.lab.bench.models import CLASSES
 from memoro.tasks.task import new_task
 

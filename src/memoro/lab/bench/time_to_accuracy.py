@@ -17,7 +17,7 @@ from memoro.data import Augment, load_data
 from memoro.errors import TrainingError
 from memoro.lab.baselines import REGIMES, BaselinePlan
 from memoro.lab.bench.step import RANK
-from memoro.plots import save_figure
+from memoro.pages.plots import save_figure
 from memoro.training.cached import Cache, CachedLoader, fill_caches
 from memoro.training.loop import Trainer
 from memoro.training.recipe import OptimizerName, Recipe, TrainOptions

@@ -14,7 +14,7 @@ from rich.table import Table
 from memoro.clock import best_times
 from memoro.console import make_table
 from memoro.lab.bench.step import Candidate, Setting, build_step
-from memoro.plots import save_figure
+from memoro.pages.plots import save_figure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,7 +202,7 @@ def bench_serve_command(
 ) -> None:
     """Compare throughput and latency over HTTP on loopback to the engine alone at the same batch size."""
     share_cores()
-    from memoro.extras import need
+    from memoro.errors import need
 
     need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")
     from memoro.backbones import load_backbone

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memoro.errors import DataError
-from memoro.extras import need
+from memoro.errors import DataError, need
 from memoro.lab.reproduce.plan import SCALES, TABLES, Request, Scale
 from memoro.lab.reproduce.run import Order
 from memoro.lab.reproduce.runner import MOST_PIXELS, Runner, find_sets, name_backbone

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from memoro.plots import drawable, save_figure
+from memoro.pages.plots import drawable, save_figure
 
 MAX_TICKS = 8
 """Whole numbers on an x axis up to which each has a tick of its own."""
