@@ -46,7 +46,7 @@ def test_problems_at_the_start_are_named(backbone: Backbone, tmp_path: Path) -> 
     fill(tmp_path / "tasks", backbone)
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes((tmp_path / "tasks" / "tags.safetensors").read_bytes())
-    with pytest.raises(CompositionError, match=r"'tags', in .*tags.safetensors and in .*copy.safetensors: give one"):
+    with pytest.raises(CompositionError, match=r"'tags', in .*tags.safetensors and in .*copy.safetensors: remove one"):
         open_store([tmp_path / "tasks" / "tags.safetensors", copy], lambda _: backbone)
     for places in (
         [f"{tmp_path}/tasks", f"other={tmp_path}/tasks/tags.safetensors"],

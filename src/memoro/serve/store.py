@@ -11,8 +11,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -52,15 +52,6 @@ class TaskFiles:
         count = Counter(record.fingerprint.digest for record in records)
         return max(records, key=lambda record: count[record.fingerprint.digest], default=None)
 
-    def with_parents(self, files: Iterable[Path]) -> list[Path]:
-        """These files, and those of all tasks that theirs extend."""
-        file_of = {task.name: file for file, tasks in reversed([*self.tasks.items()]) for task in tasks}
-        found = list(files)
-        for file in found:  # it grows meanwhile
-            parents = {file_of.get(parent.name) for task in self.tasks[file] for parent in task.extends}
-            found += [parent for parent in parents if parent is not None and parent not in found]
-        return found
-
 
 def read_task_files(places: Sequence[str | Path]) -> TaskFiles:
     """The files of one folder, which is created if it ends with a slash, or of anything else that `-t` takes."""
@@ -71,18 +62,10 @@ def read_task_files(places: Sequence[str | Path]) -> TaskFiles:
         given = list(expand_task_arguments(places))
     except TaskFileError as error:
         raise ServeError(f"{error}{_advise_folder(places)}") from None
-    files: dict[str, Path] = {}
     for place, file, name in given:
         if not file.exists():
             raise ServeError(f"{place}: no such file or folder.{_advise_folder(places)}")
-        for task in load_named(file, name):
-            if task.name in files:
-                raise CompositionError(
-                    f"two tasks are called {task.name!r}, in {files[task.name]} and in {file}: "
-                    f"give one of them another name: `tasks=OTHER={place}`."
-                )
-            files[task.name] = file
-            found.setdefault(file, []).append(task)
+        found.setdefault(file, []).extend(load_named(file, name))
     return TaskFiles(found)
 
 
@@ -159,8 +142,11 @@ class TaskStore:
         """The names of the folder's files that are not served, and why."""
         if self._folder is None:
             self._start(given, list(given.tasks))
-        else:
-            self._start_each(given, list(given.tasks))
+            return
+        left, failed = list(given.tasks), self._start_halves(given, list(given.tasks))
+        while failed and len(failed) < len(left):  # a parent may have come after its child
+            left, failed = list(failed), self._start_halves(given, list(failed))
+        self.skipped |= {file.name: explain(error, file) for file, error in failed.items()}
 
     @property
     def writable(self) -> bool:
@@ -173,25 +159,24 @@ class TaskStore:
             for task in given.tasks[file]:
                 if (other := places.setdefault(task.name, file)) != file:
                     raise CompositionError(
-                        f"two tasks are called {task.name!r}, in {other.name} and in {file.name}: remove one of them."
+                        f"two tasks are called {task.name!r}, in {other} and in {file}: remove one of them, or give it "
+                        f"another name: `tasks=OTHER={file}`."
                     )
         tasks = [task for file in files for task in given.tasks[file]]
         model = _compose(self.current.model.backbone, [*self.current.model.tasks.values(), *tasks])
         self.current, self._files = _attach(model, self.current.info, tasks), places
 
-    def _start_each(self, given: TaskFiles, files: Sequence[Path]) -> None:
-        """Attaches the tasks of all of these files that can be served, and records why the others cannot."""
-        attached = set(self._files.values())
-        new = [file for file in given.with_parents(files) if file not in attached and file.name not in self.skipped]
+    def _start_halves(self, given: TaskFiles, files: Sequence[Path]) -> dict[Path, Exception]:
+        """Attaches the tasks of all of these files that can be served, and returns why the others cannot. All at once
+        is fastest, and halves find the few that are the reason."""
         try:
-            self._start(given, new)
+            self._start(given, files)
+            return {}
         except Exception as error:
-            if len(files) == 1:
-                self.skipped[files[0].name] = explain(error, files[0])
-            else:  # all at once is fastest, and halves find the few that are the reason
-                half = len(files) // 2
-                self._start_each(given, files[:half])
-                self._start_each(given, files[half:])
+            half = len(files) // 2
+            if half == 0:
+                return {files[0]: error}
+        return self._start_halves(given, files[:half]) | self._start_halves(given, files[half:])
 
     def attach(self, data: bytes, name: str | None = None) -> dict[str, dict[str, Any]]:
         """Attaches the tasks of an uploaded file. By name: its `version`, and whether it is new or `changed`.
@@ -202,79 +187,54 @@ class TaskStore:
         if name is not None and [task.name for task in tasks] != [name]:
             names = ", ".join(repr(task.name) for task in tasks)
             raise ServeError(f"the file contains {names}, not {name!r} alone; upload it to /v1/tasks instead.", 422)
-        with self._lock:
-            if self._folder is None:
-                raise ServeError(OFF, 403)
-            old = self.current
-            changed = []
+        with self._changing() as old:
+            changed = {}
             for task in tasks:
-                content = old.info.get(task.name, {}).get("content")
-                if content != task.content_hash():
+                if old.info.get(task.name, {}).get("content") != task.content_hash():
                     if task.name in old.info:
                         _check_childless(old.model, task.name, "replace")
                 # A task that is calibrated again keeps its content hash, and so its children.
                 elif _sections(task) == _sections(old.model.tasks[task.name]):
                     continue
-                changed.append(task)
-            new = {task.name: task for task in changed}
-            model = _compose(old.model.backbone, list({**old.model.tasks, **new}.values()))
-            current = _attach(model, old.info, changed)
-            self._write(old.model, _parents_first(changed))
-            self.current = current
-        return {task.name: {"version": current.version(task.name), "changed": task.name in new} for task in tasks}
+                changed[task.name] = task
+            model = _compose(old.model.backbone, list({**old.model.tasks, **changed}.values()))
+            current = _attach(model, old.info, list(changed.values()))
+            new = {name: self._new_file(name) for name in changed if name not in self._files}
+            self._store(current, {**self._files, **new}, [task.name for task in _parents_first(list(changed.values()))])
+        return {task.name: {"version": current.version(task.name), "changed": task.name in changed} for task in tasks}
 
     def detach(self, name: str) -> None:
         """Detaches a task. One that others extend cannot be detached before them."""
-        with self._lock:
-            if self._folder is None:
-                raise ServeError(OFF, 403)
-            old = self.current
+        with self._changing() as old:
             if name not in old.info:
                 raise ServeError(f"there is no task {name!r}.", 404)
             _check_childless(old.model, name, "detach")
-            current = _attach(old.model.detach(name), old.info, [])
-            file = self._files[name]
-            rest = [task for task in current.model.tasks.values() if self._files[task.name] == file]
-            if rest:
-                try:
-                    save_tasks(rest, file)
-                except TaskFileError as error:
-                    raise ServeError(f"{name!r} could not be detached; is the disk full?", 507) from error
-            else:
-                try:
-                    file.unlink(missing_ok=True)
-                except OSError as error:
-                    raise ServeError(f"cannot remove the file of {name!r} ({error.strerror}).", 500) from None
-                sync_folder(file.parent)
+            self._store(_attach(old.model.detach(name), old.info, []), self._files, [name])
             del self._files[name]
-            self.current = current
 
-    def _write(self, model: Composition, tasks: Sequence[Task]) -> None:
-        """Writes each task to its file. If one cannot be written, those before it are taken back."""
-        stored, written = dict(model.tasks), list[tuple[str, Path]]()
+    @contextmanager
+    def _changing(self) -> Iterator[Attached]:
+        """Changes wait for each other. Gives what is attached now."""
+        with self._lock:
+            if self._folder is None:
+                raise ServeError(OFF, 403)
+            yield self.current
+
+    def _store(self, new: Attached, files: dict[str, Path], changed: Sequence[str]) -> None:
+        """Writes the files of the changed tasks. If one cannot be written, those before it are taken back."""
+        written: list[Path] = []
         try:
-            for task in tasks:
-                file = self._files.get(task.name) or self._new_file(task.name)
-                self._save(stored, file, task)
-                self._files[task.name] = file
-                written.append((task.name, file))
-        except Exception as error:
-            for name, file in reversed(written):
+            for file in dict.fromkeys(files[name] for name in changed):
+                _write(file, new.model, files)
+                written.append(file)
+        except (MemoroError, OSError) as error:
+            for file in reversed(written):
                 with suppress(MemoroError, OSError):
-                    if name in model.tasks:
-                        self._save(stored, file, model.tasks[name])
-                    else:
-                        file.unlink()
-                        del self._files[name]
-            if isinstance(error, ServeError):
-                raise
-            raise ServeError("the task could not be stored, so it was not attached; is the disk full?", 507) from error
-
-    def _save(self, stored: dict[str, Task], file: Path, task: Task) -> None:
-        """Writes a task to a file that may contain others, which stay in it as they were `stored` last."""
-        inside = [stored[name] for name, place in self._files.items() if place == file and name != task.name]
-        save_tasks([*inside, task], file)
-        stored[task.name] = task
+                    _write(file, self.current.model, self._files)
+            raise ServeError(
+                "the change could not be stored, so nothing was changed; is the disk full?", 507
+            ) from error
+        self.current, self._files = new, files
 
     def _new_file(self, name: str) -> Path:
         assert self._folder is not None
@@ -289,6 +249,15 @@ class TaskStore:
                 f"{file.name} appeared in the server's folder after it started: restart the server, or remove it.", 409
             )
         return file
+
+
+def _write(file: Path, model: Composition, files: Mapping[str, Path]) -> None:
+    """Writes the tasks that are in this file; removes it if there are none."""
+    if inside := [task for name, task in model.tasks.items() if files.get(name) == file]:
+        save_tasks(inside, file)
+    else:
+        file.unlink(missing_ok=True)
+        sync_folder(file.parent)
 
 
 def read_upload(data: bytes) -> list[Task]:
