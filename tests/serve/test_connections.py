@@ -209,7 +209,7 @@ def test_answers_that_nobody_reads(backbone: Backbone, tmp_path: Path) -> None:
 
 def test_files_are_made_one_at_a_time(backbone: Backbone, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are being made are not in the budget for answers yet."""
-    own, making, most = app.file_bytes, list[int](), list[int]()
+    own, making, most = app.task_bytes, list[int](), list[int]()
 
     def make(task: memoro.Task) -> bytes:
         making.append(0)
@@ -218,7 +218,7 @@ def test_files_are_made_one_at_a_time(backbone: Backbone, folder: Path, monkeypa
         making.pop()
         return own(task)
 
-    monkeypatch.setattr(app, "file_bytes", make)
+    monkeypatch.setattr(app, "task_bytes", make)
     with serving(backbone, folder, decoders=4) as server, ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(server.request, "GET", "/v1/tasks/tags/file") for _ in range(4)]
         assert {done.result()[2] for done in asked} == {(folder / "tags.safetensors").read_bytes()}

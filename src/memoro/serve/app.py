@@ -30,7 +30,8 @@ from memoro.serve.guard import BODIES, Guard, Metrics, Sending, unless_gone
 from memoro.serve.open_inference import add_open_inference
 from memoro.serve.options import BUSY, NO_TOKEN, ServeOptions
 from memoro.serve.service import Service, write_json
-from memoro.serve.store import OFF, Attached, TaskStore, file_bytes
+from memoro.serve.store import OFF, Attached, TaskStore
+from memoro.tasks.taskfile import task_bytes
 
 DESCRIPTION = """Answers of many tasks to images, from one pass of one backbone. Errors are `{"error": "what happened"}`
 on every route. The header `x-request-timeout-ms` sets a deadline for a request."""
@@ -187,7 +188,7 @@ def _add_tasks(app: FastAPI) -> None:
         task = find(name).model.tasks[name]
         headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}.safetensors"}
         async with app.state.service.making_file:
-            data = await app.state.service.in_pool(file_bytes, task)
+            data = await app.state.service.in_pool(task_bytes, task)
         return Response(data, media_type="application/octet-stream", headers=headers)
 
 

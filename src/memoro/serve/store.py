@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -199,8 +199,12 @@ class TaskStore:
                 changed[task.name] = task
             model = _compose(old.model.backbone, list({**old.model.tasks, **changed}.values()))
             current = _attach(model, old.info, list(changed.values()))
-            new = {name: self._new_file(name) for name in changed if name not in self._files}
-            self._store(current, {**self._files, **new}, [task.name for task in _parents_first(list(changed.values()))])
+            parents = {task.name: [parent.name for parent in task.extends] for task in changed.values()}
+            order = [each for each in TopologicalSorter(parents).static_order() if each in changed]
+            files = dict(self._files)
+            for each in order:
+                files[each] = self._files.get(each) or self._new_file(each, files.values())
+            self._store(current, files, order)  # parents first: after a crash, no child is without its parent
         return {task.name: {"version": current.version(task.name), "changed": task.name in changed} for task in tasks}
 
     def detach(self, name: str) -> None:
@@ -236,12 +240,12 @@ class TaskStore:
             ) from error
         self.current, self._files = new, files
 
-    def _new_file(self, name: str) -> Path:
+    def _new_file(self, name: str, others: Iterable[Path]) -> Path:
         assert self._folder is not None
         # A name may be longer in bytes than a file's may be, or reserved on some system: then its hash is used.
         stem = name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+-]{0,79}", name) else f"task-{_digest(name)}"
         file = self._folder / f"{stem}.safetensors"
-        known = {*(file.name.lower() for file in self._files.values()), *map(str.lower, self.skipped)}
+        known = {*(file.name.lower() for file in others), *map(str.lower, self.skipped)}
         if file.name.lower() in known:
             file = self._folder / f"{stem}-{_digest(name)}.safetensors"
         if file.exists():
@@ -271,11 +275,6 @@ def read_upload(data: bytes) -> list[Task]:
         raise ServeError(str(error).replace(name, "the task file"), 422) from None
     finally:
         os.unlink(name)
-
-
-def file_bytes(task: Task) -> bytes:
-    """The task as a file of its own."""
-    return task_bytes([task])
 
 
 def _compose(backbone: Backbone, tasks: Sequence[Task]) -> Composition:
@@ -325,12 +324,6 @@ def _check_childless(model: Composition, name: str, action: str) -> None:
 def _sections(task: Task) -> dict[str, Any]:
     """The records of a task's calibration and familiarity, with checksums that cover their tensors."""
     return write_sections(task.spec, "")[0]
-
-
-def _parents_first(tasks: Sequence[Task]) -> list[Task]:
-    by_name = {task.name: task for task in tasks}
-    order = TopologicalSorter({task.name: [parent.name for parent in task.extends] for task in tasks}).static_order()
-    return [by_name[name] for name in order if name in by_name]
 
 
 def _listed(names: Sequence[str]) -> str:
