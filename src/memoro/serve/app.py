@@ -25,7 +25,7 @@ from memoro.errors import MemoroError, ServeError
 from memoro.images.drawing import draw_apple, draw_digit, draw_landscape, draw_letter
 from memoro.pages.elements import page_policy, read_style, render_page, table, tag
 from memoro.serve import schemas
-from memoro.serve.bodies import read_images
+from memoro.serve.bodies import first_problem, read_images
 from memoro.serve.guard import BODIES, Guard, Metrics, Sending, unless_gone
 from memoro.serve.open_inference import add_open_inference
 from memoro.serve.options import BUSY, NO_TOKEN, ServeOptions
@@ -209,8 +209,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, found: RequestValidationError) -> Response:
-        first = found.errors()[0]
-        return error(422, f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}")
+        return error(422, first_problem(found.errors(), 1))
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, found: HTTPException) -> Response:

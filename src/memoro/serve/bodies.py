@@ -9,12 +9,11 @@ import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -37,10 +36,7 @@ async def read_images(request: Request, service: Service) -> list[Upload]:
         try:
             async with request.form(max_files=options.max_images, max_fields=16) as form:
                 files = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
-                uploads = [
-                    Upload(file.filename or f"image {number}", await file.read())
-                    for number, file in enumerate(files, start=1)
-                ]
+                uploads = [(file.filename or f"image {n}", await file.read()) for n, file in enumerate(files, start=1)]
         except HTTPException as error:
             if not str(error.detail).startswith("Too many files"):
                 raise
@@ -57,7 +53,7 @@ async def read_images(request: Request, service: Service) -> list[Upload]:
             raise ServeError(
                 "the request has no body: send an image as it is, several as multipart/form-data, or JSON.", 422
             )
-        uploads = [Upload("image", body)]
+        uploads = [("image", body)]
     _check_count(len(uploads), options.max_images)
     return uploads
 
@@ -70,7 +66,7 @@ def _read_json(body: bytes, options: ServeOptions) -> list[Upload]:
     if other := next((key for key in document if key != "images"), None):
         raise ServeError(f"unknown key {other!r}: send tasks, top_k and the like as query parameters.", 422)
     _check_count(len(images), options.max_images)
-    return [Upload(f"image {n}", decode_base64(image, f"image {n}")) for n, image in enumerate(images, start=1)]
+    return [(f"image {n}", decode_base64(image, f"image {n}")) for n, image in enumerate(images, start=1)]
 
 
 def _check_count(count: int, most: int) -> None:
@@ -126,71 +122,83 @@ def compress(data: bytes, accepted: str) -> tuple[bytes, str | None]:
     return data, None
 
 
-@dataclass(frozen=True)
-class InferInput:
-    """One input: its description, and its bytes if they follow the JSON."""
+class Parameters(BaseModel):
+    """Those that are known, of a request, an input or an output."""
+
+    binary_data_size: Annotated[int, Field(strict=True, ge=0)] | None = None
+    """Bytes of an input; they follow the JSON."""
+    binary_data_output: bool = False
+    """Whether outputs that do not say otherwise are sent as bytes."""
+    binary_data: bool | None = None
+    classification: Annotated[int, Field(strict=True, ge=0, le=100_000)] = 0
+    """How many classes of an output are asked for; 0: the tensor itself."""
+
+
+class InferInput(BaseModel):
+    """The input of a request: pixels, or encoded images."""
+
+    name: Literal["pixel_values", "image"]
+    shape: list[Annotated[int, Field(strict=True, gt=0, lt=1 << 31)]]
+    datatype: str
+    data: Any = None
+    """Bytes if they followed the JSON."""
+    parameters: Parameters = Parameters()
+
+
+class InferOutput(BaseModel):
+    """An output that is asked for."""
 
     name: str
-    shape: list[int]
-    datatype: str
-    data: Any
-    binary: bytes | None
+    parameters: Parameters = Parameters()
 
 
-@dataclass(frozen=True)
-class InferRequest:
+class InferRequest(BaseModel):
     """What a client sent."""
 
-    id: str | None
-    inputs: list[InferInput]
-    outputs: list[dict[str, Any]]
-    binary: bool
-    """Whether outputs that do not say otherwise are sent as bytes."""
+    id: str | None = None
+    inputs: list[InferInput] = Field(min_length=1, max_length=1)
+    outputs: list[InferOutput] = []
+    parameters: Parameters = Parameters()
 
 
 def read_request(body: bytes, header_length: str | None) -> InferRequest:
-    """The request of a body: JSON, then the bytes of binary inputs one after the other."""
+    """The request of a body: JSON, then the bytes of a binary input."""
     length = len(body)
     if header_length is not None:
         if not header_length.isdecimal() or len(header_length) > 12 or not 0 < int(header_length) <= len(body):
             raise ServeError("Inference-Header-Content-Length is not the length of the JSON.", 400)
         length = int(header_length)
-    document, at = parse_json(body[:length]), length
-    inputs = []
-    for item in _objects(document, "inputs"):
-        size = _parameters(item).get("binary_data_size")
-        binary = None
-        if size is not None:
-            if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= len(body) - at:
-                raise ServeError("binary_data_size does not fit the body.", 400)
-            binary, at = body[at : at + size], at + size
-        shape = item.get("shape")
-        if not isinstance(shape, list) or not all(type(n) is int and 0 < n < 1 << 31 for n in shape):
-            raise ServeError("the shape of an input must be a list of positive whole numbers.", 400)
-        inputs.append(InferInput(str(item.get("name")), shape, str(item.get("datatype")), item.get("data"), binary))
-    if at != len(body):
-        raise ServeError("there are bytes after the last input.", 400)
-    outputs = _objects(document, "outputs") if "outputs" in document else []
-    given = document.get("id")
-    if given is not None and not isinstance(given, str):
-        raise ServeError("id must be a string.", 400)
-    return InferRequest(given, inputs, outputs, _parameters(document).get("binary_data_output") is True)
+    try:
+        request = InferRequest.model_validate(parse_json(body[:length]))
+    except ValidationError as error:
+        raise ServeError(first_problem(error.errors(include_input=False)), 400) from None
+    size = request.inputs[0].parameters.binary_data_size
+    if len(body) != length + (size or 0):
+        raise ServeError("binary_data_size is not the number of bytes after the JSON.", 400)
+    if size is not None:
+        request.inputs[0].data = body[length:]
+    return request
 
 
-def read_pixels(given: InferInput, channels: int, most: int, side: int) -> Tensor:
+def first_problem(errors: Sequence[Any], outside: int = 0) -> str:
+    """The first of pydantic's errors; the place of a value without its `outside` parts."""
+    return f"{'.'.join(map(str, errors[0]['loc'][outside:])) or 'the JSON'}: {errors[0]['msg']}"
+
+
+def read_pixels(entry: InferInput, channels: int, most: int, side: int) -> Tensor:
     """(n, channels, height, width) float32, if the shape is allowed and all values can be pixels."""
-    shape = given.shape
-    if given.datatype != "FP32" or len(shape) != 4 or shape[1] != channels or max(shape[2:]) > side:
+    shape = entry.shape
+    if entry.datatype != "FP32" or len(shape) != 4 or shape[1] != channels or max(shape[2:]) > side:
         raise ServeError(
             f"pixel_values must be FP32 of shape [images, {channels}, height, width], at most {side} a side.", 400
         )
     _check_count(shape[0], most)
     count = math.prod(shape)
     try:
-        if given.binary is not None:
-            values = np.frombuffer(given.binary, dtype="<f4")
+        if isinstance(entry.data, bytes):
+            values = np.frombuffer(entry.data, dtype="<f4")
         else:
-            values = np.asarray(given.data, dtype=np.float32).reshape(-1)
+            values = np.asarray(entry.data, dtype=np.float32).reshape(-1)
     except (TypeError, ValueError, OverflowError):
         raise ServeError("the data of pixel_values must be numbers.", 400) from None
     if values.size != count:
@@ -200,31 +208,31 @@ def read_pixels(given: InferInput, channels: int, most: int, side: int) -> Tenso
     return torch.from_numpy(values.reshape(shape).copy())
 
 
-def read_files(given: InferInput, most: int) -> list[bytes]:
+def read_files(entry: InferInput, most: int) -> list[bytes]:
     """The encoded images of a BYTES input: length-prefixed in binary, base64 in JSON."""
-    if given.datatype != "BYTES" or len(given.shape) not in {1, 2} or math.prod(given.shape) != given.shape[0]:
+    if entry.datatype != "BYTES" or len(entry.shape) not in {1, 2} or math.prod(entry.shape) != entry.shape[0]:
         raise ServeError("image must be BYTES of shape [images] or [images, 1].", 400)
-    _check_count(given.shape[0], most)
-    if given.binary is not None:
-        found, at = [], 0
-        while at + 4 <= len(given.binary):
-            end = at + 4 + int.from_bytes(given.binary[at : at + 4], "little")
-            found.append(given.binary[at + 4 : end])
+    _check_count(entry.shape[0], most)
+    if isinstance(entry.data, bytes):
+        files, at = [], 0
+        while at + 4 <= len(entry.data):
+            end = at + 4 + int.from_bytes(entry.data[at : at + 4], "little")
+            files.append(entry.data[at + 4 : end])
             at = end
-        if at != len(given.binary):
+        if at != len(entry.data):
             raise ServeError("the bytes of image are not length-prefixed files.", 400)
     else:
-        rows = given.data if isinstance(given.data, list) else [None]
-        flat: list[Any] = [one for row in rows for one in (row if isinstance(row, list) else [row])]
-        if not all(isinstance(one, str) for one in flat):
+        rows = entry.data if isinstance(entry.data, list) else [None]
+        texts: list[Any] = [text for row in rows for text in (row if isinstance(row, list) else [row])]
+        if not all(isinstance(text, str) for text in texts):
             raise ServeError("the data of image must be base64 strings.", 400)
-        found = [decode_base64(one, f"image {number}") for number, one in enumerate(flat, start=1)]
-    if len(found) != given.shape[0]:
-        raise ServeError(f"image has {len(found)} files; its shape says {given.shape[0]}.", 400)
-    return found
+        files = [decode_base64(text, f"image {number}") for number, text in enumerate(texts, start=1)]
+    if len(files) != entry.shape[0]:
+        raise ServeError(f"image has {len(files)} files; its shape says {entry.shape[0]}.", 400)
+    return files
 
 
-Output = Tensor | Sequence[Sequence[str]] | Sequence[str]
+Output = Tensor | list[list[str]] | list[str]
 
 
 def write_outputs(
@@ -234,45 +242,15 @@ def write_outputs(
     entries: list[dict[str, Any]] = []
     tail: list[bytes] = []
     for name, value, binary in outputs:
-        entry: dict[str, Any] = {"name": name}
-        if isinstance(value, Tensor):
-            entry |= {"datatype": "FP32", "shape": list(value.shape)}
-            if binary:
-                numbers: npt.NDArray[np.float32] = value.numpy().astype("<f4")
-                tail.append(numbers.tobytes())
-            else:
-                entry["data"] = value.flatten().tolist()
+        values = value.numpy() if isinstance(value, Tensor) else np.array(value, dtype=object)
+        text = not isinstance(value, Tensor)
+        entry: dict[str, Any] = {"name": name, "datatype": "BYTES" if text else "FP32", "shape": list(values.shape)}
+        if not binary:
+            entry["data"] = values.ravel().tolist()
         else:
-            texts = [one for row in value for one in ([row] if isinstance(row, str) else row)]
-            columns = [] if not value or isinstance(value[0], str) else [len(value[0])]
-            entry |= {"datatype": "BYTES", "shape": [len(value), *columns]}
-            if binary:
-                encoded = [text.encode(errors="backslashreplace") for text in texts]
-                tail.append(b"".join(len(one).to_bytes(4, "little") + one for one in encoded))
-            else:
-                entry["data"] = texts
-        if binary:
+            encoded = [one.encode(errors="backslashreplace") for one in values.flat] if text else []
+            prefixed = b"".join(len(one).to_bytes(4, "little") + one for one in encoded)
+            tail.append(prefixed if text else values.astype("<f4").tobytes())
             entry["parameters"] = {"binary_data_size": len(tail[-1])}
         entries.append(entry)
     return {**head, "outputs": entries}, tail
-
-
-def _objects(document: Any, name: str) -> list[dict[str, Any]]:
-    found = document.get(name) if isinstance(document, dict) else None
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise ServeError(f"{name} must be a list of JSON objects.", 400)
-    return found
-
-
-def _parameters(item: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = item.get("parameters", {})
-    return found if isinstance(found, dict) else {}
-
-
-def output_options(item: Mapping[str, Any], default: bool) -> tuple[bool, int]:
-    """Whether an output is to be binary, and how many classes of it are asked for (0: the tensor itself)."""
-    parameters = _parameters(item)
-    classes = parameters.get("classification", 0)
-    if isinstance(classes, bool) or not isinstance(classes, int) or not 0 <= classes <= 100_000:
-        raise ServeError("classification must be a number of classes.", 400)
-    return parameters.get("binary_data", default) is True, classes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Request, Response
@@ -18,7 +17,6 @@ from memoro.serve.bodies import (
     Output,
     compress,
     decompress,
-    output_options,
     read_files,
     read_pixels,
     read_request,
@@ -105,13 +103,12 @@ def describe_model(attached: Attached, model: str) -> dict[str, Any]:
     composition = attached.model
     sizes = {steps.size for steps in composition.passes(None if model == ALL else [model])} or {None}
     height, width = next(iter(sizes)) or (-1, -1) if len(sizes) == 1 else (-1, -1)
-    outputs: list[dict[str, Any]] = []
-    for name, (task, what) in list_outputs(attached, model).items():
-        labels = len(composition.tasks[task].labels)
-        if what == "label":
-            outputs.append({"name": name, "datatype": "BYTES", "shape": [-1]})
-        else:
-            outputs.append({"name": name, "datatype": "FP32", "shape": [-1, labels]})
+    outputs = [
+        {"name": name, "datatype": "BYTES", "shape": [-1]}
+        if what == "label"
+        else {"name": name, "datatype": "FP32", "shape": [-1, len(composition.tasks[task].labels)]}
+        for name, (task, what) in list_outputs(attached, model).items()
+    ]
     return {
         "name": model,
         "versions": [attached.version(model)],
@@ -126,22 +123,20 @@ def describe_model(attached: Attached, model: str) -> dict[str, Any]:
 
 def configure_model(attached: Attached, model: str, max_images: int) -> dict[str, Any]:
     """The same as the configuration that Triton's clients read. Of the two inputs, a request gives one."""
-    found = describe_model(attached, model)
+    described, types = describe_model(attached, model), {"FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
 
-    def entries(kind: str) -> list[dict[str, Any]]:
-        types = {"FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
+    def entries(kind: str, **more: Any) -> list[dict[str, Any]]:
         return [
-            {"name": one["name"], "data_type": types[one["datatype"]], "dims": one["shape"][1:] or [1]}
-            for one in found[kind]
+            {"name": one["name"], "data_type": types[one["datatype"]], "dims": one["shape"][1:] or [1], **more}
+            for one in described[kind]
         ]
 
-    inputs = [{**one, "optional": True} for one in entries("inputs")]
     return {
         "name": model,
         "platform": "memoro",
         "backend": "memoro",
         "max_batch_size": max_images,
-        "input": inputs,
+        "input": entries("inputs", optional=True),
         "output": entries("outputs"),
     }
 
@@ -153,9 +148,9 @@ async def infer_model(service: Service, attached: Attached, request: Request, mo
         _read, await request.body(), request.headers, attached.model.backbone.channels, service.options
     )
     wanted = _read_outputs(asked, known, model)
-    used = {known[name][0] for name, _, _ in wanted if name in known}
+    used = {known[name][0] for name in wanted if name in known}
     tasks = [name for name in attached.model.names if name in used]
-    question = Question(attached, tasks, base=any(name == "base" for name, _, _ in wanted))
+    question = Question(attached, tasks, base="base" in wanted)
     logits = await unless_gone(request, service.logits(question, images))
 
     def write() -> tuple[bytes, dict[str, str]]:
@@ -163,7 +158,7 @@ async def infer_model(service: Service, attached: Attached, request: Request, mo
         head |= {} if asked.id is None else {"id": asked.id}
         outputs = [
             (name, _output(attached, logits, known.get(name, ("base", "logits")), classes), binary)
-            for name, binary, classes in wanted
+            for name, (binary, classes) in wanted.items()
         ]
         document, tail = write_outputs(head, outputs)
         text = write_json(document)
@@ -181,26 +176,24 @@ def _read(
     """What a body asks, and its images; nothing else of it is kept."""
     encoding = headers.get("content-encoding", "").strip().lower()
     asked = read_request(decompress(body, encoding, options.max_body), headers.get(LENGTH))
-    if len(asked.inputs) != 1 or asked.inputs[0].name not in {"pixel_values", "image"}:
-        raise ServeError("give one input: pixel_values or image.", 400)
-    (given,), asked = asked.inputs, replace(asked, inputs=[])
-    if given.name == "pixel_values":
-        return asked, read_pixels(given, channels, options.max_images, MAX_INPUT_SIDE)
-    files = read_files(given, options.max_images)
-    return asked, [Upload(f"image {number}", data) for number, data in enumerate(files, start=1)]
+    entry = asked.inputs.pop()
+    if entry.name == "pixel_values":
+        return asked, read_pixels(entry, channels, options.max_images, MAX_INPUT_SIDE)
+    files = read_files(entry, options.max_images)
+    return asked, [(f"image {number}", data) for number, data in enumerate(files, start=1)]
 
 
-def _read_outputs(asked: InferRequest, known: Collection[str], model: str) -> list[tuple[str, bool, int]]:
-    """The outputs that are asked for, each once: its name, whether it is to be binary, and how many classes of it."""
-    wanted: dict[str, tuple[bool, int]] = {}
-    for one in asked.outputs:
-        name = str(one.get("name"))
+def _read_outputs(asked: InferRequest, known: Collection[str], model: str) -> dict[str, tuple[bool, int]]:
+    """For each output that is asked for whether it is to be binary, and how many classes of it."""
+    default, wanted = asked.parameters.binary_data_output, dict[str, tuple[bool, int]]()
+    for output in asked.outputs:
+        name, binary = output.name, output.parameters.binary_data
         if name not in known and name != "base":
             raise ServeError(f"model {model!r} has no output {name[:200]!r}.", 400)
         if name in wanted:
             raise ServeError(f"output {name!r} is asked for twice.", 400)
-        wanted[name] = output_options(one, asked.binary)
-    return [(name, *how) for name, how in wanted.items()] or [(name, asked.binary, 0) for name in known]
+        wanted[name] = (default if binary is None else binary, output.parameters.classification)
+    return wanted or dict.fromkeys(known, (default, 0))
 
 
 def _output(attached: Attached, logits: dict[str, Tensor], source: tuple[str, str], classes: int) -> Output:

@@ -32,12 +32,8 @@ READERS = 2
 """Threads that expand and parse bodies. A small body may take a hundred times its size then."""
 
 
-@dataclass(frozen=True)
-class Upload:
-    """An image as it came in."""
-
-    name: str
-    data: bytes
+Upload = tuple[str, bytes]
+"""The name of an image, and the image as it came in."""
 
 
 @dataclass(frozen=True)
@@ -185,16 +181,17 @@ def check_descriptors() -> None:
 def prepare(upload: Upload, question: Question, max_pixels: int) -> dict[Preprocessing, Tensor]:
     """The image for each preprocessing (height, width, 3), exactly as `Composition.predict` prepares it."""
     decode = Decoder(tuple(question.groups), max_pixels)
-    found, failures = decode([(upload.name, upload.data)])
+    found, failures = decode([upload])
+    name, _ = upload
     if failures:
-        raise ImageError(f"{upload.name}: {failures[0]}")
+        raise ImageError(f"{name}: {failures[0]}")
     images = {steps: own[0][0] for steps, own in zip(decode.preprocessings, found, strict=True)}
     least = max(question.attached.model.backbone.anatomy.patch)
     for image in images.values():
         if min(image.shape[:2]) < least or max(image.shape[:2]) > MAX_INPUT_SIDE:
             size = f"{image.shape[1]}x{image.shape[0]}"
             raise ImageError(
-                f"{upload.name}: {size} pixels after resizing; the model takes {least} to {MAX_INPUT_SIDE} a side."
+                f"{name}: {size} pixels after resizing; the model takes {least} to {MAX_INPUT_SIDE} a side."
             )
     return images
 
@@ -226,14 +223,14 @@ def _write_answers(
     start: float,
 ) -> bytes:
     images: list[dict[str, Any]] = []
-    for upload, item in zip(uploads, decoded, strict=True):
+    for (upload, _), item in zip(uploads, decoded, strict=True):
         if isinstance(item, ImageError):
-            images.append({"name": upload.name, "error": str(item)})
+            images.append({"name": upload, "error": str(item)})
             continue
         routed = {name: question.routing.apply(item.answers[name]) for name in question.tasks}
         answers = {name: answer.to_json() for name, answer in routed.items() if answer is not None}
         base = {"base": item.logits["base"].tolist()} if question.base else {}
-        images.append({"name": upload.name, "answers": answers, **base})
+        images.append({"name": upload, "answers": answers, **base})
     document = {
         "images": images,
         "tasks": {name: {"version": question.attached.version(name)} for name in question.tasks},
