@@ -29,7 +29,7 @@ from memoro.serve.bodies import first_problem, read_images
 from memoro.serve.guard import BODIES, Guard, Metrics, Sending, unless_gone
 from memoro.serve.open_inference import add_open_inference
 from memoro.serve.options import BUSY, NO_TOKEN, ServeOptions
-from memoro.serve.service import Service, write_json
+from memoro.serve.service import Service, json_response
 from memoro.serve.store import OFF, Attached, TaskStore
 from memoro.tasks.taskfile import task_bytes
 
@@ -78,7 +78,7 @@ def create_app(store: TaskStore, options: ServeOptions, extend: Callable[[FastAP
     @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", response_model=schemas.Health, summary="Whether the server runs")
     async def healthz() -> Response:
-        return _json({"status": "ok", "tasks": len(store.current.info)})
+        return json_response({"status": "ok", "tasks": len(store.current.info)})
 
     @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
@@ -134,7 +134,7 @@ def _add_tasks(app: FastAPI) -> None:
     async def attach(request: Request, name: str | None) -> Response:
         service: Service = app.state.service
         tasks = await service.change(service.store.attach, await request.body(), name)
-        return _json({"tasks": tasks}, 201 if any(one["changed"] for one in tasks.values()) else 200)
+        return json_response({"tasks": tasks}, 201 if any(one["changed"] for one in tasks.values()) else 200)
 
     @app.get("/v1/tasks", response_model=schemas.TaskList, summary="All tasks")
     async def list_tasks() -> Response:
@@ -142,7 +142,7 @@ def _add_tasks(app: FastAPI) -> None:
         attached, options = store.current, app.state.service.options
         backbone = attached.model.backbone
         reason = OFF if not store.writable else None if options.may_write else NO_TOKEN
-        return _json(
+        return json_response(
             {
                 "backbone": {
                     "name": backbone.name,
@@ -168,7 +168,7 @@ def _add_tasks(app: FastAPI) -> None:
 
     @app.get("/v1/tasks/{name}", response_model=schemas.TaskInfo, summary="One task")
     async def show_task(name: str) -> Response:
-        return _json(find(name).info[name])
+        return json_response(find(name).info[name])
 
     @app.put(
         "/v1/tasks/{name}", response_model=schemas.Attaching, openapi_extra=schemas.FILE, summary="Attach one task"
@@ -195,7 +195,7 @@ def _add_tasks(app: FastAPI) -> None:
 def _add_errors(app: FastAPI) -> None:
     def error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
         more = {503: {"retry-after": "1"}}.get(status, {})
-        return _json({"error": message}, status, {**(headers or {}), **more})
+        return json_response({"error": message}, status, {**(headers or {}), **more})
 
     @app.exception_handler(MemoroError)
     async def ours(_: Request, found: MemoroError) -> Response:
@@ -218,10 +218,6 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unknown(_: Request, found: Exception) -> Response:
         return error(500, "internal error; the server's log has the details.")
-
-
-def _json(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(write_json(document), status, headers, "application/json")
 
 
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}

@@ -27,13 +27,6 @@ Group = Preprocessing | None
 """Tasks that share a pass; None for a tensor from a client, which has been preprocessed by it."""
 
 
-class BusyError(ServeError):
-    """The queue is full."""
-
-    def __init__(self) -> None:
-        super().__init__(BUSY, 503)
-
-
 class PassTime(NamedTuple):
     """Seconds that one pass took."""
 
@@ -52,7 +45,7 @@ class Item:
     """The tasks that are asked, by group; an empty list for the backbone's own answer only."""
     top: int | None
     """The number of labels in an answer; None: only logits are asked for."""
-    done: asyncio.Future[None]
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     arrived: float = field(default_factory=perf_counter)
     started: float = 0.0
     logits: dict[str, Tensor] = field(default_factory=dict)
@@ -81,19 +74,18 @@ class Batcher:
 
     @contextmanager
     def admit(self, images: int) -> Iterator[None]:
-        """A place in the queue for images that are about to be decoded. Raises BusyError if it is full."""
-        if self._closing or self._admitted + images > self._options.max_queue:
-            raise BusyError
+        """A place in the queue for images that are about to be decoded."""
+        self.check_room(images)
         self._admit(images)
         try:
             yield
         finally:
             self._admit(-images)
 
-    def check_room(self) -> None:
-        """Raises BusyError if not even one image could be admitted: no need to read a body then."""
-        if self._closing or self._admitted >= self._options.max_queue:
-            raise BusyError
+    def check_room(self, images: int = 1) -> None:
+        """Raises if there is no room for so many; if not even for one, there is no need to read a body."""
+        if self._closing or self._admitted + images > self._options.max_queue:
+            raise ServeError(BUSY, 503)
 
     async def run(self, items: Sequence[Item]) -> None:
         """Returns when all items have been in their passes. If it is cancelled, those that still wait are dropped."""

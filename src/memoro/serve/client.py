@@ -6,7 +6,6 @@ from __future__ import annotations
 import http.client
 import io
 import json
-import ssl
 import threading
 import time
 import uuid
@@ -93,14 +92,11 @@ class Client:
         """
         if isinstance(tasks, str):
             raise ServeError(f"tasks takes a list of names: [{tasks!r}].")
-        query = [("tasks", task) for task in tasks or ()]
-        query += [("top_k", str(top))] if top is not None else []
-        query += [("base", "true")] if base else []
-        query += [("unfamiliar", unfamiliar)] if unfamiliar != "mark" else []
-        query += [("false_alarms", str(false_alarms))] if false_alarms is not None else []
         if tasks is not None and not tasks:
             raise ServeError("name at least one task, or leave tasks out for all of them.")
-        target, files, most = f"/v1/{what}?{urlencode(query)}", map(_encode, _list(images)), ServeOptions.max_images
+        asked = {"tasks": tasks, "top_k": top, "base": base, "unfamiliar": unfamiliar, "false_alarms": false_alarms}
+        query = urlencode({name: value for name, value in asked.items() if value is not None}, doseq=True)
+        target, files, most = f"/v1/{what}?{query}", map(_encode, _list(images)), ServeOptions.max_images
         document: dict[str, Any] = {"images": []}
         waiting = list(islice(files, most))
         if not waiting:
@@ -155,52 +151,37 @@ class Client:
             time.sleep(pause)
 
     def _send(
-        self, method: str, target: str, body: bytes | None, headers: Mapping[str, str]
+        self, method: str, target: str, body: bytes | None, headers: dict[str, str]
     ) -> tuple[http.client.HTTPResponse, bytes]:
         """One request. A connection that the server closed while it was idle is opened again."""
         connection = self._own_connection()
-        idle = connection.sock is not None
-        try:
+        while True:
+            idle = connection.sock is not None
             try:
-                return _exchange(connection, method, target, body, headers)
-            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                if not idle:
+                connection.request(method, target, body, headers)
+                response = connection.getresponse()
+                return response, response.read()
+            except BaseException as error:
+                connection.close()  # the answer may still be on its way
+                if idle and isinstance(error, (BrokenPipeError, ConnectionResetError)):
+                    continue
+                if isinstance(error, TimeoutError):
+                    raise ServeError(f"{self.url} did not answer within {self._timeout:g} seconds.") from None
+                if not isinstance(error, (OSError, http.client.HTTPException)):
                     raise
-                connection.close()
-                return _exchange(connection, method, target, body, headers)
-        except BaseException as error:
-            connection.close()  # the answer may still be on its way
-            if isinstance(error, TimeoutError):
-                raise ServeError(f"{self.url} did not answer within {self._timeout:g} seconds.") from None
-            if not isinstance(error, (OSError, http.client.HTTPException)):
-                raise
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise ServeError(f"cannot reach {self.url} ({reason}): is `memoro serve` running there?") from None
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                raise ServeError(f"cannot reach {self.url} ({reason}): is `memoro serve` running there?") from None
 
     def _own_connection(self) -> http.client.HTTPConnection:
         """The connection of this thread. Those of threads that have ended are closed."""
-        own = threading.current_thread()
-        if own not in self._connections:
-            for thread, connection in list(self._connections.items()):
-                if not thread.is_alive():
-                    self._connections.pop(thread, connection).close()
-            self._connections[own] = self._connect()
-        return self._connections[own]
-
-    def _connect(self) -> http.client.HTTPConnection:
-        host, port = str(self._parts.hostname), self._parts.port
-        if self._parts.scheme == "https":
-            context = ssl.create_default_context()
-            return http.client.HTTPSConnection(host, port, timeout=self._timeout, context=context)
-        return http.client.HTTPConnection(host, port, timeout=self._timeout)
-
-
-def _exchange(
-    connection: http.client.HTTPConnection, method: str, target: str, body: bytes | None, headers: Mapping[str, str]
-) -> tuple[http.client.HTTPResponse, bytes]:
-    connection.request(method, target, body, dict(headers))
-    response = connection.getresponse()
-    return response, response.read()
+        thread = threading.current_thread()
+        if thread not in self._connections:
+            for other, connection in list(self._connections.items()):
+                if not other.is_alive():
+                    self._connections.pop(other, connection).close()
+            kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+            self._connections[thread] = kind(str(self._parts.hostname), self._parts.port, timeout=self._timeout)
+        return self._connections[thread]
 
 
 def _message(data: bytes) -> str | None:

@@ -7,7 +7,6 @@ import hmac
 import json
 import logging
 from collections.abc import Collection, Coroutine
-from contextlib import suppress
 from time import perf_counter
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -77,10 +76,6 @@ T = TypeVar("T")
 log = logging.getLogger("memoro.serve")
 
 
-class ClientGoneError(Exception):
-    """The client closed the connection."""
-
-
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of the work, which is cancelled if the client closes the connection meanwhile."""
 
@@ -93,13 +88,11 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGoneError
+        raise ClientDisconnect
     finally:
-        for one in (task, gone):
-            if not one.done():
-                one.cancel()
-                with suppress(asyncio.CancelledError):
-                    await one
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 class Guard:
@@ -159,7 +152,7 @@ class Guard:
                 changing = scope["method"] in {"PUT", "POST", "DELETE"} and "/tasks" in scope["path"]
                 more = "; the change may still take effect: list the tasks to check" if changing else ""
                 await answer(secured, 504, f"the deadline passed before the answer was ready{more}.")
-        except (ClientGoneError, ClientDisconnect):
+        except ClientDisconnect:
             status = 499
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])

@@ -25,7 +25,7 @@ from memoro.serve.bodies import (
 from memoro.serve.guard import unless_gone
 from memoro.serve.options import MAX_INPUT_SIDE, ServeOptions
 from memoro.serve.schemas import INFER
-from memoro.serve.service import Question, Service, Upload, write_json
+from memoro.serve.service import Question, Service, Upload, json_response, write_json
 from memoro.serve.store import ALL, Attached
 
 LENGTH = "inference-header-content-length"
@@ -46,37 +46,37 @@ def add_open_inference(app: FastAPI) -> None:
     @app.get("/v2", summary="Server metadata")
     async def server() -> Response:
         extensions = ["binary_tensor_data", "classification", "model_configuration", "model_repository"]
-        return _json({"name": "memoro", "version": __version__, "extensions": extensions})
+        return json_response({"name": "memoro", "version": __version__, "extensions": extensions})
 
     @app.get("/v2/health/live", summary="Whether the server runs")
     async def live() -> Response:
-        return _json({"live": True})
+        return json_response({"live": True})
 
     @app.get("/v2/health/ready", summary="Whether the server answers")
     async def ready() -> Response:
-        return _json({"ready": True})
+        return json_response({"ready": True})
 
     @app.post("/v2/repository/index", summary="All models")
     async def index() -> Response:
         attached: Attached = app.state.service.store.current
         names = [ALL, *attached.info]
-        return _json([{"name": name, "version": attached.version(name), "state": "READY"} for name in names])
+        return json_response([{"name": name, "version": attached.version(name), "state": "READY"} for name in names])
 
     @app.get("/v2/models/{model}/ready", summary="Whether a model is there")
     @app.get("/v2/models/{model}/versions/{version}/ready", summary="Whether a version of a model is there")
     async def ready_model(model: ModelName, version: str | None = None) -> Response:
         find(model, version)
-        return _json({"name": model, "ready": True})
+        return json_response({"name": model, "ready": True})
 
     @app.get("/v2/models/{model}", summary="Inputs and outputs of a model")
     @app.get("/v2/models/{model}/versions/{version}", summary="Inputs and outputs of a version")
     async def metadata(model: ModelName, version: str | None = None) -> Response:
-        return _json(describe_model(find(model, version), model))
+        return json_response(describe_model(find(model, version), model))
 
     @app.get("/v2/models/{model}/config", summary="Configuration of a model")
     @app.get("/v2/models/{model}/versions/{version}/config", summary="Configuration of a version")
     async def config(model: ModelName, version: str | None = None) -> Response:
-        return _json(configure_model(find(model, version), model, app.state.service.options.max_images))
+        return json_response(configure_model(find(model, version), model, app.state.service.options.max_images))
 
     @app.post("/v2/models/{model}/infer", summary="Ask a model", openapi_extra=INFER)
     @app.post("/v2/models/{model}/versions/{version}/infer", summary="Ask a version of a model", openapi_extra=INFER)
@@ -217,7 +217,3 @@ def _output(attached: Attached, logits: dict[str, Tensor], source: tuple[str, st
         [f"{value:f}:{i}:{task.labels[i]}" for value, i in zip(row, places, strict=True)]
         for row, places in zip(best.tolist(), order.tolist(), strict=True)
     ]
-
-
-def _json(document: Any) -> Response:
-    return Response(write_json(document), media_type="application/json")

@@ -7,22 +7,23 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
+from starlette.responses import Response
 from torch import Tensor
 
 from memoro.engine.answers import Routing
-from memoro.engine.composition import Composition
 from memoro.engine.explain import Explanation
 from memoro.errors import ImageError, ServeError
 from memoro.images import Decoder, Preprocessing
-from memoro.serve.batching import Batcher, BusyError, Group, Item
+from memoro.serve.batching import Batcher, Group, Item
 from memoro.serve.guard import Metrics
-from memoro.serve.options import MAX_INPUT_SIDE, ServeOptions
+from memoro.serve.options import BUSY, MAX_INPUT_SIDE, ServeOptions
 from memoro.serve.store import Attached, TaskStore
 
 T = TypeVar("T")
@@ -76,20 +77,20 @@ class Service:
         for pool in (self._pool, self._readers, self._changes):
             pool.shutdown()
 
-    async def in_pool(self, function: Callable[..., T], *given: Any) -> T:
+    async def in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         """Runs a function off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *given)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def read(self, function: Callable[..., T], *given: Any) -> T:
+    async def read(self, function: Callable[..., T], *arguments: Any) -> T:
         """Runs a function that expands or parses a body."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *given)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
-    async def change(self, function: Callable[..., T], *given: Any) -> T:
+    async def change(self, function: Callable[..., T], *arguments: Any) -> T:
         """Runs a change of the store, after those that came before it: they would wait for each other anyway."""
 
         def run() -> T:
             check_descriptors()
-            return function(*given)
+            return function(*arguments)
 
         return await asyncio.get_running_loop().run_in_executor(self._changes, run)
 
@@ -149,9 +150,13 @@ class Service:
     async def _explain(self, question: Question, item: Item) -> None:
         """Adds each task's attention to the answers for an image. Passes of other requests run in between."""
         model = question.attached.model
+
+        def explain(pixels: Tensor, names: list[str]) -> dict[str, Explanation]:
+            return model.explain(pixels, names, normalised=True)
+
         for steps, names in model.passes(question.tasks).items():
             pixels = steps.normalise(item.images[steps][None]).to(model.backbone.dtype)
-            maps = await self.batcher.call(partial(explain_pixels, model, pixels, names))
+            maps = await self.batcher.call(partial(explain, pixels, names))
             for name in names:
                 item.answers[name] = replace(item.answers[name], attention=maps[name].describe())
 
@@ -162,20 +167,17 @@ class Service:
         except ImageError as error:
             return error
         self.metrics.stage_seconds.labels("decode").observe(perf_counter() - start)
-        return _new_item(question, images, question.groups)
+        return Item(question.attached.model, images, question.groups, question.top)
 
 
 def check_descriptors() -> None:
-    """Raises BusyError if a change would fail halfway because the process has too many files open."""
-    opened: list[int] = []
-    try:
-        while len(opened) < DESCRIPTORS:
-            opened.append(os.open(os.devnull, os.O_RDONLY))
-    except OSError:
-        raise BusyError from None
-    finally:
-        for one in opened:
-            os.close(one)
+    """Raises if a change would fail halfway because the process has too many files open."""
+    with ExitStack() as files:
+        try:
+            for _ in range(DESCRIPTORS):
+                files.enter_context(open(os.devnull, "rb"))
+        except OSError:
+            raise ServeError(BUSY, 503) from None
 
 
 def prepare(upload: Upload, question: Question, max_pixels: int) -> dict[Preprocessing, Tensor]:
@@ -196,10 +198,6 @@ def prepare(upload: Upload, question: Question, max_pixels: int) -> dict[Preproc
     return images
 
 
-def explain_pixels(model: Composition, pixels: Tensor, names: list[str]) -> dict[str, Explanation]:
-    return model.explain(pixels, names, normalised=True)
-
-
 def _raw_items(question: Question, pixels: Tensor) -> list[Item]:
     """Items for pixels that a client has preprocessed. They share a pass with others if the preprocessing is clear."""
     model = question.attached.model
@@ -207,11 +205,7 @@ def _raw_items(question: Question, pixels: Tensor) -> list[Item]:
     model.check_size(question.tasks, (pixels.shape[-2], pixels.shape[-1]))
     groups = list(model.passes(question.tasks))
     group: Group = groups[0] if len(groups) == 1 else None
-    return [_new_item(question, {group: one}, {group: question.tasks}) for one in pixels]
-
-
-def _new_item(question: Question, images: Mapping[Any, Tensor], names: Mapping[Any, list[str]]) -> Item:
-    return Item(question.attached.model, images, names, question.top, asyncio.get_running_loop().create_future())
+    return [Item(model, {group: one}, {group: question.tasks}, None) for one in pixels]
 
 
 def _write_answers(
@@ -238,6 +232,10 @@ def _write_answers(
         "seconds": {**seconds, "total": perf_counter() - start},
     }
     return write_json(document)
+
+
+def json_response(document: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(write_json(document), status, headers, "application/json")
 
 
 def write_json(document: Any) -> bytes:
