@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import memoro
-from memoro.engine.records import StoreDtype
+from memoro.engine.featurestore import StoreDtype
 from memoro.regimes import REGIMES, TaskPlan
 from memoro.training import Cache, Recipe, Run, TrainResult, train_runs
 from reports import load_splits, make_parser, table, write_report

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from caches import cache, counted, curve, far, files, fill, header_size, images, keeper, small_shards, splits, whole
+from caches import cache, counted, curve, far, files, fill, images, keeper, small_files, splits, whole
 
 from memoro.backbones import Backbone
 from memoro.data import ImageSet, Splits
 from memoro.engine.featurestore import clear
 from memoro.training import Cache
 
-__all__ = ["cache", "images", "small_shards", "splits"]  # fixtures
+__all__ = ["cache", "images", "small_files", "splits"]  # fixtures
 
 NOTE = "is damaged: what it held is computed again"
 
@@ -56,13 +56,9 @@ def cut(data: bytearray, start: int, draw: random.Random) -> None:
     del data[draw.randrange(len(data)) :]
 
 
-def header_byte(data: bytearray, start: int, draw: random.Random) -> None:
-    data[draw.randrange(start)] = draw.randrange(256)
-
-
 Damage = Callable[[bytearray, int, random.Random], None]
 DAMAGE: list[Damage] = [
-    zero_quarter, zero_page, flip_bit, random_bytes, infinities, swap_blocks, cut, header_byte,
+    zero_quarter, zero_page, flip_bit, random_bytes, infinities, swap_blocks, cut,
 ]  # fmt: skip
 
 
@@ -70,7 +66,7 @@ def damage(path: Path, how: Damage, draw: random.Random) -> bool:
     """Whether the file is another one then."""
     before = path.read_bytes()
     data = bytearray(before)
-    how(data, header_size(path), draw)
+    how(data, 0, draw)
     path.write_bytes(data)
     return bytes(data) != before
 
@@ -80,7 +76,7 @@ def test_what_is_read_from_a_damaged_file_is_what_was_computed(
     backbone: Backbone,
     images: ImageSet,
     cache: Cache,
-    small_shards: int,
+    small_files: int,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     how: Damage,
@@ -104,9 +100,9 @@ def test_what_is_read_from_a_damaged_file_is_what_was_computed(
             pooled = loader.statistics(range(8))
         assert far(found, wanted) < 1e-5
         assert far(pooled, statistics) < 1e-2, "float16, of values below 16"
-        assert count() in (0, 2)  # the records of one file
-        assert caplog.text.count(NOTE) == count() // 2
-        assert count() or not changed or how is header_byte  # nothing reads the spaces at a header's end
+        assert count() <= 4  # the records of one file
+        assert caplog.text.count(NOTE) <= 1  # of a damaged entry nobody knows
+        assert count() or not changed
         caplog.clear()
         with counted() as count:  # the damaged file is gone
             loader = keeper(backbone, images, cache)
@@ -161,16 +157,10 @@ def test_each_record_is_checked_once(
     real, calls = zlib.crc32, []
     monkeypatch.setattr(zlib, "crc32", lambda *given: (calls.append(1), real(*given))[1])
     first = whole(loader)
-    assert len(calls) == 3 * len(images)  # class tokens, statistics, and keys and values
+    assert len(calls) == 2 * len(images)  # key and record
     assert torch.equal(whole(loader), first)
     assert len(loader.statistics(range(len(images)))) == len(images)
-    assert len(calls) == 3 * len(images)
-    calls.clear()
-    fresh = keeper(backbone, images, Cache(cache.folder / "other", dtype="float32"))
-    fill(fresh)
-    calls.clear()
-    whole(fresh)
-    assert not calls  # this process has just written them
+    assert len(calls) == 2 * len(images)
 
 
 def test_files_of_an_earlier_version_are_not_read(

@@ -8,8 +8,7 @@ from caches import cache, fill, images, keeper, splits, whole
 
 from memoro.backbones import Backbone
 from memoro.data import ImageSet
-from memoro.engine.featurestore import FeatureStore
-from memoro.engine.records import free_memory
+from memoro.engine.featurestore import FeatureStore, free_memory
 from memoro.training import Cache, cached
 
 __all__ = ["cache", "images", "splits"]  # fixtures

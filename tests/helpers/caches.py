@@ -19,7 +19,7 @@ from torch import Tensor
 from memoro.backbones import Backbone
 from memoro.data import Augment, ImageSet, Loader, Splits, load_data
 from memoro.engine import featurestore
-from memoro.engine.records import RecordFormat
+from memoro.engine.featurestore import RecordFormat
 from memoro.engine.streams import Features
 from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task, new_task
@@ -48,12 +48,12 @@ def cache(tmp_path: Path) -> Cache:
 
 
 @pytest.fixture
-def small_shards(monkeypatch: pytest.MonkeyPatch, backbone: Backbone) -> int:
-    """Two records to a file; returns the size of a record."""
+def small_files(monkeypatch: pytest.MonkeyPatch, backbone: Backbone) -> int:
+    """A batch, which is four records, to a file; returns the size of a record."""
     reads = ReadOut.of(backbone.anatomy)
     shape = (0, 5, 24, 3, 1 + (SIZE // 4) ** 2)
     size = RecordFormat(*shape, "float32", reads.from_layer, reads.statistics).size
-    monkeypatch.setattr(featurestore, "SHARD_BYTES", 2 * size + 1)
+    monkeypatch.setattr(featurestore, "FILE_BYTES", 4 * size + 1)
     return size
 
 
@@ -73,13 +73,8 @@ def fill(*loaders: CachedLoader, budget: float = 20.0) -> int:
     return sum(counts)
 
 
-def files(cache: Cache, kind: str = "features") -> list[Path]:
-    return sorted(cache.folder.glob(f"*/*.{kind}"))
-
-
-def header_size(path: Path) -> int:
-    """Bytes of a file before its first tensor: an 8-byte length, and the header."""
-    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+def files(cache: Cache) -> list[Path]:
+    return sorted(cache.folder.glob("*/*.features"))
 
 
 def age(paths: Iterable[Path], seconds: float) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from caches import SIZE, answers, cache, counted, files, fill, header_size, images, keeper, splits, tasks_of, whole
+from caches import SIZE, answers, cache, counted, fill, images, keeper, splits, tasks_of, whole
 from conftest import random_task
 from families import CASES
-from safetensors import safe_open
 from small_training import LABELS
 from squares import save_square, save_squares
 
@@ -138,13 +137,13 @@ def test_no_more_than_the_forks_read_is_stored(
         tokens = 1 + (SIZE // 4) ** 2
         pairs = (5 - first) * 2 * tokens * 24 * (2 if dtype == "float16" else 4)
         pooled = 4 * 3 * 24 * 2  # three vectors of each layer from the second on
-        wanted = 32 + 8 + (max(5 - first, 1) + 1) * 24 * 4 + pooled + pairs
+        wanted = 32 + 8 + (5 - first + 1) * 24 * 4 + pooled + pairs
         assert loader.store.format.size == wanted
         assert estimate([loader]) == (len(images), len(images) * wanted)
         fill(loader)
-        assert total_bytes(keep.folder) == len(images) * wanted + sum(map(header_size, files(keep)))
+        assert 0 <= total_bytes(keep.folder) - len(images) * wanted < 4096  # a page of the file system
         assert estimate([loader]) == (0, 0)
-        assert clear(keep.folder) > len(images) * wanted
+        assert clear(keep.folder) >= len(images) * wanted
         assert not list(keep.folder.iterdir())
 
 
@@ -157,9 +156,9 @@ def test_training_keeps_the_layers_from_the_first_fork_on(backbone: Backbone, sp
     regime, size = find_regime("memory"), backbone.preprocessing.at(SIZE)
     specs = [Run(task, Recipe(epochs=1, views=1), regime, splits, size) for task in tasks]
     train_runs(backbone, specs, cache=cache, workers=0, quiet=True)
-    for path in files(cache):
-        with safe_open(path, "pt") as file:
-            assert file.get_slice("tokens").get_shape()[1] == backbone.depth - 2 + 1  # from layer 2, and the final one
+    assert all(fill(keeper(backbone, found, cache, first=2)) == 0 for found in (splits.train, splits.val) if found)
+    assert splits.train is not None
+    assert fill(keeper(backbone, splits.train, cache, first=1)) == len(splits.train)
 
 
 def test_copies_and_folds_share_records(backbone: Backbone, splits: Splits, cache: Cache, tmp_path: Path) -> None:

@@ -70,8 +70,6 @@ class Features:
     first: int
     layers: Sequence[BaseLayer]
     token: Tensor
-    entering: Tensor | None = None
-    """The token that enters the last layer, if that is not among `layers`."""
     pooled: Tensor | None = None
     """(b, layers, statistics, dim), see `Ends`."""
 

@@ -20,8 +20,16 @@ from memoro.backbones import Backbone
 from memoro.console import bar, format_bytes, quoted
 from memoro.data import Batch, Loader
 from memoro.engine import featurestore
-from memoro.engine.featurestore import FeatureStore, default_folder, total_bytes
-from memoro.engine.records import RecordFormat, Resident, StoreDtype, free_memory, resident_bytes
+from memoro.engine.featurestore import (
+    Buffer,
+    FeatureStore,
+    RecordFormat,
+    Resident,
+    StoreDtype,
+    default_folder,
+    free_memory,
+    total_bytes,
+)
 from memoro.engine.streams import BasePass, Features, layer_bias
 from memoro.errors import CacheError, DataError
 from memoro.evaluation.logits import CachedBatch
@@ -36,7 +44,7 @@ FREE_SHARE, MOST = 0.1, 20
 
 Part = tuple[int, int]
 """Which part of how many."""
-Buffers = dict[tuple[RecordFormat, int], tuple[Tensor, Tensor]]
+Buffers = dict[tuple[RecordFormat, int], Buffer]
 """Memory to read batches into, by record format and batch size."""
 
 
@@ -132,10 +140,11 @@ class CachedLoader:
         images after every batch."""
         # Damaged records are found amid training: there gradients and mixed precision may be on.
         exact = torch.autocast(self._backbone.device.type, enabled=False)
-        with torch.no_grad(), exact, self.store.writer() as writer:
-            for view, absent in enumerate(self.missing()):
-                # By key: a process that starts later may find some of it done.
-                mine = [sample for key, sample in absent.items() if key[0] % part[1] == part[0]]
+        # By key: a process that starts later may find some of it done.
+        absent = [[at for key, at in view.items() if key[0] % part[1] == part[0]] for view in self.missing()]
+        writer = self.store.writer(sum(map(len, absent)))
+        with torch.no_grad(), exact:
+            for view, mine in enumerate(absent):
                 for batch in self.loader.pick(mine, view) if mine else ():
                     samples = batch.index.tolist()
                     self._check_unchanged(samples, batch)
@@ -143,6 +152,7 @@ class CachedLoader:
                     features = keep_features(self._backbone, pixels, self.store.format)
                     writer.add([self.keys[view][sample] for sample in samples], features)
                     tick(len(samples))
+        self.store.refresh()
         self.loader.close()
 
     def _check_unchanged(self, samples: Sequence[int], batch: Batch) -> None:
@@ -173,7 +183,7 @@ class CachedLoader:
     @property
     def resident_bytes(self) -> int:
         """What its features take in memory."""
-        return resident_bytes(self.store, len({key for view in self.keys for key in view}), self._backbone.dtype)
+        return self.store.buffer_bytes(len({key for view in self.keys for key in view}), self._backbone.dtype)
 
     def _read(self, keys: Sequence[bytes]) -> Features:
         device = self._backbone.device
@@ -202,10 +212,9 @@ def keep_features(backbone: Backbone, pixels: Tensor, format: RecordFormat) -> F
     """A base pass with what records of this format hold."""
     base, layers = BasePass(backbone.anatomy, pixels, format.pool_from), []
     for number, layer in enumerate(base):
-        entering = layer.token
         if number >= format.from_layer:
             layers.append(layer)
-    return Features(format.from_layer, layers, base.token, entering, base.pooled)
+    return Features(format.from_layer, layers, base.token, base.pooled)
 
 
 def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[int], None]) -> None:
@@ -218,29 +227,23 @@ def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[i
 
 def make_room(loaders: Sequence[CachedLoader], cache: Cache) -> None:
     """Evicts what the budget has no space for; a CacheError if the loaders do not fit."""
-    try:
+    with featurestore.writing(cache.folder):
         budget = cache.limit
-    except OSError as error:
-        raise featurestore.cannot_keep(cache.folder, error) from None
     records = {(loader.store.folder, key): loader for loader in loaders for keys in loader.keys for key in keys}
     whole = sum(loader.store.format.size for loader in records.values())
     if whole > budget:
         raise CacheError(_too_big(loaders, whole, f"the budget is {format_bytes(budget)}", "`Cache.budget`"))
     _, needed = estimate(loaders)
-    used = {file for loader in loaders for keys in loader.keys for file in loader.store.files_of(keys)}
-    featurestore.mark_used(used)
-    removed = featurestore.evict(cache.folder, needed, budget, keep=used)
-    if featurestore.total_bytes(cache.folder) + needed > budget:
+    used = {file for loader in loaders for keys in loader.keys for file in loader.store.mark_used(keys)}
+    if featurestore.evict(cache.folder, needed, budget, keep=used) + needed > budget:
         # The files in use also hold what is not needed, such as other images or earlier layers: start again.
-        removed |= featurestore.evict(cache.folder, whole, budget, keep=set())
+        featurestore.evict(cache.folder, whole, budget)
     for loader in loaders:
-        loader.store.forget(removed)
+        loader.store.refresh()
     _, needed = estimate(loaders)
-    try:
+    with featurestore.writing(cache.folder):
         cache.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(cache.folder).free
-    except OSError as error:
-        raise featurestore.cannot_keep(cache.folder, error) from None
     if needed > 0.95 * free:
         raise CacheError(_too_big(loaders, needed, f"the disk has {format_bytes(free)} left", "`Cache.folder`"))
 
