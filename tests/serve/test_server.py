@@ -65,11 +65,11 @@ def test_problems_at_the_start_are_named(backbone: Backbone, tmp_path: Path) -> 
 def test_a_missing_extra_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
-    from memoro import extras
+    from memoro import errors
     from memoro.cli import app
 
-    found: Callable[..., Any] = extras.find_spec
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "fastapi" else found(name))
+    found: Callable[..., Any] = errors.find_spec
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "fastapi" else found(name))
     done = CliRunner().invoke(app, ["serve"])
     assert isinstance(done.exception, memoro.MemoroError)
     assert re.match(r"fastapi is not installed.*pip install 'memoro\[serve\]'", str(done.exception))

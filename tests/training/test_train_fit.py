@@ -17,6 +17,7 @@ from squares import save_square, save_squares
 from torch import Tensor
 
 import memoro
+from memoro import errors
 from memoro.backbones import Backbone
 from memoro.data import Augment, Splits, load_data
 from memoro.errors import CompositionError, DataError, MemoroError, TrainingError
@@ -388,9 +389,7 @@ def test_metrics_go_to_a_tracker(backbone: Backbone, squares: Path, tmp_path: Pa
 
 
 def test_a_missing_extra_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memoro import extras
-
-    extras.need("torch")
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    errors.need("torch")
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     with pytest.raises(MemoroError, match=r"pip install 'memoro\[train\]'"):
-        extras.need("accelerate")
+        errors.need("accelerate")

@@ -247,7 +247,8 @@ class Writer:
         """Writes the records of a batch. `FeatureStore.refresh` finds them."""
         size, records = self._store.format.size, self._store.format.pack(features)
         index = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(len(keys), KEY_BYTES)
-        checksums = torch.tensor([[_checksum(key, record)] for key, record in zip(index, records, strict=True)])
+        found = [[_checksum(key, record)] for key, record in zip(index, records, strict=True)]
+        checksums = torch.tensor(found, device="cpu")
         if self._at + len(keys) > self._places:
             self._path = self._store.folder / f"{self._store.format.from_layer:02}-{uuid.uuid4().hex}{SUFFIX}"
             self._places, self._at = max(len(keys), min(self._left, FILE_BYTES // size)), 0
