@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -253,39 +255,43 @@ def test_resume_answers_what_is_new_and_says_what_is_gone(photos: Path, answers:
     assert "Still to do: 0." in answers("--resume").err
 
 
-@pytest.mark.slow  # the forked process sometimes never ends; the cause is not known
-def test_one_job_owns_a_folder(
-    photos: Path, answers: Callable[..., Said], tasks: list[str], shell: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+WAIT_AT_AN_IMAGE = """
+import sys, time
+from pathlib import Path
+from memoro.cli import main
+from memoro.images import decoding
+
+def wait(source, **options):
+    Path("running").touch()
+    while not Path("go").exists():
+        time.sleep(0.01)
+    return open_image(source, **options)
+
+open_image, decoding.open_image = decoding.open_image, wait
+main()
+"""
+"""Runs memoro with the arguments that follow; it waits at the first image until there is a file named `go`."""
+
+
+def test_one_job_owns_a_folder(photos: Path, answers: Callable[..., Said], tasks: list[str], shell: Shell) -> None:
     """While the first command answers an image, the same and another one are refused; killed, it frees the folder."""
-
-    def run() -> None:
-        def wait(source: Any, **options: Any) -> Any:
-            Path("running").touch()
-            while not Path("go").exists():
-                time.sleep(0.01)
-            return open_image(source, **options)
-
-        monkeypatch.setattr("memoro.images.decoding.open_image", wait)
-        answers("--set", "workers=1")
-
+    command = ("predict", "photos", "-b", "vit", *tasks, "-o", "out/", "-f", "jsonl", "--shard-size", "8")
     other = ("predict", "photos/03.png", "-b", "vit", *tasks, "-o", "out/", "-f", "jsonl")
     for kill in (True, False):
-        first = in_fork(run)
+        first = subprocess.Popen([sys.executable, "-c", WAIT_AT_AN_IMAGE, *command, "--set", "workers=0"])
         while not Path("running").exists():
-            assert first.is_alive()
+            assert first.poll() is None
             time.sleep(0.01)
         held = {file.name: file.read_bytes() for file in Path("out").iterdir()}
         for said in (answers(code=1), answers("--resume", code=1), shell(*other, code=1)):
             assert "another job is writing to out: wait for it, or choose another folder" in said.err
         assert {file.name: file.read_bytes() for file in Path("out").iterdir()} == held
         if kill:
-            os.kill(first.pid, signal.SIGKILL)
-        Path("running").unlink()
-        if not kill:
+            first.kill()
+        else:
             Path("go").touch()
-        first.join(120)
-    assert first.exitcode == 0
+        assert first.wait(120) == (-signal.SIGKILL if kill else 0)
+        Path("running").unlink()
     assert images_in("out") == [f"photos/{name}" for name in NAMES]
     assert sorted(file.name for file in Path("out").glob("[._]*")) == [IMAGES, MANIFEST]
     assert "already has 3 shards" in shell(*other, code=1).err
