@@ -454,7 +454,7 @@ def test_where_attaching_is_off(context: BrowserContext, backbone: Backbone, fol
     with serving(backbone, folder / "tags.safetensors") as server:
         shown = visit(context, server.url)
         page = shown.page
-        expect(page.locator("#attaching")).to_contain_text("Attaching is off: start the server with `tasks=FOLDER`")
+        expect(page.locator("#attaching")).to_contain_text("Attaching is off: start the server with --tasks FOLDER")
         expect(page.locator("#task-file")).to_be_disabled()
         expect(page.get_by_role("button", name="Detach tags")).to_be_disabled()
         drop(shown, "top.safetensors", (folder / "top.safetensors").read_bytes())
@@ -462,7 +462,7 @@ def test_where_attaching_is_off(context: BrowserContext, backbone: Backbone, fol
         shown.keep("state-off")
     with serving(backbone, folder, allowed_hosts=("photos.example",)) as server:
         shown = visit(context, server.url)
-        expect(shown.page.locator("#attaching")).to_contain_text("start the server with a `token`")
+        expect(shown.page.locator("#attaching")).to_contain_text("start the server with --token")
 
 
 def test_tokens(context: BrowserContext, backbone: Backbone, folder: Path) -> None:

@@ -19,6 +19,7 @@ from test_data_tables import table
 from memoro.cli.settings import read_settings
 from memoro.data import DataOptions, Splits, load_any, load_data, screening
 from memoro.data.screening import FOLDER
+from memoro.engine.featurestore import clear
 
 LOAD: dict[str, Any] = {"val_fraction": 0.2, "quiet": True, "workers": 0}
 
@@ -130,6 +131,12 @@ def test_nothing_is_kept_unless_it_is_wanted(folder: Path, opened: list[str], ow
     load_data(folder, cache=tmp_path / "elsewhere", **LOAD)
     assert not own_cache.exists()
     assert len(list((tmp_path / "elsewhere" / FOLDER).glob("*.features"))) == 1
+
+
+def test_nothing_is_left_of_a_cache_that_is_cleared(folder: Path, own_cache: Path) -> None:
+    load_data(folder, **LOAD)
+    assert clear(own_cache) > 0
+    assert list(own_cache.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", [b"", b"junk" * 99, None])

@@ -104,7 +104,7 @@ def test_other_sites_cannot_reach_a_server_on_loopback(server: Running) -> None:
         assert server.request("GET", "/healthz", host=name)[0] == 200, name
     for name in ("evil.example", f"evil.example:{host.partition(':')[2]}", "127.0.0.1.evil.example", "", "[::2]"):
         status, _, found = server.request("POST", "/v1/predict", IMAGE, host=name)
-        assert (status, "`allow_host=NAME`" in found["error"]) == (403, True), name
+        assert (status, "--allow-host NAME" in found["error"]) == (403, True), name
     data = b"anything"
     for origin in ("http://evil.example", "null", f"https://{host}.evil.example", "http://localhost:1", "http://["):
         status, _, found = server.request("PUT", "/v1/tasks", data, origin=origin)
@@ -151,7 +151,7 @@ def test_attaching_through_a_proxy_needs_a_token(backbone: Backbone, folder: Pat
     with serving(backbone, folder) as server:
         for header in ("forwarded", "x_forwarded_for", "x_forwarded_proto", "via"):
             status, _, found = server.request("PUT", "/v1/tasks", data, **{header: "anything"})
-            assert (status, "`token`" in found["error"]) == (403, True), header
+            assert (status, "--token" in found["error"]) == (403, True), header
             assert server.request("POST", "/v1/predict", IMAGE, **{header: "anything"})[0] == 200
         assert server.request("PUT", "/v1/tasks", data)[0] == 200
     with serving(backbone, folder, token=TOKEN) as server:
@@ -165,7 +165,7 @@ def test_attaching_needs_a_token_or_loopback(backbone: Backbone, folder: Path) -
         with serving(backbone, folder, **options) as server:
             server.url = server.url.replace("0.0.0.0", "127.0.0.1")
             status, _, found = server.request("PUT", "/v1/tasks", data)
-            assert (status, "`token`" in found["error"]) == (403, True)
+            assert (status, "--token" in found["error"]) == (403, True)
             listed = server.request("GET", "/v1/tasks")[2]
             assert (listed["writable"], listed["reason"]) == (False, found["error"])
             assert server.request("POST", "/v1/predict", IMAGE, host="photos.example")[0] == 200

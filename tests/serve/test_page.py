@@ -161,7 +161,7 @@ def test_why_attaching_is_off(backbone: Backbone, tmp_path: Path) -> None:
     fill(tmp_path, backbone)
     with serving(backbone, tmp_path / "tags.safetensors") as server:
         listed = server.request("GET", "/v1/tasks")[2]
-        assert (listed["writable"], "tasks=FOLDER" in listed["reason"]) == (False, True)
+        assert (listed["writable"], "--tasks FOLDER" in listed["reason"]) == (False, True)
         assert Preprocessing.from_json(listed["backbone"]["preprocessing"]) == backbone.preprocessing
     with serving(backbone, tmp_path) as server:
         listed = server.request("GET", "/v1/tasks")[2]

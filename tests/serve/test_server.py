@@ -29,7 +29,7 @@ def test_single_files_cannot_be_changed(backbone: Backbone, tmp_path: Path) -> N
         data = file_of(tmp_path, random_task(backbone, "new"))
         for method, target in (("PUT", "/v1/tasks/new"), ("PUT", "/v1/tasks"), ("DELETE", "/v1/tasks/tags")):
             status, _, found = server.request(method, target, data)
-            assert (status, "tasks=FOLDER" in found["error"]) == (403, True)
+            assert (status, "--tasks FOLDER" in found["error"]) == (403, True)
         assert server.request("GET", "/v1/tasks")[2]["writable"] is False
 
 

@@ -26,7 +26,7 @@ from memoro.data.columns import first_few
 from memoro.data.dataset import ImageSet, Skipped, digest_keys
 from memoro.data.source import read_bytes
 from memoro.data.workers import WorkerPool, shared_pool, worker_count
-from memoro.engine.featurestore import SUFFIX, default_folder
+from memoro.engine.featurestore import LOCK, SUFFIX, default_folder
 from memoro.errors import DataError, ImageError, MemoroError
 from memoro.files import write_whole
 from memoro.images import Levels, open_image
@@ -211,7 +211,7 @@ def _hold(images: ImageSet, folder: Path | None) -> Iterator[Memory]:
                 file = folder / FOLDER / f"{_hash(about).hex()}{SUFFIX}"
                 # A worker that imports the script which started it must not wait for that.
                 main = multiprocessing.current_process().name == "MainProcess"
-                held.enter_context(FileLock(file.with_suffix(".lock"), timeout=-1 if main else 0))
+                held.enter_context(FileLock(f"{file}{LOCK}", timeout=-1 if main else 0))
                 path = file
         yield Memory(path, stamps)
 

@@ -27,6 +27,8 @@ StoreDtype = Literal["float16", "bfloat16", "float32"]
 
 VERSION = 6
 SUFFIX = ".features"
+LOCK = ".lock"
+"""The suffix of the lock of a file, after its own."""
 KEY_BYTES, ENTRY_BYTES = 32, 40
 """An entry of a file's index is a key, and the checksum of this key and its record."""
 FILE_BYTES = 256 * 2**20
@@ -330,9 +332,10 @@ def total_bytes(root: Path) -> int:
 def clear(root: Path) -> int:
     """Removes all features from a folder; returns how many bytes that freed."""
     files = _files(root)
-    for file in files:
+    locks = list(root.glob(f"*/*{SUFFIX}{LOCK}"))
+    for file in (*files, *locks):
         file.unlink(missing_ok=True)
-    for folder in {file.parent for file in files}:
+    for folder in {file.parent for file in (*files, *locks)}:
         if not any(folder.iterdir()):
             folder.rmdir()
     return sum(map(_size, files.values()))

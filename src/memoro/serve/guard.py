@@ -203,7 +203,7 @@ class Guard:
         """A page of another site can make a browser send requests to loopback, by its own name or by ours."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if _without_port(host) not in self._hosts:
-            raise ServeError("this host name is not allowed here: start the server with `allow_host=NAME`.", 403)
+            raise ServeError("this host name is not allowed here: start the server with --allow-host NAME.", 403)
         origin = headers.get(b"origin")
         if origin is not None and _netloc(origin.decode("latin-1").lower()) != host:
             raise ServeError("requests from pages of other sites are not allowed.", 403)

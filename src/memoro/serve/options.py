@@ -13,8 +13,8 @@ MAX_INPUT_SIDE = 1024
 """Pixels of a model's input: attention grows with the fourth power, and a task file may name any size."""
 MAX_TASKS = 1000
 BUSY = "the server is busy: try again in a second."
-NO_TOKEN = "attaching is off: start the server with a `token`, or let it listen on loopback only."
-PROXIED = "attaching through a proxy needs a token: start the server with a `token`."
+NO_TOKEN = "attaching is off: start the server with --token, or let it listen on loopback only."
+PROXIED = "attaching through a proxy needs a token: start the server with --token."
 
 
 @dataclass(frozen=True)

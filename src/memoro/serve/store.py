@@ -109,7 +109,7 @@ def _advise_folder(places: Sequence[str | Path]) -> str:
 
 ALL = "all"
 """The model of the Open Inference Protocol that stands for all tasks."""
-OFF = "attaching is off: start the server with `tasks=FOLDER`, which keeps what is attached."
+OFF = "attaching is off: start the server with --tasks FOLDER, which keeps what is attached."
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ def _check(model: Composition, names: Sequence[str]) -> None:
         if max((*resize, *(steps.crop or ()))) > MAX_INPUT_SIDE:
             raise ServeError(
                 f"{_listed(members)}: the server takes inputs of at most {MAX_INPUT_SIDE} pixels a side. Train with a "
-                "smaller `image_size`.",
+                "smaller image size.",
                 422,
             )
         pixels = steps.to_tensor(Image.new("RGB", (64, 64), (128, 96, 64)))
