@@ -22,7 +22,7 @@ def run(url: str, tmp_path: Path) -> None:
     command = [
         str(Path(sys.executable).with_name("schemathesis")), "run", f"{url}/openapi.json",
         "--checks", "not_a_server_error,response_schema_conformance,content_type_conformance",
-        "--max-examples", os.environ.get("MEMORO_EXAMPLES", "50"), "--seed", "17", "--set", "workers=1", "--no-color",
+        "--max-examples", os.environ.get("MEMORO_EXAMPLES", "50"), "--seed", "17", "--workers", "1", "--no-color",
     ]  # fmt: skip
     found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
