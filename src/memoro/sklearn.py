@@ -82,7 +82,7 @@ class ImageEmbedder(TransformerMixin, _Images):  # type: ignore[misc]
 class _ReadOutEstimator(_Images):
     """A read-out on the statistics of images, or on any matrix (n, features), such as what `embed` returned.
 
-    It keeps the statistics that it learned from, 28 kB an image for a ViT-S: `partial_fit` adds to them and solves
+    It keeps the statistics that it learned from, 18 kB an image for a ViT-S: `partial_fit` adds to them and solves
     again, which gives exactly what `fit` on all of them gives.
     """
 
