@@ -85,7 +85,7 @@ def test_a_ray_worker_out_of_memory_is_replaced(photos: Path, predictor: Predict
 
 
 def test_streams_are_refused_with_ray(photos: Path, predictor: Predictor) -> None:
-    stream = Stream(None, "image", "owner/name:train", Places("."), COUNT)
+    stream = Stream("owner/name:train", "image", Places("."), None, COUNT)
     for source in (stream, Chain((open_source(["photos"]), stream))):
         with pytest.raises(DataError, match="leave out `ray` or `streaming`"):
             parallel.check_ray(new_job(source, predictor))

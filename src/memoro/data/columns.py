@@ -173,6 +173,7 @@ def _numbers(cell: Any, where: str) -> tuple[float, ...]:
 INDICATORS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 """Cells of a column that says whether an image has the label that the column is named after."""
 IMAGE_COLUMNS = ("image", "img", "path", "file", "file_name", "filename", "image_path", "filepath")
+PATH_COLUMNS = ("path", *IMAGE_COLUMNS)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ class ImageSet(Labelled):
     digests: npt.NDArray[np.uint8] | None = field(default=None, repr=False)
     """SHA-256 of each encoded image (n, 32), once all have been read."""
     looks: npt.NDArray[np.uint8] | None = field(default=None, repr=False)
-    """What `near.hash_look` gives for each image (n, 32), once all have been read."""
+    """What `hash_look` gives for each image (n, 32), once all have been read."""
     levels: Levels | None = None
     """The values of its images of more than 8 bits, if there are any, once all have been read. All splits of a data set
     have those of its training images."""

@@ -19,7 +19,7 @@ from memoro.data.columns import SPLIT_NAMES, RawDataset, RawSplit, first_few, le
 from memoro.data.dataset import ClassFolder, Skipped, SplitName
 from memoro.data.source import Files, Key, Source, stamp_file, unreadable_size
 from memoro.errors import DataError, ImageError
-from memoro.images import NamedPicture
+from memoro.images import Picture
 from memoro.images.finding import HEAD_BYTES, IMAGE_SUFFIXES, is_clutter, is_image, read_head
 
 # Photos hardly shrink in a zip: one that unpacks to more than a hundred times its size is no set of photos.
@@ -243,14 +243,10 @@ class Zip(Source):
             if not is_clutter(name) and is_image(name, lambda key=key: self.head(key)):  # type: ignore[misc]
                 yield key
 
-    def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
-        for key in keys:
-            try:
-                if key in self.bad:
-                    raise ImageError(f"{self.where(key)}: {self.bad[key]}.")
-                yield self.where(key), self._unpack(key)
-            except ImageError as error:
-                yield self.where(key), error
+    def _encoded(self, content: Any, name: str) -> Picture:
+        if content in self.bad:
+            raise ImageError(f"{name}: {self.bad[content]}.")
+        return self._unpack(content)
 
     def head(self, key: int) -> bytes:
         """The first bytes of a file."""

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
 
-from memoro.data.columns import IMAGE_COLUMNS, RawDataset, RawSplit, find_image_column, first_few, split_name
+from memoro.data.columns import PATH_COLUMNS, RawDataset, RawSplit, find_image_column, first_few, split_name
 from memoro.data.dataset import DataOptions, DataSettings, ImageSet, Splits
 from memoro.data.folders import open_archive, read_archive, read_folder
 from memoro.data.hub import (
@@ -230,7 +230,7 @@ def _columns_of(
     """The columns of an object, and a source of its images if these are not paths."""
     if kind == "frame":
         table: dict[str, Any] = {str(name): source[name].tolist() for name in source.columns}
-        images: Any = table[find_image_column(table, options.image_column, "the table", ("path", *IMAGE_COLUMNS))]
+        images: Any = table[find_image_column(table, options.image_column, "the table", PATH_COLUMNS)]
         labels: Any = None
     elif kind == "torch":
         images, labels = source, _labels_of(source)
@@ -342,18 +342,18 @@ def _open(place: Any, image_column: str | None, allow_absolute: bool, streaming:
 
 
 def _open_table(path: Path, image_column: str | None, allow_absolute: bool) -> Source:
-    if path.suffix.lower() == ".parquet":
-        with open_parquet(path) as file:
-            kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
-            column = image_column or next((name for name, kind in kinds.items() if holds_bytes(kind)), None)
-            column = find_image_column(kinds, column, str(path), ("path", *IMAGE_COLUMNS))
-            if holds_bytes(kinds[column]):
-                groups = (file.metadata.row_group(number).num_rows for number in range(file.num_row_groups))
-                return ParquetImages(str(path), column, allow_absolute, tuple(accumulate(groups)))
-    else:
+    places = Places(os.path.dirname(path), anywhere=allow_absolute)
+    if path.suffix.lower() != ".parquet":
         names = dict.fromkeys(column_names(path))
-        column = find_image_column(names, image_column, str(path), ("path", *IMAGE_COLUMNS))
-    return Paths(str(path), column, allow_absolute)
+        return Paths(str(path), find_image_column(names, image_column, str(path), PATH_COLUMNS), places)
+    with open_parquet(path) as file:
+        kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+        column = image_column or next((name for name, kind in kinds.items() if holds_bytes(kind)), None)
+        column = find_image_column(kinds, column, str(path), PATH_COLUMNS)
+        if not holds_bytes(kinds[column]):
+            return Paths(str(path), column, places)
+        groups = (file.metadata.row_group(number).num_rows for number in range(file.num_row_groups))
+        return ParquetImages(str(path), column, places, tuple(accumulate(groups)))
 
 
 def _open_datasets(source: Any, image_column: str | None, allow_absolute: bool, streaming: bool) -> Iterator[Source]:
@@ -371,6 +371,6 @@ def _open_datasets(source: Any, image_column: str | None, allow_absolute: bool, 
         table = undecoded(table.with_format(None), column)
         if streaming or iterable:
             length = sizes[split].num_examples if split in sizes else None
-            yield Stream(table, column, title, places, length)
+            yield Stream(title, column, places, table, length)
         else:
-            yield Rows(table, column, title, places)
+            yield Rows(title, column, places, table)

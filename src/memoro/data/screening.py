@@ -40,34 +40,12 @@ FOLDER = "checked"
 Index = npt.NDArray[np.int64]
 
 
-class Known(NamedTuple):
-    """What is known of images; zeros, and NaN, of those that were not read."""
-
-    digests: npt.NDArray[Any]
-    """(n, 32) SHA-256 of the encoded image."""
-    looks: npt.NDArray[Any]
-    """(n, 32) see `hash_look`."""
-    levels: npt.NDArray[Any]
-    """(n, 3) of an image with more than 8 bits: the lowest and the highest value, and whether they are floats."""
-
-    @classmethod
-    def nothing(cls, count: int) -> Known:
-        hashes = np.zeros((2, count, 32), dtype=np.uint8)
-        return cls(hashes[0], hashes[1], np.full((count, 3), np.nan))
-
-    @property
-    def tables(self) -> list[npt.NDArray[Any]]:
-        return [self.digests, self.looks, self.levels]
-
-    def at(self, places: Index) -> Known:
-        return Known(*(table[places] for table in self.tables))
-
-    def join_levels(self) -> Levels | None:
-        """The levels of all images with more than 8 bits; None if there are none."""
-        deep = self.levels[~np.isnan(self.levels[:, 0])]
-        if not len(deep):
-            return None
-        return Levels(float(deep[:, 0].min()), float(deep[:, 1].max()), int(deep[:, 2].sum()), len(deep))
+KNOWN = np.dtype(
+    [("stamp", f"S{_STAMP}"), ("readable", "?"), ("digest", "u1", 32), ("look", "u1", 32), ("levels", "f8", 3)]
+)
+"""What is known of an image: a hash of what changes with it (empty: nothing is known that does); SHA-256 of the encoded
+image; `hash_look`; of more than 8 bits, the lowest and the highest value, and whether they are floats, else NaN."""
+Known = npt.NDArray[np.void]
 
 
 def drop_unreadable(
@@ -87,26 +65,38 @@ def _drop_unreadable(
 ) -> ImageSet:
     images = check.images
     skipped: dict[int, str] = {}
-    with _hold(images, folder) as memory:
-        known, done = memory.read()
-        new = np.flatnonzero(~done)
+    with _hold(images, folder) as (file, stamps):
+        known = _recall(file, stamps)
+        new = np.flatnonzero(~known["readable"])
         chunks = [new[at : at + _CHUNK].tolist() for at in range(0, len(new), _CHUNK)]
         try:
             with bar(f"checking {images.name}", len(new), quiet=quiet or not len(new)) as advance:
                 for chunk, (found, reasons) in pool.imap(check, chunks, worker_count(workers, len(new))):
-                    for table, part in zip(known.tables, found.tables, strict=True):
-                        table[chunk] = part
-                    done[chunk] = True
+                    known[chunk] = found
                     skipped |= {chunk[at]: reason for at, reason in reasons.items()}
                     advance(len(chunk))
         finally:
-            done[list(skipped)] = False
-            if len(new):
-                memory.write(known, done)
-    good, levels = np.flatnonzero(done), known.join_levels()
-    found = known.at(good)
+            if len(new) and file is not None:
+                known["stamp"] = stamps
+                _keep(file, known)
+    good = np.flatnonzero(known["readable"])
+    known = known[good]
     left_out = tuple(Skipped(images.where(at), reason) for at, reason in sorted(skipped.items()))
-    return replace(images.subset(good), digests=found.digests, looks=found.looks, levels=levels, skipped=left_out)
+    return replace(
+        images.subset(good),
+        digests=np.ascontiguousarray(known["digest"]),
+        looks=np.ascontiguousarray(known["look"]),
+        levels=_join_levels(known["levels"]),
+        skipped=left_out,
+    )
+
+
+def _join_levels(levels: npt.NDArray[np.float64]) -> Levels | None:
+    """The levels of all images with more than 8 bits; None if there are none."""
+    deep = levels[~np.isnan(levels[:, 0])]
+    if not len(deep):
+        return None
+    return Levels(float(deep[:, 0].min()), float(deep[:, 1].max()), int(deep[:, 2].sum()), len(deep))
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +106,8 @@ class _Check:
     images: ImageSet
 
     def __call__(self, chunk: list[int]) -> tuple[Known, dict[int, str]]:
-        found, reasons = Known.nothing(len(chunk)), dict[int, str]()
+        found, reasons = np.zeros(len(chunk), dtype=KNOWN), dict[int, str]()
+        found["levels"] = np.nan
         for at, (where, picture) in enumerate(self.images.pictures(chunk)):
             levels = list[Levels]()
 
@@ -132,72 +123,49 @@ class _Check:
             except ImageError as error:
                 reasons[at] = str(error).removeprefix(f"{where}: ").rstrip(".")
                 continue
-            found.digests[at] = np.frombuffer(hashlib.sha256(data).digest(), dtype=np.uint8)
-            found.looks[at] = np.frombuffer(hash_look(image), dtype=np.uint8)
-            if levels:
-                found.levels[at] = levels[0][:3]
+            digest = np.frombuffer(hashlib.sha256(data).digest(), dtype=np.uint8)
+            found[at] = b"", True, digest, hash_look(image), levels[0][:3] if levels else np.nan
         return found, reasons
 
 
 # --------------------------------------------------------------------------------------------- what is known is kept
 
 
-@dataclass(frozen=True)
-class Memory:
-    """What is known of the images of a source, in a file of the cache."""
+def _recall(file: Path | None, stamps: npt.NDArray[np.bytes_]) -> Known:
+    """What the file knows of images with these stamps."""
+    known, kept = np.zeros(len(stamps), dtype=KNOWN), _load(file)
+    if len(kept):
+        at = np.searchsorted(kept["stamp"], stamps).clip(max=len(kept) - 1)
+        same = (kept["stamp"][at] == stamps) & (stamps != b"")
+        known[same] = kept[at[same]]
+    return known
 
-    path: Path | None
-    """None: nothing is kept."""
-    stamps: npt.NDArray[np.bytes_]
-    """(n,) a hash of what changes with each image; empty for one of which that is not known."""
 
-    def read(self) -> tuple[Known, npt.NDArray[np.bool_]]:
-        """What is known of the images, and of which."""
-        known, done = Known.nothing(len(self.stamps)), np.zeros(len(self.stamps), dtype=bool)
-        stamps, kept = self._load()
-        if len(stamps):
-            at = np.searchsorted(stamps, self.stamps).clip(max=len(stamps) - 1)
-            done = (stamps[at] == self.stamps) & (self.stamps != b"")
-            for table, own in zip(known.tables, kept.tables, strict=True):
-                table[done] = own[at[done]]
-        return known, done
+def _keep(file: Path, known: Known) -> None:
+    """Keeps what is known of images, beside what was kept of others."""
+    kept = _load(file)
+    others = kept[~np.isin(kept["stamp"], known["stamp"])][: 4 * len(known)]
+    together = np.concatenate([known[known["readable"] & (known["stamp"] != b"")], others])
+    together = together[np.unique(together["stamp"], return_index=True)[1]]
+    table = torch.from_numpy(together.view(np.uint8).reshape(-1, KNOWN.itemsize))
+    with suppress(OSError, MemoroError):
+        write_whole(file, save({"images": table}))
 
-    def write(self, known: Known, done: npt.NDArray[np.bool_]) -> None:
-        """Keeps what is known, beside what was kept of other images."""
-        if self.path is None:
-            return
-        keep = np.flatnonzero(done & (self.stamps != b""))
-        stamps, kept = self._load()
-        others = np.flatnonzero(~np.isin(stamps, self.stamps))[: 4 * len(self.stamps)]
-        together = np.concatenate([self.stamps[keep], stamps[others]])
-        together, first = np.unique(together, return_index=True)
-        tables = [
-            np.concatenate([a, b])[first] for a, b in zip(known.at(keep).tables, kept.at(others).tables, strict=True)
-        ]
-        arrays = {
-            "stamps": together.view(np.uint8).reshape(-1, _STAMP),
-            **dict(zip(Known._fields, tables, strict=True)),
-        }
-        with suppress(OSError, MemoroError):
-            write_whole(self.path, save({name: torch.from_numpy(array) for name, array in arrays.items()}))
 
-    def _load(self) -> tuple[npt.NDArray[np.bytes_], Known]:
-        with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError):
-            if self.path is not None and self.path.is_file():
-                file = {name: tensor.numpy() for name, tensor in load_file(self.path).items()}
-                stamps = np.ascontiguousarray(file["stamps"]).view(f"S{_STAMP}").ravel()
-                kept, empty = Known(*(file[name] for name in Known._fields)), Known.nothing(len(stamps))
-                if all(
-                    a.shape == b.shape and a.dtype == b.dtype for a, b in zip(kept.tables, empty.tables, strict=True)
-                ):
-                    os.utime(self.path)  # the cache evicts what was used longest ago
-                    return stamps, kept
-        return np.empty(0, dtype=f"S{_STAMP}"), Known.nothing(0)
+def _load(file: Path | None) -> Known:
+    with suppress(OSError, SafetensorError, KeyError):
+        if file is not None and file.is_file():
+            table = load_file(file)["images"]
+            if table.dtype == torch.uint8 and table.shape[1:] == (KNOWN.itemsize,):
+                os.utime(file)  # the cache evicts what was used longest ago
+                return np.frombuffer(table.numpy().tobytes(), dtype=KNOWN)
+    return np.empty(0, dtype=KNOWN)
 
 
 @contextmanager
-def _hold(images: ImageSet, folder: Path | None) -> Iterator[Memory]:
-    """The memory of a set. Another process that checks the same set waits, and then finds what is known."""
+def _hold(images: ImageSet, folder: Path | None) -> Iterator[tuple[Path | None, npt.NDArray[np.bytes_]]]:
+    """The file that keeps what is known of a set, if one can; and (n,) a hash of what changes with each image, empty if
+    that is not known. Another process that checks the same set waits, and then finds what is known."""
     rows = images.rows.tolist()
     hashes = [b"" if one is None else _hash(one) for one in images.source.stamps(rows)] if folder is not None else []
     stamps = np.array(hashes or [b""] * len(rows), dtype=f"S{_STAMP}")
@@ -213,7 +181,7 @@ def _hold(images: ImageSet, folder: Path | None) -> Iterator[Memory]:
                 main = multiprocessing.current_process().name == "MainProcess"
                 held.enter_context(FileLock(f"{file}{LOCK}", timeout=-1 if main else 0))
                 path = file
-        yield Memory(path, stamps)
+        yield path, stamps
 
 
 def _hash(value: Any) -> bytes:
@@ -244,11 +212,11 @@ single film), and held out as a whole it would leave nothing to learn the class 
 _ROWS = 256
 
 
-def hash_look(image: Image.Image) -> bytes:
+def hash_look(image: Image.Image) -> npt.NDArray[np.uint8]:
     """A difference hash of 256 bits: where a small grey version of the image becomes brighter from left to right."""
     small = image.convert("L").resize((_SIDE + 1, _SIDE), Image.Resampling.BILINEAR, reducing_gap=3)
     levels = np.asarray(small, dtype=np.int16)
-    return np.packbits(levels[:, 1:] - levels[:, :-1] > _CONTRAST).tobytes()
+    return np.packbits(levels[:, 1:] - levels[:, :-1] > _CONTRAST)
 
 
 def near_duplicates(first: ImageSet, second: ImageSet) -> list[tuple[int, int, float]] | None:

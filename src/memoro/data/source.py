@@ -45,11 +45,24 @@ class Source:
 
     def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
         """Images by name, or why they cannot be read; neighbours are read together."""
+        for key, content in zip(keys, self._fetch(keys), strict=False):
+            name = self.where(key)
+            try:
+                yield name, self._encoded(content, name)
+            except ImageError as error:
+                yield name, error
+
+    def _fetch(self, keys: Sequence[Any]) -> Iterable[Any]:
+        """What the source holds for each image: by default its key."""
+        return keys
+
+    def _encoded(self, content: Any, name: str) -> Picture:
+        """The image, made of what the source holds. Raises ImageError."""
         raise NotImplementedError
 
     def where(self, key: Any) -> str:
         """The image's address as a user would write it."""
-        return next(iter(self.read([key])))[0]
+        raise NotImplementedError
 
     def describe(self) -> list[dict[str, Any]]:
         """What the source is, as JSON: another description means other images, or trust in other paths."""
@@ -106,8 +119,8 @@ class Files(Source):
     def keys(self) -> Iterator[Key]:
         return map(str, find_images(self.places)) if self.listed is None else iter(self.listed)
 
-    def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
-        return ((key, key) for key in keys)
+    def _encoded(self, content: Any, name: str) -> Picture:
+        return name
 
     def where(self, key: Any) -> str:
         return str(key)
@@ -159,24 +172,15 @@ class Objects(Source):
     def keys(self) -> Iterator[Key]:
         return iter(range(len(self.items)))
 
-    def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
-        for key in keys:
-            item = self.items[key][0] if self.first else self.items[key]
-            name = _name(item, key)
-            try:
-                yield name, encode_image(item, name)
-            except ImageError as error:
-                yield name, error
+    def _encoded(self, content: Any, name: str) -> Picture:
+        return encode_image(self.items[content][0] if self.first else self.items[content], name)
 
     def where(self, key: Any) -> str:
-        return f"image {key}" if self.first else _name(self.items[key], key)
+        named = not self.first and isinstance(self.items[key], (str, Path))
+        return str(self.items[key]) if named else f"image {key}"
 
     def describe(self) -> list[dict[str, Any]]:
         return [{"objects": len(self.items)}]
-
-
-def _name(item: Any, key: int) -> str:
-    return str(item) if isinstance(item, (str, Path)) else f"image {key}"
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -220,47 +224,59 @@ def hub_caches() -> tuple[str, str]:
     return str(datasets.config.HF_DATASETS_CACHE), HF_HUB_CACHE
 
 
-@dataclass(frozen=True)
-class TableFile(Source):
-    """A column of a file."""
+@dataclass
+class Column(Source):
+    """A column of a table, with images or the paths of image files. Keys are row numbers."""
 
-    path: str
+    name: str
+    """Of the table: its path, if it is a file."""
     column: str
-    allow_absolute: bool
+    places: Places
 
-    @property
-    def places(self) -> Places:
-        return Places(os.path.dirname(self.path), anywhere=self.allow_absolute)
+    def where(self, key: Any) -> str:
+        return f"{self.name}, row {key}"
+
+    def _encoded(self, content: Any, name: str) -> Picture:
+        """The bytes of an image cell: bytes, a path, or a record of either."""
+        is_record = isinstance(content, Mapping)
+        data, path = (content.get("bytes"), content.get("path")) if is_record else (content, content)
+        if not isinstance(data, bytes):
+            if not isinstance(path, str):
+                raise ImageError(f"{name} contains no image.")
+            data = _read_limited(self.places.resolve(path, name), name, self.places.root)
+        reason = unreadable_size(len(data))
+        if reason is not None:
+            raise ImageError(f"{name}: {reason}.")
+        return data
 
     def describe(self) -> list[dict[str, Any]]:
-        about = {"path": self.path, "bytes": os.path.getsize(self.path)}
-        return [{**about, "column": self.column, "allow_absolute": self.allow_absolute}]
+        about = {"path": self.name, "bytes": os.path.getsize(self.name)}
+        return [{**about, "column": self.column, "allow_absolute": self.places.anywhere}]
 
 
-@dataclass(frozen=True)
-class Paths(TableFile):
-    """A table with a column of paths, which are the keys. They start from the table's folder and stay inside it."""
+class Paths(Column):
+    """A file with a column of paths, which are the keys. They start from the table's folder and stay inside it."""
 
     def keys(self) -> Iterator[Key]:
         from memoro.data.tables import iterate_column
 
-        return (str(cell or "") for cell in iterate_column(Path(self.path), self.column))
+        return (str(cell or "") for cell in iterate_column(Path(self.name), self.column))
 
-    def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
-        root = self.places.root
-        for key in keys:
-            name = os.path.join(root, key.strip()) if key.strip() else f"{self.path}, a row without a path"
-            try:
-                if not key.strip():
-                    raise ImageError(f"{name}: no image.")
-                yield name, os.path.join(root, self.places.resolve(key, name))
-            except ImageError as error:
-                yield name, error
+    def where(self, key: Any) -> str:
+        return os.path.join(self.places.root, key.strip()) if key.strip() else f"{self.name}, a row without a path"
+
+    def _fetch(self, keys: Sequence[Any]) -> Iterable[Any]:
+        return (key.strip() for key in keys)
+
+    def _encoded(self, content: Any, name: str) -> Picture:
+        if not content:
+            raise ImageError(f"{name}: no image.")
+        return os.path.join(self.places.root, self.places.resolve(content, name))
 
 
-@dataclass(frozen=True)
-class ParquetImages(TableFile):
-    """A Parquet file that contains the encoded images. Keys are row numbers; a few rows are in memory at a time."""
+@dataclass
+class ParquetImages(Column):
+    """A Parquet file that contains the encoded images, of which a few rows are in memory at a time."""
 
     groups: tuple[int, ...]
     """Where each row group ends."""
@@ -268,22 +284,17 @@ class ParquetImages(TableFile):
     def keys(self) -> Iterator[Key]:
         return iter(range(self.groups[-1] if self.groups else 0))
 
-    def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
+    def _fetch(self, keys: Sequence[Any]) -> Iterable[Any]:
         from memoro.data.tables import iterate_parquet
 
         for first, last in _runs(keys):
             group = bisect_right(self.groups, first)
             row, groups = self.groups[group - 1] if group else 0, list(range(group, len(self.groups)))
-            for batch in iterate_parquet(self.path, _ROWS, columns=[self.column], row_groups=groups):
-                start = max(first - row, 0)
-                for at, cell in enumerate(batch.column(0)[start : last + 1 - row], row + start):
-                    yield _read_cell(cell.as_py(), self.where(at), self.places)
+            for batch in iterate_parquet(self.name, _ROWS, columns=[self.column], row_groups=groups):
+                yield from (cell.as_py() for cell in batch.column(0)[max(first - row, 0) : last + 1 - row])
                 row += len(batch)
                 if row > last:
                     break
-
-    def where(self, key: Any) -> str:
-        return f"{self.path}, row {key}"
 
 
 def _runs(keys: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -293,31 +304,24 @@ def _runs(keys: Iterable[int]) -> Iterator[tuple[int, int]]:
         yield numbers[0], numbers[-1]
 
 
-@dataclass(frozen=True)
-class Rows(Source):
-    """A column of a stored `datasets.Dataset`. Keys are row numbers."""
+@dataclass
+class Rows(Column):
+    """A column of a stored `datasets.Dataset`."""
 
-    table: Any = field(compare=False)
-    column: str
-    name: str
-    places: Places
+    table: Any = field(compare=False, repr=False)
     fingerprint: str = field(init=False)
     """The table's fingerprint: one that is read twice is the same."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fingerprint", getattr(self.table, "_fingerprint", None) or str(id(self.table)))
+        self.fingerprint = getattr(self.table, "_fingerprint", None) or str(id(self.table))
 
     def keys(self) -> Iterator[Key]:
         return iter(range(len(self.table)))
 
-    def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
+    def _fetch(self, keys: Sequence[Any]) -> Iterable[Any]:
         # As Arrow, one query for all: for a row alone, `datasets` takes longer than a small image to decode.
         cells = self.table.with_format("arrow")[list(keys)].column(self.column) if len(keys) else ()
-        for key, cell in zip(keys, cells, strict=True):
-            yield _read_cell(cell.as_py(), self.where(key), self.places)
-
-    def where(self, key: Any) -> str:
-        return f"{self.name}, row {key}"
+        return (cell.as_py() for cell in cells)
 
     def describe(self) -> list[dict[str, Any]]:
         return [{"dataset": self.name, "fingerprint": self.fingerprint, "allow_absolute": self.places.anywhere}]
@@ -330,52 +334,25 @@ class Rows(Source):
 
 
 @dataclass
-class Stream(Source):
-    """An iterable dataset, read from front to back. Keys count its images; without a known length, they never end."""
+class Stream(Column):
+    """An iterable dataset, read from front to back. Without a known length, its keys never end."""
 
     table: Any
-    column: str
-    name: str
-    places: Places
     length: int | None
     _rest: tuple[int, Iterator[Any]] | None = field(default=None, repr=False)
 
     def keys(self) -> Iterator[Key]:
         return count() if self.length is None else iter(range(self.length))
 
-    def read(self, keys: Sequence[Any]) -> Iterator[NamedPicture]:
+    def _fetch(self, keys: Sequence[Any]) -> Iterable[Any]:
         if self._rest is None or self._rest[0] != keys[0]:
             self._rest = (keys[0], iter(self.table.skip(keys[0]) if keys[0] else self.table))
         rows = self._rest[1]
         self._rest = (keys[-1] + 1, rows)
-        for key, row in zip(keys, rows, strict=False):
-            yield _read_cell(row[self.column], self.where(key), self.places)
-
-    def where(self, key: Any) -> str:
-        return f"{self.name}, row {key}"
+        return (row[self.column] for row in rows)
 
     def describe(self) -> list[dict[str, Any]]:
         return [{"stream": self.name, "allow_absolute": self.places.anywhere}]
-
-
-def _read_cell(cell: Any, name: str, places: Places) -> NamedPicture:
-    try:
-        return name, _encoded_image(cell, name, places)
-    except ImageError as error:
-        return name, error
-
-
-def _encoded_image(cell: Any, where: str, places: Places) -> bytes:
-    """The bytes of an image cell: bytes, a path, or a record of either."""
-    data, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, Mapping) else (cell, cell)
-    if not isinstance(data, bytes):
-        if not isinstance(path, str):
-            raise ImageError(f"{where} contains no image.")
-        data = _read_limited(places.resolve(path, where), where, places.root)
-    reason = unreadable_size(len(data))
-    if reason is not None:
-        raise ImageError(f"{where}: {reason}.")
-    return data
 
 
 def _read_limited(path: str, where: str, root: str) -> bytes:

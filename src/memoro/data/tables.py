@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from memoro.data.columns import (
-    IMAGE_COLUMNS,
     KIND_OF_COLUMN,
+    PATH_COLUMNS,
     SPLIT_NAMES,
     Columns,
     RawDataset,
@@ -108,14 +108,13 @@ def read_columns(
     objects: Source | None = None,
 ) -> RawDataset:
     """What the columns of a table say about the files that it lists, or about its objects, by number."""
-    image_columns = ("path", *IMAGE_COLUMNS)
-    table, joined = join_indicators(table, options, name, image_columns)
+    table, joined = join_indicators(table, options, name, PATH_COLUMNS)
     # Names that tell the kind come before the types of cells: those of a CSV are all text.
     features = {
         column: None if column.lower() in KIND_OF_COLUMN else next((cell for cell in cells if cell is not None), None)
         for column, cells in table.items()
     }
-    columns, cells, chosen = settle_columns(features, lambda _: table, options, name, image_columns)
+    columns, cells, chosen = settle_columns(features, lambda _: table, options, name, PATH_COLUMNS)
     if not cells:
         raise DataError(f"{name}: there are no rows below the header.")
     annotations, unlabelled = annotate(columns, cells, Path(name).name, where)
@@ -350,7 +349,7 @@ def _read_table(table: Any, columns: Columns, name: str, places: Places) -> tupl
     if missing:
         raise DataError(f"{name}: no column {missing[0]!r}; it has {', '.join(map(repr, table.features))}.")
     undecoded_table = undecoded(table.with_format(None), columns.image)
-    source = Rows(undecoded_table, columns.image, name, trusted_places(table, places))
+    source = Rows(name, columns.image, trusted_places(table, places), undecoded_table)
     # Test sets of competitions come without labels, or with -1 for them.
     annotations, notes = annotate(columns, columns.cells(_read_values(table, columns)), name, source.where)
     return RawSplit(source, list(annotations), list(annotations.values())), notes

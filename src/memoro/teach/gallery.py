@@ -157,7 +157,7 @@ class Gallery:
             self.unreadable[at] = str(error)
             return False
         self._digests[at] = np.frombuffer(hashlib.sha256(data).digest(), dtype=np.uint8)
-        self._looks[at] = np.frombuffer(hash_look(image), dtype=np.uint8)
+        self._looks[at] = hash_look(image)
         self._keep_small(at, image)
         return True
 
