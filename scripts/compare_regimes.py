@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 import memoro
-from memoro.data import Augment
 from memoro.lab.reproduce.measure import FOLDS, Bench, Budget, limit_training, measure_methods
 from memoro.lab.reproduce.methods import ADAMW, Method
 from memoro.lab.tables.report import format_values
@@ -29,43 +28,22 @@ from memoro.training import Cache, TrainOptions
 from reports import load_results, load_splits, make_parser, table, write_report
 
 SGD = (0.03, 0.1, 0.3)
-CROPS = {"views": 4, "augment": Augment(scale=(0.5, 1.0))}
-
-
-def _side(
-    name: str, rates: tuple[float, ...] = (1e-3, 3e-3), fork: float | None = None, rank: int = 8, **recipe: Any
-) -> Method:
-    return Method(name, "side", rates, {"rank": rank}, fork, {**ADAMW, **recipe})
-
-
+SIDE = Method("side", "side", (1e-3, 3e-3), {"rank": 8}, recipe=ADAMW)
+LONGER = replace(SIDE, name="side, 30 epochs", recipe={**ADAMW, "epochs": 30})
 METHODS = {
     method.name: method
     for method in (
         Method("head", "head", (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)),
-        Method("head, adamw", "head", (1e-3, 3e-3, 1e-2), recipe=ADAMW),
         Method("memory, 0 cells", "memory", SGD, {"cells": 0}),
         Method("5 cells", "memory", SGD, {"cells": 5}),
         Method("10 cells", "memory", SGD, {"cells": 10}),
         Method("memory, 4 views", "memory", SGD, {"cells": 5}, recipe={"views": 4}),
         Method("memory, adamw", "memory", (1e-3, 3e-3), {"cells": 5}, recipe=ADAMW),
-        Method("memory, adamw, fork 2/3", "memory", (1e-3, 3e-3), {"cells": 5}, 2 / 3, ADAMW),
-        _side("side"),
+        SIDE,
         Method("readout", "readout", (0.001,), recipe=ADAMW),
         Method("default", "joint", (0.001,), recipe=ADAMW),
-        _side("side alone", rates=(0.001,), rank=4),
-        _side("side, rank 4", rank=4),
-        _side("side, rank 16", rank=16),
-        _side("side, fork 5/6", fork=5 / 6),
-        _side("side, fork 1/3", fork=1 / 3),
-        replace(_side("side, 5 cells"), sizes={"rank": 8, "cells": 5}),
-        _side("side, decay 0.1", weight_decay=0.1),
-        _side("side, smoothing", label_smoothing=0.1),
-        _side("side, 30 epochs", epochs=30),
-        replace(_side("side, ensemble of 3"), ensemble=3),
-        replace(_side("side, 30 epochs, ensemble of 3", epochs=30), ensemble=3),
-        _side("side, mirrored", views=2, augment=Augment(crop="none")),
-        _side("side, 4 crops", **CROPS),
-        _side("side, 4 crops, 30 epochs", epochs=30, **CROPS),
+        LONGER,
+        replace(LONGER, name="side, 30 epochs, ensemble of 3", ensemble=3),
         Method("lora", "lora", (1e-3, 2e-3), {"rank": 8}, recipe=ADAMW),
         Method("lora-all", "lora-all", (5e-4, 1e-3), {"rank": 8}, recipe=ADAMW),
         Method("full", "full", (3e-5, 1e-4), recipe=ADAMW),
@@ -100,7 +78,7 @@ def groups_of(names: Sequence[str]) -> list[list[str]]:
     groups: dict[str, list[str]] = {}
     for name in names:
         method = METHODS[name]
-        common = [method.recipe.get(part) for part in ("epochs", "views", "augment")]
+        common = [method.recipe.get(part) for part in ("epochs", "views")]
         groups.setdefault(repr(common) if method.composes else name, []).append(name)
     return list(groups.values())
 

@@ -19,17 +19,6 @@ OTHERS = {
 """Pages of other folders, and their names on the site."""
 
 
-def on_config(config: Any) -> Any:
-    """Guides that are not written yet have no place in the navigation."""
-    later = {name for name in ("teaching.md", "similar.md", "integrations.md") if not (ROOT / "docs" / name).is_file()}
-    for section in config.nav:
-        for title, pages in section.items():
-            section[title] = [
-                page for page in pages if isinstance(page, str) or not later & set(map(str, page.values()))
-            ]
-    return config
-
-
 def on_files(files: Files, config: Any) -> Files:
     pages = {f"reference/{path.name}": path for path in REFERENCE.glob("*.md")}
     if not pages:
