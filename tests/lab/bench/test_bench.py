@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_task
+from rich.text import Text
 from squares import save_squares
 from typer.testing import CliRunner
 
@@ -18,20 +19,11 @@ from memoro.cli import app
 from memoro.errors import MemoroError
 from memoro.evaluation.logits import CachedBatch
 from memoro.lab.baselines import BASELINES
-from memoro.lab.bench.dense import DenseMask
-from memoro.lab.bench.engine import bench_engine, candidate_count
-from memoro.lab.bench.models import MODELS
-from memoro.lab.bench.serve import TICKS, bench_serve, serve_table
-from memoro.lab.bench.step import Setting, build_step, list_candidates
-from memoro.lab.bench.time_to_accuracy import (
-    APPROACHES,
-    Approach,
-    TimeToAccuracy,
-    bench_time_to_accuracy,
-    draw_times,
-    epoch_count,
-)
-from memoro.lab.bench.train import bench_loader, bench_train, draw_growth, tick_count
+from memoro.lab.bench.engine import DenseMask, bench_engine
+from memoro.lab.bench.goal import APPROACHES, Approach, GoalRow, bench_goal, draw_goal
+from memoro.lab.bench.models import MODELS, rows_table
+from memoro.lab.bench.serve import bench_serve
+from memoro.lab.bench.train import bench_loader, bench_train, build_step, draw_growth, list_candidates
 from memoro.training.loop import Trainer
 
 
@@ -47,17 +39,18 @@ def test_the_dense_mask_way_gives_the_same_answers(vit: torch.nn.Module, pixels:
 
 
 def test_engine_rows(backbone: Backbone) -> None:
-    ticks: list[None] = []
-    rows = bench_engine(backbone, counts=(1, 3), forks=(0, 2), batch=1, rounds=2, tick=lambda: ticks.append(None))
+    sizes = {"cells": 5, "rank": 0, "batch": 1, "rounds": 2}
+    rows = bench_engine(backbone, counts=(1, 3), forks=(0, 2), **sizes)
     assert [(row.fork, row.tasks) for row in rows] == [(0, 1), (0, 3), (2, 1), (2, 3)]
-    assert len(ticks) == 2 * candidate_count((1, 3), (0, 2))
     assert rows[1].limit == pytest.approx(1 + 3 / 26)
     assert rows[3].limit == pytest.approx(1 + 3 * 3 / 5 / 26)
     assert all(row.engine > 0 and row.familiarity > 0 and row.readouts > 0 for row in rows)
     assert rows[1].dense is not None
     assert rows[3].dense is None
-    [side] = bench_engine(backbone, counts=(3,), forks=(2,), cells=0, rank=2, batch=1, rounds=1)
+    [side] = bench_engine(backbone, counts=(3,), forks=(2,), **{**sizes, "cells": 0, "rank": 2, "rounds": 1})
     assert side.engine > 0
+    [shown] = rows_table("", [side]).columns[:1]
+    assert list(shown.cells) == [Text("3")]
 
 
 def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -69,7 +62,7 @@ def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyP
         return transformers.ViTForImageClassification(config)
 
     monkeypatch.setitem(MODELS, "ViT-B/32", (small, 224))
-    setting, candidates = Setting("ViT-B/32", 2, 1), list_candidates(1, (1, 2), (0, 3))
+    candidates = list_candidates("ViT-B/32", 2, 1, (1, 2), (0, 3))
     assert len(candidates) == 2 + 16 + len(BASELINES)
     steps: list[str] = []
     optimizers: dict[str, str] = {}
@@ -87,7 +80,7 @@ def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Trainer, "step", record)
     trained = {}
     for candidate in candidates:
-        step, trained[candidate.name] = build_step(setting, candidate, tmp_path)
+        step, trained[candidate.name] = build_step(candidate, tmp_path)
         step()
         step()
     assert steps == [one.name for one in candidates[1:] for _ in range(2)], "the steps are those of the training loop"
@@ -97,10 +90,8 @@ def test_every_training_way_can_be_built_and_stepped(monkeypatch: pytest.MonkeyP
     assert trained["memory, 1 cells"] == trained["memory, 1 cells, from cache"] == 24 + 5 * 24 + 250
     assert trained["lora"] == 5 * 2 * 2 * 8 * 24 + 250
     assert trained["full"] > 10_000
-    ticks: list[None] = []
-    rows = bench_train(setting, candidates[:4], rounds=1, memory=False, tick=lambda: ticks.append(None))
+    rows = bench_train(candidates[:4], rounds=1, memory=False)
     assert [row.name for row in rows] == [candidate.name for candidate in candidates[:4]]
-    assert len(ticks) == tick_count(candidates[:4], 1)
     assert draw_growth(tmp_path / "growth.png", {"tiny": rows}).read_bytes().startswith(b"\x89PNG")
 
 
@@ -114,39 +105,35 @@ def test_time_to_an_accuracy(backbone: Backbone, tmp_path: Path) -> None:
     names = dict.fromkeys(one.name for one in APPROACHES)
     approaches = [next(one for one in APPROACHES if one.name == name) for name in names]
     approaches.append(Approach("memory, from cache", "memory", "sgd", 1e30, cached=True))
-    ticks: list[int] = []
 
-    def measure(goal: float) -> list[TimeToAccuracy]:
-        return bench_time_to_accuracy(
-            backbone, str(tmp_path / "squares"), goal,
-            approaches=approaches, cells=1, epochs=3, batch=8, workers=0, tick=ticks.append,
-        )  # fmt: skip
+    def measure(goal: float) -> list[GoalRow]:
+        return bench_goal(
+            backbone, str(tmp_path / "squares"), goal, approaches=approaches, cells=1, epochs=3, batch=8, workers=0
+        )
 
-    for reach in measure(goal=0.0)[:-1]:  # whatever it answers is enough
-        assert len(reach.curve) == 1, reach
-        assert reach.seconds == reach.curve[0][0] > 0
-    assert sum(ticks) == epoch_count(3, approaches)
+    for row in measure(goal=0.0)[:-1]:  # whatever it answers is enough
+        assert len(row.curve) == 1, row
+        assert row.seconds == row.curve[0][0] > 0
     never = measure(goal=1.1)
-    for reach in never[:-1]:
-        seconds = [second for second, _ in reach.curve]
-        assert len(seconds) == epoch_count(3, [reach.approach])
+    for row in never[:-1]:
+        seconds = [second for second, _ in row.curve]
+        assert len(seconds) == row.most_epochs(3)
         assert seconds == sorted(seconds)
-        assert reach.seconds is None
-    assert [one.approach.cached for one in never[:3]] == [True, True, False]
+        assert row.seconds is None
+    assert [row.cached for row in never[:3]] == [True, True, False]
     assert never[-1].best is None, "a run without finite numbers has no accuracy"
-    assert draw_times(tmp_path / "goal.png", "squares", never).read_bytes().startswith(b"\x89PNG")
+    assert draw_goal(tmp_path / "goal.png", "squares", 1.1, never).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_server_is_measured(backbone: Backbone) -> None:
-    ticks: list[None] = []
     how: dict[str, Any] = {"tasks": 3, "batch": 2, "clients": 3, "requests": 12, "seconds": 1}
-    row = bench_serve("tiny", backbone, 20, tick=lambda: ticks.append(None), **how)
-    assert len(ticks) == TICKS
+    row = bench_serve("tiny", backbone, 20, **how)
     assert 3 <= row.requests <= 12  # bounded by seconds as well, but each client is measured
     assert 1 <= row.mean_batch <= 2
     assert 0 < row.p50_ms <= row.p99_ms
     assert min(row.engine, row.http, row.separate, row.ratio) > 0
-    cells = [str(cell) for cell in list(serve_table([row]).columns)[1].cells]
+    names, cells = (list(map(str, column.cells)) for column in rows_table("", [row], sideways=True).columns)
+    assert names[:4] == ["tasks", "batch", "clients", "requests"]
     assert cells[:4] == ["3", "2", "3", str(row.requests)]
 
 

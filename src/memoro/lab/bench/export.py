@@ -9,15 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from memoro.backbones import Backbone
-from memoro.clock import best_times
-from memoro.console import bar, format_bytes, format_count, make_table
+from memoro.console import bar, format_count
 from memoro.engine.composition import Composition, compose
 from memoro.errors import need
-from memoro.lab.bench.models import CLASSES
-from memoro.tasks.task import new_task
+from memoro.lab.bench.models import new_tasks, time_candidates
 
 
 @dataclass(frozen=True)
@@ -36,11 +33,11 @@ class ExportRow:
 def bench_export(
     backbone: Backbone,
     *,
-    counts: Sequence[int] = (1, 100),
-    cells: int = 5,
-    batch: int = 8,
-    rounds: int = 5,
-    seconds: float = 60,
+    counts: Sequence[int],
+    cells: int,
+    batch: int,
+    rounds: int,
+    seconds: float,
     quiet: bool = True,
 ) -> list[ExportRow]:
     """Exports compositions of untrained tasks, and times both on the CPU with torch's number of threads.
@@ -52,12 +49,11 @@ def bench_export(
     backbone = backbone.to("cpu")
     height, width = backbone.preprocessing.size or backbone.image_size
     pixels = torch.randn(batch, backbone.channels, height, width)
-    labels = [str(i) for i in range(CLASSES)]
-    rows, sizes, differences = [], {}, {}
+    sizes, differences = {}, {}
     candidates: dict[str, Callable[[], object]] = {}
     with torch.no_grad():
         for count in counts:
-            model = compose(backbone, [new_task(backbone, f"task {i}", labels, cells=cells) for i in range(count)])
+            model = compose(backbone, new_tasks(backbone, count, cells=cells))
             with bar(f"exporting {format_count(count, 'task')}", 1, quiet=quiet) as tick:
                 session, sizes[count] = _open(model)
                 tick()
@@ -71,12 +67,13 @@ def bench_export(
             candidates[f"onnx {count}"] = lambda session=session, feed=feed, names=list(expected): session.run(  # type: ignore[misc]
                 names, feed
             )
-        with bar("timing", rounds * len(candidates), quiet=quiet) as tick:
-            best = best_times(candidates, rounds, tick, seconds=seconds)
-    for count in counts:
-        speeds = {side: batch / best[f"{side} {count}"] for side in ("torch", "onnx")}
-        rows.append(ExportRow(count, **speeds, difference=differences[count], bytes=sizes[count]))
-    return rows
+        best = time_candidates("timing", candidates, rounds, quiet=quiet, seconds=seconds)
+    return [
+        ExportRow(
+            count, batch / best[f"torch {count}"], batch / best[f"onnx {count}"], differences[count], sizes[count]
+        )
+        for count in counts
+    ]
 
 
 def _open(model: Composition) -> tuple[Any, int]:
@@ -89,19 +86,3 @@ def _open(model: Composition) -> tuple[Any, int]:
         path = model.export(Path(folder) / "model.onnx")
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         return session, sum(file.stat().st_size for file in Path(folder).iterdir())
-
-
-def export_table(title: str, rows: Sequence[ExportRow]) -> Table:
-    columns = ("tasks", "torch", "ONNX Runtime", "ratio", "largest difference", "file")
-    cells = [
-        [
-            str(row.tasks),
-            f"{row.torch:.0f}",
-            f"{row.onnx:.0f}",
-            f"{row.onnx / row.torch:.2f}",
-            f"{row.difference:.1g}",
-            format_bytes(row.bytes),
-        ]
-        for row in rows
-    ]
-    return make_table(columns, cells, f"{title}: images per second", left=0)

@@ -8,19 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.table import Table
 
 from memoro.backbones import load_backbone
 from memoro.backbones.precision import Precision
-from memoro.clock import best_times
-from memoro.console import format_bytes, make_table
+from memoro.console import bar
 from memoro.engine.composition import compose
-from memoro.lab.bench.models import CLASSES, MODELS
+from memoro.lab.bench.models import MODELS, new_tasks, time_candidates
 from memoro.tasks.calibration import fit_calibration
 from memoro.tasks.readout import solve_readout
 from memoro.tasks.ridge import RidgeSystem
 from memoro.tasks.spec import ReadOut
-from memoro.tasks.task import new_task
 
 CELLS = 5
 """Of each task."""
@@ -50,6 +47,8 @@ class SolveRow:
     features: int
     solve: float
     calibrate: float
+    exponent: float | None
+    """How both grow from the smallest number of images of the same classes; None for that one itself."""
     bytes: int
     """Of the statistics on disk."""
 
@@ -62,7 +61,6 @@ def bench_passes(
     counts: Sequence[int],
     batch: int,
     rounds: int,
-    tick: Callable[[], None] = lambda: None,
 ) -> list[PassRow]:
     """The passes of each backbone in each precision, in turn."""
     rows = []
@@ -72,8 +70,7 @@ def bench_passes(
         for precision in precisions:
             backbone = load_backbone(whole, precision=precision)
             pixels = torch.randn(batch, backbone.channels, side, side, device="cpu").to(device, backbone.dtype)
-            labels = [str(number) for number in range(CLASSES)]
-            tasks = [new_task(backbone, f"task {number}", labels, cells=CELLS) for number in range(max(counts))]
+            tasks = new_tasks(backbone, max(counts), cells=CELLS)
             candidates: dict[str, Callable[[], object]] = {"plain": lambda b=backbone, x=pixels: b.original(x)}  # type: ignore[misc]
             for count in counts:
                 model = compose(backbone, tasks[:count])
@@ -81,68 +78,42 @@ def bench_passes(
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             with torch.no_grad():
-                best = best_times(candidates, rounds, tick)
+                best = time_candidates(f"{name}, {precision}", candidates, rounds, quiet=False)
             most = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-            speeds = {key: batch / seconds for key, seconds in best.items()}
-            own = {count: speeds[str(count)] for count in counts}
-            rows.append(PassRow(name, side, precision, batch, speeds["plain"], own, most))
+            speeds = {count: batch / best[str(count)] for count in counts}
+            rows.append(PassRow(name, side, precision, batch, batch / best["plain"], speeds, most))
     return rows
 
 
-def bench_solving(
-    images: Sequence[int], classes: Sequence[int], features: int, tick: Callable[[], None] = lambda: None
-) -> list[SolveRow]:
+def bench_solving(images: Sequence[int], classes: Sequence[int], features: int) -> list[SolveRow]:
     """Read-outs of synthetic statistics, which take no memory: only what is made of them does."""
     rows = []
-    for labels in classes:
-        middles = torch.randn(labels, features, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
-        for count in images:
-            targets = torch.arange(count, device="cpu") % labels
-
-            def read(index: torch.Tensor, labels: int = labels, middles: torch.Tensor = middles) -> torch.Tensor:
-                generator = torch.Generator("cpu").manual_seed(int(index[0]))
-                return middles[index % labels] + 3.0 * torch.randn(
-                    len(index), features, generator=generator, device="cpu"
-                )
-
-            start = time.perf_counter()
-            system = RidgeSystem(count, read)
-            solved = solve_readout("softmax", ReadOut(0, 3, 1.0), lambda _, own=system: own, targets, labels)  # type: ignore[misc]
-            middle = time.perf_counter()
-            fit_calibration("softmax", solved.held_out, targets[solved.answered], "left out")
-            end = time.perf_counter()
-            rows.append(SolveRow(count, labels, features, middle - start, end - middle, count * features * 2))
-            tick()
+    with bar("read-outs", len(images) * len(classes)) as tick:
+        for labels in classes:
+            first = None
+            for count in images:
+                solve, calibrate = _solve(count, labels, features)
+                first = first or (count, solve + calibrate)
+                grown = count / first[0]
+                exponent = math.log((solve + calibrate) / first[1]) / math.log(grown) if grown > 1 else None
+                rows.append(SolveRow(count, labels, features, solve, calibrate, exponent, count * features * 2))
+                tick()
     return rows
 
 
-def pass_table(rows: Sequence[PassRow]) -> Table:
-    counts = list(rows[0].tasks)
-    columns = ["backbone", "pixels", "precision", "batch", "plain", *(f"{count} tasks" for count in counts), "memory"]
-    cells = [
-        [
-            row.model, str(row.side), row.precision, str(row.batch), f"{row.plain:,.1f}",
-            *(f"{row.tasks[count]:,.1f}" for count in counts), "" if row.bytes is None else format_bytes(row.bytes),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return make_table(columns, cells, f"Images per second ({CELLS} cells a task)", left=3)
+def _solve(count: int, labels: int, features: int) -> tuple[float, float]:
+    """Seconds of solving and of calibrating one read-out."""
+    middles = torch.randn(labels, features, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
+    targets = torch.arange(count, device="cpu") % labels
 
+    def read(index: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator("cpu").manual_seed(int(index[0]))
+        noise = torch.randn(len(index), features, generator=generator, device="cpu")
+        return middles[index % labels] + 3.0 * noise
 
-def solve_table(rows: Sequence[SolveRow]) -> Table:
-    """With the exponent of growth from the smallest to the largest number of images of the same classes."""
-    cells = []
-    for row in rows:
-        first = next(one for one in rows if one.classes == row.classes)
-        grown = ""
-        if row.images > first.images:
-            ratio = (row.solve + row.calibrate) / (first.solve + first.calibrate)
-            grown = f"{math.log(ratio) / math.log(row.images / first.images):.2f}"
-        cells.append(
-            [
-                f"{row.images:,}", f"{row.classes:,}", f"{row.features:,}", f"{row.solve:.1f}",
-                f"{row.calibrate:.1f}", grown, format_bytes(row.bytes),
-            ]
-        )  # fmt: skip
-    columns = ["images", "classes", "features", "solve (s)", "calibrate (s)", "exponent", "statistics"]
-    return make_table(columns, cells, "Read-outs from kept statistics", left=0)
+    start = time.perf_counter()
+    system = RidgeSystem(count, read)
+    solved = solve_readout("softmax", ReadOut(0, 3, 1.0), lambda _: system, targets, labels)
+    middle = time.perf_counter()
+    fit_calibration("softmax", solved.held_out, targets[solved.answered], "left out")
+    return middle - start, time.perf_counter() - middle

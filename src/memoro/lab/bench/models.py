@@ -1,19 +1,31 @@
-"""Models with random weights: speed does not depend on the values."""
+"""What the benchmarks share: models and tasks with random weights, timing, and tables.
+
+Speed does not depend on the values of weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
-CLASSES = 10
+from rich.table import Table
+
+from memoro.backbones import Backbone
+from memoro.clock import best_times
+from memoro.console import bar, format_bytes, make_table
+from memoro.tasks.task import Task, new_task
+
+LABELS = [str(number) for number in range(10)]
 
 
 def random_vit(patch: int) -> Any:
     """ViT-B with a classifier."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig(patch_size=patch, num_labels=CLASSES)).eval()
+    return ViTForImageClassification(ViTConfig(patch_size=patch, num_labels=len(LABELS))).eval()
 
 
 def random_dinov2_small() -> Any:
@@ -29,3 +41,45 @@ MODELS: dict[str, tuple[Callable[[], Any], int]] = {
     "dinov2-small": (random_dinov2_small, 112),
 }
 """By name: how to build the model, and the image size."""
+
+
+def new_tasks(backbone: Backbone, count: int, **sizes: Any) -> list[Task]:
+    """Untrained tasks of ten classes."""
+    return [new_task(backbone, f"task {number}", LABELS, **sizes) for number in range(count)]
+
+
+def time_candidates(
+    title: str,
+    candidates: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    quiet: bool,
+    seconds: float = math.inf,
+) -> dict[str, float]:
+    """`best_times` with a progress bar."""
+    with bar(title, rounds * len(candidates), quiet=quiet) as tick:
+        return best_times(candidates, rounds, tick, seconds=seconds)
+
+
+def rows_table(title: str, rows: Sequence[Any], *, sideways: bool = False) -> Table:
+    """A row for each of some dataclasses of one type, with a column for each field that its repr shows; `sideways`:
+    the reverse."""
+    names = [field.name for field in fields(rows[0]) if field.repr]
+    columns = [name.replace("_", " ") for name in names]
+    cells = [[_cell(name, getattr(row, name)) for name in names] for row in rows]
+    if not sideways:
+        return make_table(columns, cells, title)
+    lines = [list(line) for line in zip(columns, *cells, strict=True)]
+    return make_table(lines[0], lines[1:], title)
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name == "bytes":
+        return format_bytes(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_cell(name, part)}" for key, part in value.items())
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

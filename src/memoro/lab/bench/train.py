@@ -6,15 +6,45 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from rich.table import Table
+import numpy as np
+import torch
+from PIL import Image
 
+from memoro.backbones import load_backbone
 from memoro.clock import best_times
-from memoro.console import make_table
-from memoro.lab.bench.step import Candidate, Setting, build_step
-from memoro.pages.plots import save_figure
+from memoro.console import bar
+from memoro.data import Augment, ImageSet, Loader, load_data
+from memoro.images import Preprocessing
+from memoro.lab.baselines import BASELINES, REGIMES, BaselinePlan
+from memoro.lab.bench.models import LABELS, MODELS
+from memoro.lab.tables.plots import Point, draw_panels
+from memoro.training.cached import Cache
+from memoro.training.loop import Trainer
+from memoro.training.recipe import TrainOptions, find_recipe
+from memoro.training.run import Run
+
+RANK = 8
+"""The rank of `side`, and of LoRA."""
+ONE_RUN = ("lora", "full")
+"""Baselines that are drawn as lines: one run, whatever the number of the others."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method to time. `regime` is a regime's name, or `base` for a plain pass without gradients."""
+
+    name: str
+    regime: str = field(repr=False)
+    model: str = field(repr=False)
+    """A key of `MODELS`."""
+    batch: int = field(repr=False)
+    cells: int = field(repr=False)
+    runs: int = field(default=1, repr=False)
+    fork: int = field(default=0, repr=False)
+    cached: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,42 +60,84 @@ class TrainRow(Candidate):
     """Trainable parameters of one run."""
 
 
-def bench_train(
-    setting: Setting,
-    candidates: Sequence[Candidate],
-    *,
-    rounds: int = 5,
-    memory: bool = True,
-    tick: Callable[[], None] = lambda: None,
-) -> list[TrainRow]:
+def list_candidates(
+    model: str, batch: int, cells: int, runs: Sequence[int], forks: Sequence[int], *, baselines: bool = True
+) -> list[Candidate]:
+    """The base pass, `head`, `memory` and `side` for all numbers of runs and forks, computed and from the cache, and
+    baselines."""
+    common = (model, batch, cells)
+    found = [Candidate("base", "base", *common), Candidate("head", "head", *common)]
+    for cached in (False, True):
+        for regime, title in (("memory", f"memory, {cells} cells"), ("side", f"side, rank {RANK}")):
+            for fork in forks:
+                for count in runs:
+                    name = title + (f", fork {fork}" if fork else "")
+                    name += (f", {count} runs" if count > 1 else "") + (", from cache" if cached else "")
+                    found.append(Candidate(name, regime, *common, runs=count, fork=fork, cached=cached))
+    return [*found, *(Candidate(name, name, *common) for name in BASELINES if baselines)]
+
+
+def build_step(candidate: Candidate, folder: Path) -> tuple[Callable[[], object], int]:
+    """A function that takes one step of the training loop on a batch that is always the same, and how many parameters
+    a run trains. Images and features are stored in `folder`; decoding is not part of the step."""
+    torch.manual_seed(0)
+    build, side = MODELS[candidate.model]
+    model = build().eval()
+    if candidate.regime == "base":
+        pixels = torch.randn(candidate.batch, 3, side, side)
+        return torch.no_grad()(lambda: model(pixels)), 0
+    backbone, regime = load_backbone(model), REGIMES[candidate.regime]
+    # At least as many images as a batch has, with every label.
+    save_noise(folder / "images", -(-candidate.batch // len(LABELS)) * len(LABELS), (side, side))
+    splits = load_data(folder / "images", val_fraction=0, screen=False, quiet=True)
+    cells, rank = (0, RANK) if candidate.regime == "side" else (candidate.cells, None)
+    plan = BaselinePlan("bench", splits.labels, cells=cells, rank=rank, from_layer=candidate.fork)
+    recipe = replace(find_recipe(None, regime)[1], steps=1_000_000, batch_size=candidate.batch, views=1)
+    tasks = [regime.build(backbone, replace(plan, seed=seed)) for seed in range(candidate.runs)]
+    runs = [Run(task, recipe, regime, splits, backbone.preprocessing.at(side)) for task in tasks]
+    cache = Cache(folder / "features") if candidate.cached else None
+    trainer = Trainer(backbone, runs, TrainOptions(workers=0, quiet=True), cache=cache)
+    trainer.fill_cache()
+    [group] = trainer.groups
+    batches = group.next_batches()
+    return lambda: trainer.step([(group, batches)]), sum(one.numel() for one in group.runs[0].trained.values())
+
+
+def save_noise(folder: Path, count: int, size: tuple[int, int]) -> None:
+    """Images of noise in class folders, as JPEG files."""
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        path = folder / LABELS[number % len(LABELS)] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        small = Image.fromarray(generator.integers(0, 256, (24, 32, 3), dtype=np.uint8))
+        small.resize(size, Image.Resampling.BICUBIC).save(path, quality=90)
+
+
+def bench_train(candidates: Sequence[Candidate], *, rounds: int, memory: bool, quiet: bool = True) -> list[TrainRow]:
     """Times each candidate in this process, alternating with the base pass, which is the first candidate.
 
-    Peak memory is measured in a process of its own for each. `tick` is called `tick_count` times.
+    Peak memory is measured in a process of its own for each.
     """
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        base, _ = build_step(setting, candidates[0], Path(folder))
+    title, steps = candidates[0].model, 2 * rounds * len(candidates)
+    with tempfile.TemporaryDirectory() as folder, bar(title, steps, quiet=quiet) as tick:
+        base, _ = build_step(candidates[0], Path(folder))
         for one in candidates:
-            step, trained = build_step(setting, one, Path(folder))
+            step, trained = build_step(one, Path(folder))
             best = best_times({"base": base, "step": step}, rounds, tick)
             peak = None
             if memory:
                 with multiprocessing.get_context("spawn").Pool(1) as pool:
-                    peak = pool.apply(_peak_megabytes, (setting, one))
+                    peak = pool.apply(_peak_megabytes, (one,))
             cost, speed = best["step"] / best["base"], 1 / best["step"]
-            rows.append(TrainRow(**vars(one), step=cost, steps_per_second=speed, megabytes=peak, trained=trained))
+            rows.append(TrainRow(**asdict(one), step=cost, steps_per_second=speed, megabytes=peak, trained=trained))
     return rows
 
 
-def tick_count(candidates: Sequence[Candidate], rounds: int) -> int:
-    """How often `bench_train` calls `tick`."""
-    return 2 * rounds * len(candidates)
-
-
-def _peak_megabytes(setting: Setting, candidate: Candidate) -> float | None:
+def _peak_megabytes(candidate: Candidate) -> float | None:
     """By how much two steps raise the memory use of a new process above that of the built model (Linux)."""
     with tempfile.TemporaryDirectory() as folder:
-        step, _ = build_step(setting, candidate, Path(folder))
+        step, _ = build_step(candidate, Path(folder))
         status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
         if not (status.exists() and reset.exists()):
             return None
@@ -83,22 +155,11 @@ def _kilobytes(status: Path, field: str) -> int:
 
 def bench_loader(workers: Sequence[int] = (0, 1, 2), count: int = 384, side: int = 224) -> dict[str, float]:
     """Images per second that the loader decodes, augments and normalises, from JPEGs of 500 x 375 pixels to `side`."""
-    import numpy as np
-    from PIL import Image
-
-    from memoro.data import Augment, Loader, load_data
-    from memoro.images import Preprocessing
-
-    generator = np.random.default_rng(0)
     speeds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(count):
-            small = Image.fromarray(generator.integers(0, 256, (24, 32, 3), dtype=np.uint8))
-            path = Path(folder) / str(number % 2) / f"{number}.jpg"
-            path.parent.mkdir(exist_ok=True)
-            small.resize((500, 375), Image.Resampling.BICUBIC).save(path, quality=90)
+        save_noise(Path(folder), count, (500, 375))
         images = load_data(folder, val_fraction=0, screen=False, quiet=True).train
-        assert images is not None
+        assert isinstance(images, ImageSet)
         for number in workers:
             size = Preprocessing(resize=(side, side))
             loader = Loader(images, size, batch_size=32, augment=Augment(), shuffle=True, workers=number)
@@ -111,36 +172,16 @@ def bench_loader(workers: Sequence[int] = (0, 1, 2), count: int = 384, side: int
     return speeds
 
 
-def train_table(title: str, rows: Sequence[TrainRow]) -> Table:
-    columns = ("method", "base passes", "steps per second", "peak memory, MB", "parameters trained")
-    cells = []
-    for row in rows:
-        peak = "" if row.megabytes is None else f"{row.megabytes:,.0f}"
-        cells.append((row.name, f"{row.step:.2f}", f"{row.steps_per_second:.2f}", peak, f"{row.trained:,}"))
-    return make_table(columns, cells, f"{title}: one training step")
-
-
 def draw_growth(path: Path, results: Mapping[str, Sequence[TrainRow]]) -> Path:
     """Plots a step's cost over the number of runs in one pass: a panel per model, a line per fork and source."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.2 * len(results), 3.8), layout="constrained")
-    for axes, (model, rows) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
-        lines: dict[tuple[int, bool], list[TrainRow]] = {}
-        for row in rows:
-            if row.name.startswith("memory,"):
-                lines.setdefault((row.fork, row.cached), []).append(row)
-        for (fork, cached), some in lines.items():
-            label = f"from layer {fork}" + (", from cache" if cached else "")
-            axes.plot([row.runs for row in some], [row.step for row in some], "o--" if cached else "o-", label=label)
-        for name, shade in (("lora", "#b06000"), ("full", "#b3261e")):
-            for row in rows:
-                if row.name == name:
-                    axes.axhline(row.step, color=shade, linewidth=1, linestyle=":")
-                    axes.annotate(f"one {name} run", (1, row.step), color=shade, va="bottom", fontsize=8)
-        top = 1.25 * max((row.step for row in rows), default=1.0)  # space for the legend above the lines
-        axes.set(title=model, xlabel="runs in one pass", ylabel="base passes per step", ylim=(0, top))
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
-    save_figure(figure, path)
-    return path
+    panels: dict[str, dict[str, list[Point]]] = {}
+    for model, rows in results.items():
+        lines = panels.setdefault(model, {})
+        for row in (row for row in rows if row.name.startswith("memory,")):
+            name = f"from layer {row.fork}" + (", from cache" if row.cached else "")
+            lines.setdefault(name, []).append((row.runs, row.step, 0.0))
+        most = max((row.runs for row in rows), default=1)
+        for row in (row for row in rows if row.name in ONE_RUN):
+            lines[f"one {row.name} run"] = [(runs, row.step, 0.0) for runs in (1, most)]
+    level = [f"one {name} run" for name in ONE_RUN]
+    return draw_panels(path, panels, "runs in one pass", "base passes per step", level=level)

@@ -1,33 +1,35 @@
-"""The commands `memoro lab bench engine`, `train`, `serve` and `export`."""
+"""The commands `memoro lab bench engine`, `gpu`, `export`, `train` and `serve`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from memoro.cli.options import BackboneOption, DeviceOption, Json, load, numbers, print_json, share_cores
 from memoro.console import plain_console
 
-if TYPE_CHECKING:
-    from memoro.backbones import Backbone
-    from memoro.lab.bench.step import Candidate, Setting
-
 bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
+
+Batch = Annotated[int, typer.Option(min=1, help="Images per pass.")]
+Tasks = Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")]
+Forks = Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")]
+Cells = Annotated[int, typer.Option(help="Memory cells of each task in each layer.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the fastest is reported.")]
 
 
 @bench.command("engine")
 def bench_engine_command(
     patch: Annotated[list[int], typer.Option(help="Patch size of the ViT-B to measure; repeat for more.")] = [32, 16],  # noqa: B006
-    batch: Annotated[int, typer.Option(help="Images per pass.")] = 8,
-    tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,10,50,100",
-    forks: Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")] = "0,8",
-    cells: Annotated[int, typer.Option(help="Memory cells of each task in each layer.")] = 5,
+    batch: Batch = 8,
+    tasks: Tasks = "1,10,50,100",
+    forks: Forks = "0,8",
+    cells: Cells = 5,
     rank: Annotated[int, typer.Option(help="Rank of each task's low-rank weights (regime side).")] = 0,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the fastest is reported.")] = 5,
+    rounds: Rounds = 5,
     precision: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(metavar="NAME")] = "float32",
     device: DeviceOption = None,
     as_json: Json = False,
@@ -35,21 +37,18 @@ def bench_engine_command(
     """Compare one pass with many tasks to a plain pass, a dense attention mask and separate passes."""
     from memoro.backbones import load_backbone
     from memoro.backbones.load import own_device
-    from memoro.console import bar
-    from memoro.lab.bench.engine import bench_engine, candidate_count, engine_table
+    from memoro.lab.bench.engine import bench_engine
     from memoro.lab.bench.models import random_vit
 
-    counts, starts = numbers(tasks), numbers(forks)
-    results: dict[str, Any] = {}
+    sizes: dict[str, Any] = {"counts": numbers(tasks), "forks": numbers(forks), "cells": cells, "rank": rank}
+    results = {}
     for size in patch:
-        with bar(f"ViT-B/{size}", rounds * candidate_count(counts, starts, rank)) as tick:
-            backbone = load_backbone(random_vit(size), precision=precision, device=own_device(device))
-            sizes = {"cells": cells, "rank": rank, "batch": batch}
-            rows = bench_engine(backbone, counts=counts, forks=starts, rounds=rounds, tick=tick, **sizes)
+        backbone = load_backbone(random_vit(size), precision=precision, device=own_device(device))
+        rows = bench_engine(backbone, batch=batch, rounds=rounds, quiet=False, **sizes)
         results[f"ViT-B/{size}"] = [asdict(row) for row in rows]
-        if not as_json:
-            own = f"{cells} cells" + (f", rank {rank}" if rank else "")
-            plain_console().print(engine_table(f"ViT-B/{size} at 224, batch {batch}, {precision}, {own}", rows))
+        own = f"{cells} cells" + (f", rank {rank}" if rank else "")
+        setting = f"ViT-B/{size} at 224, batch {batch}, {precision}, {own}"
+        _print(f"{setting}: cost of one pass, in plain base passes", rows, as_json)
     if as_json:
         print_json(results)
 
@@ -63,9 +62,9 @@ def bench_gpu_command(
         list[str] | None,
         typer.Option(metavar="NAME", help="Precision; repeat for more.", show_default="float32 and bfloat16"),
     ] = None,
-    tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,100",
-    batch: Annotated[int, typer.Option(min=1, help="Images per pass.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the fastest is reported.")] = 7,
+    tasks: Tasks = "1,100",
+    batch: Batch = 32,
+    rounds: Rounds = 7,
     images: Annotated[str, typer.Option(help="Numbers of images of a read-out; empty: none.")] = "2000,10000",
     classes: Annotated[str, typer.Option(help="Numbers of classes of a read-out.")] = "10,1000",
     features: Annotated[int, typer.Option(min=1, help="Width of the statistics; 9216 is that of a ViT-S.")] = 9216,
@@ -79,38 +78,28 @@ def bench_gpu_command(
     """
     from memoro.backbones.load import own_device
     from memoro.backbones.precision import check_precision
-    from memoro.console import bar
-    from memoro.errors import MemoroError
-    from memoro.lab.bench.gpu import bench_passes, bench_solving, pass_table, solve_table
+    from memoro.lab.bench.gpu import CELLS, bench_passes, bench_solving
     from memoro.lab.bench.models import MODELS
 
     names, kinds = models or list(MODELS), [check_precision(kind) for kind in precision or ["float32", "bfloat16"]]
-    if unknown := [name for name in names if name not in MODELS]:
-        raise MemoroError(f"unknown model {unknown[0]!r}: choose {', '.join(MODELS)}.")
-    counts, sizes, labels = numbers(tasks), numbers(images) if images else [], numbers(classes)
+    _check_models(names)
     place = own_device(device)
-    with bar("passes", len(names) * len(kinds) * rounds * (1 + len(counts))) as tick:
-        how: dict[str, Any] = {"counts": counts, "batch": batch, "rounds": rounds, "tick": tick}
-        passes = bench_passes(names, kinds, place, **how)
-    with bar("read-outs", len(sizes) * len(labels)) as tick:
-        solved = bench_solving(sizes, labels, features, tick)
+    passes = bench_passes(names, kinds, place, counts=numbers(tasks), batch=batch, rounds=rounds)
+    solved = bench_solving(numbers(images) if images else [], numbers(classes), features)
+    _print(f"Images per second (tasks: by their number, of {CELLS} cells)", passes, as_json)
+    _print("Read-outs from kept statistics: seconds, exponent of growth", solved, as_json)
     if as_json:
-        print_json(
-            {"device": str(place), "passes": [asdict(r) for r in passes], "read-outs": [asdict(r) for r in solved]}
-        )
-        return
-    plain_console().print(pass_table(passes))
-    if solved:
-        plain_console().print(solve_table(solved))
+        both = {"passes": [asdict(row) for row in passes], "read-outs": [asdict(row) for row in solved]}
+        print_json({"device": str(place), **both})
 
 
 @bench.command("export")
 def bench_export_command(
     backbone: BackboneOption = None,
-    batch: Annotated[int, typer.Option(help="Images per pass.")] = 8,
-    tasks: Annotated[str, typer.Option(help="Numbers of tasks, separated by commas.")] = "1,100",
-    cells: Annotated[int, typer.Option(help="Memory cells in each layer.")] = 5,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the fastest is reported.")] = 5,
+    batch: Batch = 8,
+    tasks: Tasks = "1,100",
+    cells: Cells = 5,
+    rounds: Rounds = 5,
     seconds: Annotated[float, typer.Option(min=0, help="Start no further round after this many seconds.")] = 60,
     as_json: Json = False,
 ) -> None:
@@ -118,15 +107,14 @@ def bench_export_command(
 
     Exporting takes most of the time: half a minute of CPU time, more for 100 tasks.
     """
-    from memoro.lab.bench.export import bench_export, export_table
+    from memoro.lab.bench.export import bench_export
 
     counts, frozen = numbers(tasks), load(backbone, "cpu")
     sizes: dict[str, int] = {"cells": cells, "batch": batch, "rounds": rounds}
     rows = bench_export(frozen, counts=counts, seconds=seconds, quiet=False, **sizes)
+    _print(f"{frozen.name}, batch {batch}: images per second", rows, as_json)
     if as_json:
         print_json([asdict(row) for row in rows])
-    else:
-        plain_console().print(export_table(f"{frozen.name}, batch {batch}", rows))
 
 
 @bench.command("train")
@@ -135,10 +123,10 @@ def bench_train_command(
         str, typer.Option(help="ViT-B/32, ViT-B/16, dinov2-small, or several separated by commas.")
     ] = "ViT-B/32",
     batch: Annotated[int, typer.Option(help="Images per step.")] = 16,
-    cells: Annotated[int, typer.Option(help="Memory cells in each layer.")] = 5,
+    cells: Cells = 5,
     runs: Annotated[str, typer.Option(help="Numbers of runs in one pass, separated by commas.")] = "1,8,32",
-    forks: Annotated[str, typer.Option(help="Layers at which the tasks start, separated by commas.")] = "0,8",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed steps per method; the fastest is reported.")] = 5,
+    forks: Forks = "0,8",
+    rounds: Rounds = 5,
     memory: Annotated[bool, typer.Option(help="Also measure each method's peak memory in a separate process.")] = True,
     baselines: Annotated[bool, typer.Option(help="Also measure the baselines.")] = True,
     steps: Annotated[bool, typer.Option(help="Time single steps; without them, only --data is measured.")] = True,
@@ -161,22 +149,36 @@ def bench_train_command(
 
     memoro lab bench train --no-steps --data photos.zip --goal 0.85 -b facebook/dinov2-small
     """
-    from memoro.lab.bench.models import MODELS
-    from memoro.lab.bench.step import Setting, list_candidates
+    from memoro.lab.bench.goal import bench_goal, draw_goal
+    from memoro.lab.bench.train import bench_loader, bench_train, draw_growth, list_candidates
 
-    for name in model.split(","):
-        if name not in MODELS:
-            raise typer.BadParameter(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")
+    names = model.split(",")
+    _check_models(names)
     if not steps and data is None:
         raise typer.BadParameter("--no-steps leaves nothing to time: add --data")
     record: dict[str, Any] = {}
     if steps:
-        settings = [Setting(name, batch, cells) for name in model.split(",")]
-        candidates = list_candidates(cells, numbers(runs), numbers(forks), baselines=baselines)
-        record |= _time_steps(settings, candidates, rounds, memory, plot, as_json)
+        results = {}
+        for name in names:
+            candidates = list_candidates(name, batch, cells, numbers(runs), numbers(forks), baselines=baselines)
+            results[name] = bench_train(candidates, rounds=rounds, memory=memory, quiet=False)
+            _print(f"{name}, batch {batch}: one training step, in plain base passes", results[name], as_json)
+        if plot is not None:
+            draw_growth(plot, results)
+        record["steps"] = {name: [asdict(row) for row in rows] for name, rows in results.items()}
+        record["loader_images_per_second"] = bench_loader()
+        if not as_json:
+            shown = ", ".join(f"{name}: {speed:.0f}" for name, speed in record["loader_images_per_second"].items())
+            plain_console().print(f"loader, images per second (JPEG, 500 x 375 to 224): {shown}")
     if data is not None:
-        how = {"cells": cells, "epochs": epochs, "batch": batch, "image_size": image_size}
-        record |= _time_to_goal(data, goal, load(backbone), plot, as_json, **how)
+        frozen = load(backbone)
+        sizes: dict[str, Any] = {"cells": cells, "epochs": epochs, "batch": batch, "image_size": image_size}
+        reached = bench_goal(frozen, data, goal, quiet=False, **sizes)
+        title = f"{Path(data).stem} on {frozen.name}: seconds of training to an accuracy of {goal:g}"
+        _print(title, reached, as_json)
+        if plot is not None:
+            draw_goal(plot.with_name(f"{plot.stem}-goal.png"), title, goal, reached)
+        record["time_to_accuracy"] = [asdict(row) for row in reached]
     if as_json:
         print_json(record)
 
@@ -188,7 +190,7 @@ def bench_serve_command(
     ] = "dinov2-small,memoro-tiny",
     image_size: Annotated[int | None, typer.Option(help="Image size in pixels.", show_default="112")] = None,
     tasks: Annotated[int, typer.Option(min=1, help="Number of tasks; each request asks all of them.")] = 100,
-    batch: Annotated[int, typer.Option(min=1, help="Images per pass, for the engine and the server.")] = 16,
+    batch: Batch = 16,
     clients: Annotated[int, typer.Option(min=1, help="Number of concurrent clients, one image per request.")] = 32,
     requests: Annotated[int, typer.Option(min=1, help="Maximum number of requests.")] = 600,
     seconds: Annotated[
@@ -207,63 +209,33 @@ def bench_serve_command(
     need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")
     from memoro.backbones import load_backbone
     from memoro.backbones.load import own_device
-    from memoro.console import bar, quiet_libraries
+    from memoro.console import quiet_libraries
     from memoro.lab.bench.models import MODELS
-    from memoro.lab.bench.serve import TICKS, bench_serve, serve_table
+    from memoro.lab.bench.serve import bench_serve
 
     quiet_libraries()
     rows = []
     for name in model.split(","):
-        source = MODELS[name][0]() if name in MODELS else name
-        side = image_size or (MODELS[name][1] if name in MODELS else 112)
-        with bar(name, TICKS) as tick:
-            backbone = load_backbone(source, device=own_device(device))
-            how: dict[str, Any] = {"tasks": tasks, "batch": batch, "clients": clients, "requests": requests}
-            rows.append(bench_serve(name, backbone, side, seconds=seconds, tick=tick, **how))
+        source, side = (MODELS[name][0](), MODELS[name][1]) if name in MODELS else (name, 112)
+        backbone = load_backbone(source, device=own_device(device))
+        how: dict[str, Any] = {"tasks": tasks, "batch": batch, "clients": clients, "requests": requests}
+        rows.append(bench_serve(name, backbone, image_size or side, seconds=seconds, quiet=False, **how))
+    _print("Through HTTP on loopback: images per second, milliseconds", rows, as_json, sideways=True)
     if as_json:
-        print_json([{**asdict(row), "ratio": row.ratio} for row in rows])
-    else:
-        plain_console().print(serve_table(rows))
+        print_json([asdict(row) for row in rows])
 
 
-def _time_steps(
-    settings: Sequence[Setting],
-    candidates: Sequence[Candidate],
-    rounds: int,
-    memory: bool,
-    plot: Path | None,
-    as_json: bool,
-) -> dict[str, Any]:
-    from memoro.console import bar
-    from memoro.lab.bench.train import bench_loader, bench_train, draw_growth, tick_count, train_table
+def _check_models(names: Sequence[str]) -> None:
+    from memoro.errors import MemoroError
+    from memoro.lab.bench.models import MODELS
 
-    results = {}
-    for setting in settings:
-        with bar(setting.model, tick_count(candidates, rounds)) as tick:
-            rows = results[setting.model] = bench_train(setting, candidates, rounds=rounds, memory=memory, tick=tick)
-        if not as_json:
-            plain_console().print(train_table(f"{setting.model} at {setting.side}, batch {setting.batch}", rows))
-    if plot is not None:
-        draw_growth(plot, results)
-    speeds = bench_loader()
-    if not as_json:
-        shown = ", ".join(f"{name}: {speed:.0f}" for name, speed in speeds.items())
-        plain_console().print(f"loader, images per second (JPEG, 500 x 375 to 224): {shown}")
-    steps = {name: [asdict(row) for row in rows] for name, rows in results.items()}
-    return {"steps": steps, "loader_images_per_second": speeds}
+    if unknown := [name for name in names if name not in MODELS]:
+        raise MemoroError(f"unknown model {unknown[0]!r}: choose {', '.join(MODELS)}.")
 
 
-def _time_to_goal(
-    data: str, goal: float, backbone: Backbone, plot: Path | None, as_json: bool, **how: Any
-) -> dict[str, Any]:
-    from memoro.console import bar
-    from memoro.lab.bench.time_to_accuracy import bench_time_to_accuracy, draw_times, epoch_count, time_table
+def _print(title: str, rows: Sequence[Any], as_json: bool, *, sideways: bool = False) -> None:
+    """The table of some rows, if there are any, unless JSON was asked for."""
+    from memoro.lab.bench.models import rows_table
 
-    with bar("time to accuracy", epoch_count(how["epochs"])) as tick:
-        found = bench_time_to_accuracy(backbone, data, goal, tick=tick, **how)
-    title = f"{Path(data).stem} on {backbone.name}: seconds of training to an accuracy of {goal:g}"
-    if not as_json:
-        plain_console().print(time_table(title, found))
-    if plot is not None:
-        draw_times(plot.with_name(f"{plot.stem}-goal.png"), title, found)
-    return {"time_to_accuracy": [one.to_json() for one in found]}
+    if rows and not as_json:
+        plain_console().print(rows_table(title, rows, sideways=sideways))

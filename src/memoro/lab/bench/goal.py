@@ -1,4 +1,4 @@
-"""Training time until a given accuracy on real test images, for several regimes."""
+"""`memoro lab bench train --data`: training time until a given accuracy on real test images, for several regimes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from memoro.backbones import Backbone
-from memoro.console import make_table
+from memoro.console import bar
 from memoro.data import Augment, load_data
 from memoro.errors import TrainingError
 from memoro.lab.baselines import REGIMES, BaselinePlan
-from memoro.lab.bench.step import RANK
-from memoro.pages.plots import save_figure
+from memoro.lab.bench.train import RANK
+from memoro.lab.tables.plots import Point, draw_panels
 from memoro.training.cached import Cache, CachedLoader, fill_caches
 from memoro.training.loop import Trainer
 from memoro.training.recipe import OptimizerName, Recipe, TrainOptions
@@ -29,14 +27,14 @@ class Approach:
     """A regime with an optimiser and a learning rate that suit it."""
 
     name: str
-    regime: str
+    regime: str = field(repr=False)
     optimizer: OptimizerName
     lr: float
-    cached: bool = False
+    cached: bool = field(default=False, repr=False)
 
-    def epochs(self, most: int) -> int:
+    def most_epochs(self, epochs: int) -> int:
         """Epochs from the cache are so much shorter that there are four times as many of them."""
-        return 4 * most if self.cached else most
+        return 4 * epochs if self.cached else epochs
 
 
 APPROACHES = (
@@ -49,28 +47,17 @@ APPROACHES = (
 )
 
 
-@dataclass(frozen=True)
-class TimeToAccuracy:
+@dataclass(frozen=True, kw_only=True)
+class GoalRow(Approach):
     """The result of one approach."""
 
-    approach: Approach
-    curve: list[tuple[float, float]]
+    curve: list[tuple[float, float]] = field(repr=False)
     """Seconds of training so far and accuracy, after each epoch. The first includes the time to compute cached
     features; evaluation is not counted."""
-    goal: float
-
-    @property
-    def best(self) -> float | None:
-        """None for a run that diverged in its first epoch."""
-        return max((accuracy for _, accuracy in self.curve), default=None)
-
-    @property
-    def seconds(self) -> float | None:
-        """Until the goal; None if it was not reached."""
-        return next((seconds for seconds, accuracy in self.curve if accuracy >= self.goal), None)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "seconds": self.seconds, "best": self.best}
+    seconds: float | None
+    """Until the goal; None if it was not reached."""
+    best: float | None
+    """The best accuracy; None for a run that diverged in its first epoch."""
 
 
 @dataclass
@@ -98,47 +85,44 @@ class _Stopwatch:
                 run.stopped = f"{self.goal:g} reached"
 
 
-def bench_time_to_accuracy(
+def bench_goal(
     backbone: Backbone,
     data: str,
     goal: float,
     *,
     approaches: Sequence[Approach] = APPROACHES,
-    cells: int = 5,
-    epochs: int = 6,
-    batch: int = 16,
+    cells: int,
+    epochs: int,
+    batch: int,
     image_size: int | None = None,
     workers: int | None = None,
-    tick: Callable[[int], None] = lambda epochs: None,
-) -> list[TimeToAccuracy]:
+    quiet: bool = True,
+) -> list[GoalRow]:
     """Trains each approach on the unaugmented training images of `data`, until the goal or the last epoch.
 
     Accuracy is on the test images (the validation images where there are none): this measures time and selects
-    nothing. `tick` receives the number of epochs that are done or no longer needed.
+    nothing.
     """
     splits = load_data(data, workers=workers, quiet=True)
     if splits.kind != "softmax" or splits.train is None:
         raise TrainingError(f"{splits.name}: time to an accuracy needs training images with one label each.")
     splits = replace(splits, val=splits.test or splits.val)
     preprocessing = backbone.preprocessing if image_size is None else backbone.preprocessing.at(image_size)
-    plain = Recipe(batch_size=batch, views=1, augment=Augment(crop="none", flip=0))
-    found = []
-    for approach in approaches:
-        most = approach.epochs(epochs)
-        recipe = replace(plain, lr=approach.lr, optimizer=approach.optimizer, epochs=most)
-        regime = REGIMES[approach.regime]
-        own, rank = (None, RANK) if approach.regime == "side" else (cells, None)
-        task = regime.build(backbone, BaselinePlan("goal", splits.labels, cells=own, rank=rank, seed=0))
-        planned = Run(task, recipe, regime, splits, preprocessing)
-        curve = _train(backbone, planned, approach.cached, goal, workers, tick)
-        tick(most - len(curve))
-        found.append(TimeToAccuracy(approach, curve, goal))
-    return found
-
-
-def epoch_count(epochs: int, approaches: Sequence[Approach] = APPROACHES) -> int:
-    """The number of epochs that `bench_time_to_accuracy` reports to `tick`."""
-    return sum(approach.epochs(epochs) for approach in approaches)
+    rows = []
+    with bar("time to accuracy", sum(one.most_epochs(epochs) for one in approaches), quiet=quiet) as tick:
+        for one in approaches:
+            regime, most = REGIMES[one.regime], one.most_epochs(epochs)
+            augment = Augment(crop="none", flip=0)
+            recipe = Recipe(one.lr, most, optimizer=one.optimizer, batch_size=batch, views=1, augment=augment)
+            own, rank = (None, RANK) if one.regime == "side" else (cells, None)
+            task = regime.build(backbone, BaselinePlan("goal", splits.labels, cells=own, rank=rank))
+            planned = Run(task, recipe, regime, splits, preprocessing)
+            curve = _train(backbone, planned, one.cached, goal, workers, tick)
+            tick(most - len(curve))
+            seconds = next((seconds for seconds, accuracy in curve if accuracy >= goal), None)
+            best = max((accuracy for _, accuracy in curve), default=None)
+            rows.append(GoalRow(**asdict(one), curve=curve, seconds=seconds, best=best))
+    return rows
 
 
 def _train(
@@ -160,36 +144,13 @@ def _train(
         return watch.curve
 
 
-def time_table(title: str, found: Sequence[TimeToAccuracy]) -> Table:
-    """Seconds to the goal, a row for each approach."""
-    rows = []
-    for one in found:
-        how, seconds = one.approach, one.seconds
-        reached = "diverged" if one.best is None else "not reached" if seconds is None else f"{seconds:.0f}"
-        best = "" if one.best is None else f"{one.best:.3f}"
-        rows.append((how.name, how.optimizer, f"{how.lr:g}", reached, str(len(one.curve)), best))
-    return make_table(("method", "optimiser", "lr", "seconds to the goal", "epochs", "best accuracy"), rows, title)
-
-
-def draw_times(path: Path, title: str, found: Sequence[TimeToAccuracy]) -> Path:
-    """Plots accuracy over seconds of training: a colour for each name, the first learning rate as a solid line."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
-    axes = figure.subplots()
-    names: list[str] = []
-    for one in found:
-        how = one.approach
-        style = "--" if how.name in names else "-"
-        names += [how.name] if how.name not in names else []
-        if one.curve:
-            seconds, accuracy = zip(*one.curve, strict=True)
-            color, label = f"C{names.index(how.name)}", f"{how.name}, lr {how.lr:g}"
-            axes.plot(seconds, accuracy, f"o{style}", color=color, label=label, markersize=4)
-    if found:
-        axes.axhline(found[0].goal, color="#555555", linewidth=1, linestyle=":")
-    axes.set(title=title, xlabel="seconds of training", ylabel="test accuracy", xlim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
-    save_figure(figure, path)
-    return path
+def draw_goal(path: Path, title: str, goal: float, rows: Sequence[GoalRow]) -> Path:
+    """Plots accuracy over seconds of training, a line for each approach."""
+    lines: dict[str, list[Point]] = {
+        f"{row.name}, lr {row.lr:g}": [(seconds, accuracy, 0.0) for seconds, accuracy in row.curve]
+        for row in rows
+        if row.curve
+    }
+    last = max((seconds for row in rows for seconds, _ in row.curve), default=1.0)
+    lines["goal"] = [(0.0, goal, 0.0), (last, goal, 0.0)]
+    return draw_panels(path, {title: lines}, "seconds of training", "test accuracy", level=["goal"])
