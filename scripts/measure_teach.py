@@ -38,7 +38,8 @@ from memoro.backbones import Backbone
 from memoro.data import ImageSet, Loader
 from memoro.engine.streams import pool_pass
 from memoro.tasks.spec import ReadOut
-from memoro.teach.learning import Lesson, find_groups, solve, used_labels
+from memoro.teach.labels import Decision
+from memoro.teach.learning import LabelledImages, find_groups, solve
 from memoro.teach.suggestions import Scene, suggest
 from memoro.teach.suspects import rank
 from reports import load_results, load_splits, make_parser, table, write_report
@@ -97,9 +98,11 @@ def read_set(source: str, name: str, backbone: Backbone, size: int | None, keep:
     return {name: torch.from_numpy(value) for name, value in np.load(file).items()}
 
 
-def lesson_of(index: Tensor, targets: Tensor) -> Lesson:
-    labels, numbers = used_labels([str(at) for at in range(int(targets.max()) + 1)], targets)
-    return Lesson(index, labels, numbers, "softmax", torch.ones(len(index), dtype=torch.bool))
+def labelled(index: Tensor, targets: Tensor) -> LabelledImages | None:
+    """The images of these numbers with their classes; None if there is one class only."""
+    classes = [str(at) for at in range(int(targets.max()) + 1)]
+    decisions = [Decision("label", str(target)) for target in targets.tolist()]
+    return LabelledImages.of(zip(index.tolist(), decisions, strict=True), "softmax", classes)
 
 
 class Labeller:
@@ -114,14 +117,15 @@ class Labeller:
 
     def accuracy(self, index: Tensor) -> tuple[float, Tensor | None, tuple[str, ...]]:
         """The accuracy with these labels, and what is answered to all training images."""
-        lesson = lesson_of(index, self.targets[index])
-        if len(lesson.labels) < 2:
-            return float((self.truth == self.targets[index[0]]).float().mean()), None, lesson.labels
-        learned = solve(lesson, lambda at: self.rows[at], self.reads, self.groups[index])
-        names = torch.tensor([int(label) for label in lesson.labels])
+        images = labelled(index, self.targets[index])
+        if images is None:
+            only = self.targets[index[0]]
+            return float((self.truth == only).float().mean()), None, (str(int(only)),)
+        learned = solve(images, lambda at: self.rows[at], self.reads, self.groups[index])
+        names = torch.tensor([int(label) for label in images.labels])
         answers = learned.answer(lambda at: self.test[at], torch.arange(len(self.test)))
         right = float((names[answers.argmax(dim=1)] == self.truth).float().mean())
-        return right, learned.answer(lambda at: self.rows[at], torch.arange(len(self.rows))), lesson.labels
+        return right, learned.answer(lambda at: self.rows[at], torch.arange(len(self.rows))), images.labels
 
     def run(self, by: str, grid: Sequence[int], seed: int) -> list[float]:
         """The accuracy at each number of labels."""
@@ -178,10 +182,12 @@ def measure_errors(found: dict[str, Tensor], reads: ReadOut, file: Path, python:
         wrong = generator.permutation(len(truth))[:count]
         targets = truth.clone()
         targets[wrong] = (truth[wrong] + torch.from_numpy(generator.integers(1, classes, count))) % classes
-        learned = solve(lesson_of(torch.arange(len(rows)), targets), lambda at: rows[at], reads, groups)
+        images = labelled(torch.arange(len(rows)), targets)
+        assert images is not None
+        learned = solve(images, lambda at: rows[at], reads, groups)
         precision.setdefault("memoro", []).append(float(np.isin(rank(learned)[:count].numpy(), wrong).mean()))
         wrongs.append(wrong)
-        labels.append(learned.lesson.targets.numpy())
+        labels.append(learned.images.targets.numpy())
         answers.append(learned.left_out.double().numpy())
     if python is not None:
         np.savez(file, labels=labels, answers=answers, count=count)

@@ -13,9 +13,9 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.errors import TeachError
 from memoro.tasks.spec import ReadOut
-from memoro.teach.learning import Lesson, advise, solve
+from memoro.teach.learning import LabelledImages, Learned, advise, solve
 from memoro.teach.suggestions import WAYS, Scene, suggest
-from memoro.teach.suspects import Suspect, doubts, overlaps, suspects_csv
+from memoro.teach.suspects import Suspect, find_suspects, overlaps, suspects_csv
 
 __all__ = ["backbone", "kept_elsewhere"]  # fixtures
 
@@ -75,7 +75,7 @@ def test_ways_that_do_not_work() -> None:
         suggest(scene([]), 1, "border")
 
 
-def lesson(count: int = 120, classes: int = 3, wrong: tuple[int, ...] = ()) -> tuple[Lesson, torch.Tensor]:
+def labelled(count: int = 120, classes: int = 3, wrong: tuple[int, ...] = ()) -> tuple[LabelledImages, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     targets = torch.arange(count) % classes
     rows = torch.nn.functional.one_hot(targets, classes).float() @ torch.randn(classes, 40, generator=generator)
@@ -83,40 +83,46 @@ def lesson(count: int = 120, classes: int = 3, wrong: tuple[int, ...] = ()) -> t
     given = targets.clone()
     given[list(wrong)] = (given[list(wrong)] + 1) % classes
     names = tuple("abcdef"[:classes])
-    return Lesson(torch.arange(count), names, given, "softmax", torch.ones(count, dtype=torch.bool)), rows
+    return LabelledImages(torch.arange(count), names, given, "softmax", torch.ones(count, dtype=torch.bool)), rows
+
+
+def doubts(learned: Learned) -> dict[int, str]:
+    """The suspected images and why, in order."""
+    names = list(map(str, range(len(learned.groups))))
+    return {int(one.path): one.reason for one in find_suspects(learned, names, names)}
 
 
 def test_wrong_labels_are_doubted_and_only_these() -> None:
     wrong = (3, 40, 77, 100)
-    given, rows = lesson(wrong=wrong)
+    given, rows = labelled(wrong=wrong)
     found = doubts(solve(given, lambda at: rows[at], ReadOut(0, 1)))
-    assert sorted(doubt.at for doubt in found) == list(wrong)
-    right, rows = lesson()
-    assert doubts(solve(right, lambda at: rows[at], ReadOut(0, 1))) == []
+    assert sorted(found) == list(wrong)
+    right, rows = labelled()
+    assert doubts(solve(right, lambda at: rows[at], ReadOut(0, 1))) == {}
 
 
 def test_near_duplicates_with_different_labels_are_doubted() -> None:
-    given, rows = lesson()
+    given, rows = labelled()
     rows[1] = rows[0]
     groups = torch.arange(120)
     groups[1] = 0
     found = doubts(solve(given, lambda at: rows[at], ReadOut(0, 1), groups))
-    assert {doubt.at for doubt in found} >= {1}
-    assert any("near-duplicate" in doubt.reason for doubt in found)
+    assert 1 in found
+    assert any("near-duplicate" in reason for reason in found.values())
 
 
 def test_classes_that_overlap() -> None:
-    given, rows = lesson()
+    given, rows = labelled()
     same = given.targets == 2
     rows[same] = rows[(given.targets == 1).nonzero().flatten()] + 0.01
     pairs = overlaps(solve(given, lambda at: rows[at], ReadOut(0, 1)))
     assert pairs[0][:2] == ("b", "c")
-    assert overlaps(solve(lesson()[0], lambda at: lesson()[1][at], ReadOut(0, 1))) == []
+    assert overlaps(solve(labelled()[0], lambda at: labelled()[1][at], ReadOut(0, 1))) == []
 
 
 def test_the_interval_has_the_truth_and_shrinks() -> None:
-    few, rows = lesson(12)
-    many, more = lesson(240)
+    few, rows = labelled(12)
+    many, more = labelled(240)
     small = solve(few, lambda at: rows[at], ReadOut(0, 1)).figure()
     large = solve(many, lambda at: more[at], ReadOut(0, 1)).figure()
     assert small is not None

@@ -15,7 +15,7 @@ from memoro.teach.labels import Decision, LabelTable, read_label
 def reopened(path: Path) -> list[tuple[str, Decision]]:
     table = LabelTable(path)
     table.close()
-    return [(row.path, row.decision) for row in table.rows]
+    return table.rows
 
 
 def test_rows_are_on_disk_when_append_returns_and_are_read_back(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_the_header_says_what_labels_are(tmp_path: Path, kind: str) -> None:
     table.close()
     found = LabelTable(tmp_path / "t.csv")
     found.close()
-    assert (found.kind, found.rows[0].decision.label) == (kind, label)
+    assert (found.kind, found.rows[0][1].label) == (kind, label)
     with pytest.raises(TeachError, match="has a column"):
         LabelTable(tmp_path / "t.csv", "softmax" if kind != "softmax" else "regression")
     with pytest.raises(TeachError, match="separates"):
@@ -72,7 +72,7 @@ def test_paths_that_are_not_unicode_come_back(tmp_path: Path) -> None:
 def test_a_row_that_was_torn_off_is_skipped_and_the_next_one_is_whole(tmp_path: Path, torn: str) -> None:
     (tmp_path / "t.csv").write_text(f"path,label,decision\na.jpg,cat,label\n{torn}")
     table = LabelTable(tmp_path / "t.csv")
-    assert table.skipped == 1
+    assert [path for path, _ in table.rows] == ["a.jpg", ""]
     table.append([("c.jpg", Decision("label", "fox"))])
     table.close()
     rows = [(path, decision.label) for path, decision in reopened(tmp_path / "t.csv") if path]
@@ -87,7 +87,7 @@ def test_one_process_at_a_time_and_readers_beside_it(tmp_path: Path) -> None:
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "is open in another memoro teach" in other.stderr
     reader = LabelTable(tmp_path / "t.csv", read_only=True)
-    assert [row.path for row in reader.rows] == ["a"]
+    assert [path for path, _ in reader.rows] == ["a"]
     reader.close()
     table.close()
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
@@ -104,6 +104,29 @@ def test_a_place_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "t.csv").mkdir()
     with pytest.raises(TeachError, match="`labels_file`"):
         LabelTable(tmp_path / "t.csv")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of file sizes are POSIX")
+def test_a_full_disk_leaves_no_half_of_a_row(tmp_path: Path) -> None:
+    import resource
+
+    table = LabelTable(tmp_path / "t.csv")
+    table.append([("a.jpg", Decision("label", "cat"))])
+    before = (tmp_path / "t.csv").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
+    try:
+        with pytest.raises(TeachError, match="cannot write"):
+            table.append([("b.jpg", Decision("label", "dog"))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "t.csv").read_bytes() == before
+    table.append([("c.jpg", Decision("label", "fox"))])
+    table.close()
+    assert [(path, decision.label) for path, decision in reopened(tmp_path / "t.csv")] == [
+        ("a.jpg", "cat"),
+        ("c.jpg", "fox"),
+    ]
 
 
 @pytest.mark.parametrize("bad", ["", "  ", "two\nlines", "x" * 201, 3, None])

@@ -19,8 +19,7 @@ from memoro.errors import ServeError
 from memoro.serve.options import ServeOptions
 from memoro.serve.server import make_server, open_store
 from memoro.teach.finishing import Finishing
-from memoro.teach.routes import add_teaching
-from memoro.teach.run import run_teaching
+from memoro.teach.routes import add_teaching, run_teaching
 from memoro.teach.session import Session
 
 __all__ = ["backbone", "kept_elsewhere"]  # fixtures

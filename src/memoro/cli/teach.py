@@ -96,12 +96,12 @@ def teach(
             result = session.fit(file, folder=folder)
             if as_json:
                 typer.echo(to_json(result.to_json(), indent=2))
-            else:
-                for table in result.tables():
-                    plain_console().print(table)
+                return
+            for table in result.tables():
+                plain_console().print(table)
             return
         from memoro.serve.options import ServeOptions
-        from memoro.teach.run import run_teaching
+        from memoro.teach.routes import run_teaching
 
         given = {
             "--task": session.name, "--labels": labels, "--kind": kind, "--backbone": backbone, "--device": device,
@@ -109,13 +109,13 @@ def teach(
             "--labels-file": session.table.path, "--start-from": start_from, "--image-size": image_size,
             "--label-column": label_column,
         }  # fmt: skip
-        command = ["teach", session.photos.place, "--finish"]
-        command += [word for name, value in given.items() if value is not None for word in (name, str(value))]
-        command += [word for setting in settings or () for word in ("--set", setting)]
+        chosen = [*given.items(), *(("--set", setting) for setting in settings or ())]
+        command = ["teach", str(session.photos.place), "--finish"]
+        command += [word for name, value in chosen if value is not None for word in (name, str(value))]
         counted = format_count(len(session.photos), "image")
         console.print(f"{session.name}: {counted}, {len(session.training()):,} labelled; labels: {session.table.path}")
         if session.missing:
-            console.print(f"{format_count(session.missing, 'row')} of the table are of images that are not there")
+            console.print(f"rows of the table without an image that is there: {session.missing:,}")
 
         def started(url: str) -> None:
             console.print(f"listening on {url} (open it in a browser); Ctrl-C stops")

@@ -8,14 +8,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from memoro.errors import TeachError
 from memoro.evaluation.metrics import name_split
@@ -41,28 +40,32 @@ class Finishing:
     state: Literal["none", "training", "done", "failed", "stopped"] = "none"
     known: dict[str, Any] = field(default_factory=dict)
     """What else the page shows: of how many labels, the score, the message."""
-    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _process: subprocess.Popen[str] | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
-    def report(self) -> Path:
-        return self.folder / "report.html"
+    def report(self) -> Path | None:
+        """The report of a training that is done."""
+        file = self.folder / "report.html"
+        return file if self.state == "done" and file.is_file() else None
 
     def start(self, labels: int, before: Mapping[str, float] | None = None) -> None:
         """Starts a training on the labels that are on disk now. `before` says how good answers are until then."""
         with self._lock:
             if self.state == "training":
                 raise TeachError("the task is being trained already: wait for it, or stop it first.")
-            files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  # closed by the thread that waits
-            arguments = [*self.command, "--out", str(self.file), "--folder", str(self.folder), "--json"]
-            for old in (self._progress_file, self.report):
-                with suppress(OSError):
-                    old.unlink(missing_ok=True)
+            (self.folder / "metrics.jsonl").unlink(missing_ok=True)
+            command = [sys.executable, "-m", "memoro", *self.command]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "memoro", *arguments], stdin=subprocess.DEVNULL, stdout=files[0], stderr=files[1]
+                [*command, "--out", str(self.file), "--folder", str(self.folder), "--json"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
             )
             self.state, self.known = "training", {"labels": labels, "before": before}
-            threading.Thread(target=self._wait, args=(self._process, *files), daemon=True).start()
+            threading.Thread(target=self._wait, args=(self._process,), daemon=True).start()
 
     def stop(self) -> None:
         """Stops a training; what was written before stays."""
@@ -82,35 +85,22 @@ class Finishing:
 
     def to_json(self) -> dict[str, Any]:
         """What the page shows."""
-        own = {"report": self.state == "done" and self.report.is_file(), "epochs": self._epochs()}
-        return {"state": self.state, "labels": 0, **self.known, **own}
+        epochs = 0
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # it is being written
+            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+            epochs = max((int(json.loads(line).get("epoch", 0)) for line in lines), default=0)
+        return {"state": self.state, "labels": 0, **self.known, "report": self.report is not None, "epochs": epochs}
 
-    @property
-    def _progress_file(self) -> Path:
-        return self.folder / "metrics.jsonl"
-
-    def _epochs(self) -> int:
-        """The epochs that are done, by the run folder."""
-        try:
-            lines = self._progress_file.read_text().splitlines()
-            return max((int(json.loads(line).get("epoch", 0)) for line in lines), default=0)
-        except (OSError, ValueError, TypeError, AttributeError):
-            return 0
-
-    def _wait(self, process: subprocess.Popen[bytes], output: IO[bytes], errors: IO[bytes]) -> None:
-        code = process.wait()
-        with output, errors:
-            texts = []
-            for one in (output, errors):
-                one.seek(0)
-                texts.append(one.read().decode(errors="replace"))
+    def _wait(self, process: subprocess.Popen[str]) -> None:
+        output, errors = process.communicate()
         with self._lock:
             if self.state != "training":
                 return
             try:
-                if code:
-                    raise TeachError(texts[1].strip().removeprefix("error: ")[-MOST_TEXT:] or f"exit code {code}")
-                metrics = json.loads(texts[0]).get("metrics", {})
+                if process.returncode:
+                    message = errors.strip().removeprefix("error: ")[-MOST_TEXT:]
+                    raise TeachError(message or f"exit code {process.returncode}")
+                metrics = json.loads(output).get("metrics", {})
                 self.attach(self.file.read_bytes())
                 score = next((metrics[name] for name in SCORES if name in metrics), None)
                 split = name_split(metrics["split"]) if metrics else None
@@ -121,11 +111,11 @@ class Finishing:
                 self.state, self.known = "failed", {**self.known, "message": str(error)}
 
 
-def shell_commands(command: Sequence[str], task: Path, tasks: Path, photos: str) -> list[str]:
+def shell_commands(command: Sequence[str], task: Path, tasks: Path, photos: Path) -> list[str]:
     """The commands that do the same from the shell."""
     lines = [
         ["memoro", *command, "--out", str(task)],
-        ["memoro", "predict", photos, "--tasks", str(task)],
+        ["memoro", "predict", str(photos), "--tasks", str(task)],
         ["memoro", "serve", "--tasks", str(tasks)],
     ]
     return [shlex.join(line) for line in lines]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -30,12 +29,14 @@ MOST_LETTERS = 200
 """Of a class's name."""
 BETWEEN = "|"
 
+Label = str | tuple[str, ...] | float
+
 
 class Decision(NamedTuple):
     """What is known of an image."""
 
     state: State
-    label: str | tuple[str, ...] | float | None = None
+    label: Label | None = None
     row: int = 0
     """The number of its row in the table, by which a later change is noticed; 0 for what the data said."""
 
@@ -47,14 +48,6 @@ class Decision(NamedTuple):
 NOTHING = Decision("clear")
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table."""
-
-    path: str
-    decision: Decision
-
-
 class LabelTable:
     """The last row of an image wins. Rows are on disk when `append` returns; none is ever changed or removed.
 
@@ -63,48 +56,38 @@ class LabelTable:
 
     def __init__(self, path: Path, kind: HeadKind | None = None, *, read_only: bool = False) -> None:
         """`read_only` opens it beside the process that writes to it."""
-        self.path = path
-        self._lock = threading.Lock()
-        self.writable = not read_only
-        self._held: FileLock | None = None
+        self.path, self.writable = path, not read_only
+        self.kind: HeadKind = kind or "softmax"
+        self.rows: list[tuple[str, Decision]] = []
+        """The path of an image, and what was decided; no path for rows that cannot be read."""
+        self._lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
         if self.writable:
             self._hold()
         try:
-            self.rows: list[Row] = []
-            self.kind: HeadKind = kind or "softmax"
-            self.skipped = 0
-            """Rows that cannot be read."""
             self._read(kind)
         except BaseException:
             self.close()
             raise
 
-    @property
-    def version(self) -> int:
-        """The number of the last row."""
-        return len(self.rows)
-
     def append(self, decisions: Sequence[tuple[str, Decision]]) -> list[Decision]:
-        """Writes a row for each (path, decision), all of them or none, and returns them with their numbers."""
-        with self._lock:
-            first = len(self.rows) + 1
-            done = [decision._replace(row=first + at) for at, (_, decision) in enumerate(decisions)]
-            self._write([(path, self._cell(decision), decision.state) for path, decision in decisions])
-            self.rows += [Row(path, decision) for (path, _), decision in zip(decisions, done, strict=True)]
-            return done
+        """Writes a row for each (path, decision), all of them or none, and returns them with their numbers. One thread
+        calls it at a time."""
+        first = len(self.rows) + 1
+        done = [decision._replace(row=first + at) for at, (_, decision) in enumerate(decisions)]
+        self._write([(path, label_text(decision.label), decision.state) for path, decision in decisions])
+        self.rows += [(path, decision) for (path, _), decision in zip(decisions, done, strict=True)]
+        return done
 
     def close(self) -> None:
-        if self._held is not None:
+        if self._lock.is_locked:
             with suppress(OSError):
-                Path(self._held.lock_file).unlink()
-            self._held.release()
+                Path(self._lock.lock_file).unlink()
+            self._lock.release()
 
     def _hold(self) -> None:
-        held = FileLock(self.path.with_name(f".{self.path.name}.lock"), timeout=0)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            held.acquire()
-            self._held = held
+            self._lock.acquire()
         except Timeout:
             raise TeachError(
                 f"{self.path} is open in another memoro teach: use the page of that one, or stop it first."
@@ -119,9 +102,7 @@ class LabelTable:
 
     def _read(self, asked: HeadKind | None) -> None:
         try:
-            with self.path.open(
-                "a+b" if self.writable else "rb"
-            ) as file:  # fails now where nothing can be written later
+            with self.path.open("a+b" if self.writable else "rb") as file:  # fails now if it cannot be written later
                 file.seek(0)
                 data = file.read()
                 if data and not data.endswith(b"\n") and self.writable:
@@ -144,38 +125,35 @@ class LabelTable:
             )
         self.kind = kinds[header[1]]
         if asked not in {None, self.kind}:
-            raise TeachError(f"{self.path} has a column {header[1]!r}, so its images have {KINDS[self.kind]}.")
-        for cells in lines:
-            self._take(cells)
+            what = {"softmax": "one class each", "multilabel": "several labels", "regression": "a number"}[self.kind]
+            raise TeachError(f"{self.path} has a column {header[1]!r}, so its images have {what}.")
+        self.rows = [self._parse(cells, number) for number, cells in enumerate(lines, start=1)]
 
-    def _take(self, cells: Sequence[str]) -> None:
+    def _parse(self, cells: Sequence[str], number: int) -> tuple[str, Decision]:
         try:
             path, label, state = map(_unescape, cells)
             known: State = STATES[STATES.index(state)]
-            given = read_label(label, self.kind) if state in LEARNED else None
-            decision = Decision(known, given, len(self.rows) + 1)
+            return path, Decision(known, read_label(label, self.kind) if state in LEARNED else None, number)
         except (ValueError, TeachError):
-            self.skipped += 1
-            path, decision = "", Decision("clear", row=len(self.rows) + 1)
-        self.rows.append(Row(path, decision))
-
-    def _cell(self, decision: Decision) -> str:
-        return "" if decision.label is None else label_text(decision.label)
+            return "", NOTHING._replace(row=number)
 
     def _write(self, rows: Iterable[Sequence[str]]) -> None:
         """Adds lines in one write, and waits until the disk has them."""
         text = io.StringIO(newline="")
         csv.writer(text).writerows([map(_escape, row) for row in rows])
+        data = text.getvalue().encode("utf-8", "surrogateescape")
         try:
-            with self.path.open("ab") as file:
-                file.write(text.getvalue().encode("utf-8", "surrogateescape"))
-                file.flush()
-                os.fsync(file.fileno())
+            with self.path.open("ab", buffering=0) as file:
+                end = file.tell()
+                try:
+                    if file.write(data) < len(data):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(end)  # half a row would spoil the next one
+                    raise
         except OSError as error:
             raise _cannot_write(self.path, error) from None
-
-
-KINDS: Mapping[HeadKind, str] = {"softmax": "one class each", "multilabel": "several labels", "regression": "a number"}
 
 
 def check_label(name: str, kind: HeadKind = "softmax") -> str:
@@ -189,7 +167,7 @@ def check_label(name: str, kind: HeadKind = "softmax") -> str:
     return text
 
 
-def read_label(text: object, kind: HeadKind) -> str | tuple[str, ...] | float:
+def read_label(text: object, kind: HeadKind) -> Label:
     """A label from a cell or a request: a class, several labels, or a number."""
     if kind == "regression":
         try:
@@ -209,16 +187,16 @@ def read_label(text: object, kind: HeadKind) -> str | tuple[str, ...] | float:
     return check_label(text)
 
 
-def label_text(label: str | tuple[str, ...] | float) -> str:
+def label_text(label: Label | None) -> str:
     """A label as a cell of the table."""
     if isinstance(label, tuple):
         return BETWEEN.join(label)
-    return label if isinstance(label, str) else repr(label)
+    return repr(label) if isinstance(label, float) else label or ""
 
 
-def as_annotation(label: str | tuple[str, ...] | float) -> Annotation:
+def as_annotation(label: Label | None) -> Annotation:
     """A label as sets of images have it."""
-    return (label,) if isinstance(label, float) else label
+    return (label,) if isinstance(label, float) else label or ()
 
 
 def _escape(cell: str) -> str:

@@ -1,20 +1,19 @@
-"""What is known from the labels so far: guesses for all images, doubts, and a curve over the number of labels."""
+"""What is known from the labels so far: guesses for all images, suspects, and a curve over the number of labels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from memoro.heads import HEADS, HeadKind
 from memoro.tasks.task import Task
 from memoro.teach.gallery import Gallery
-from memoro.teach.labels import Decision
-from memoro.teach.learning import Learned, Lesson, find_groups, solve
-from memoro.teach.suspects import Doubt, doubts
+from memoro.teach.labels import Decision, label_text
+from memoro.teach.learning import LabelledImages, Learned, find_groups, solve
+from memoro.teach.suspects import Suspect, find_suspects
 
 CURVE = (6, 10, 15, 20, 30, 40, 60, 80, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000)
 """Numbers of labels at which the curve has points."""
@@ -28,12 +27,14 @@ class Knowledge:
     """Of the labels."""
     done: int = 0
     """Images whose statistics were there, or that cannot be read."""
+    decisions: tuple[tuple[int, Decision], ...] = ()
+    """What was learned from."""
     learned: Learned | None = None
     labels: tuple[str, ...] = ()
     """Of the columns of `answers`."""
     answers: Tensor | None = None
     """(n, labels) probabilities or numbers; NaN for images without statistics."""
-    doubts: tuple[Doubt, ...] = ()
+    suspects: tuple[Suspect, ...] = ()
 
     def answered(self, at: int) -> Tensor | None:
         """(labels) the answer to an image, if there is one."""
@@ -57,67 +58,68 @@ class Learner:
     """Learns in steps from a gallery's statistics. `now` is replaced as a whole; one thread calls `step`."""
 
     def __init__(self, gallery: Gallery, kind: HeadKind, start: Task | None) -> None:
-        self._gallery, self._kind, self._start = gallery, kind, start
-        self.now = Knowledge()
+        self._gallery, self._kind = gallery, kind
+        self._start = None if start is None or start.readout is None else start
+        self._nothing = Knowledge(labels=() if self._start is None else tuple(self._start.labels))
+        self.now = self._nothing
         self.curve: dict[int, dict[str, float]] = {}
 
-    def step(self, decisions: Mapping[int, Decision], classes: Sequence[str], version: int) -> bool:
-        """Solves the labels so far if they are new, answers images that have become ready, then judges. Whether there
-        was something to do."""
+    def step(self, training: Mapping[int, Decision], classes: Sequence[str], version: int) -> bool:
+        """Solves the labels so far if they are new, and answers images that have become ready. Whether there was
+        something to do."""
         gallery, before = self._gallery, self.now
-        done, ready = gallery.done, np.flatnonzero(gallery.ready)
+        done, ready = gallery.done, gallery.ready.copy()
         if (version, done) == (before.version, before.done):
             return self._draw_curve()
-        lesson = Lesson.of({at: one for at, one in decisions.items() if gallery.ready[at]}, self._kind, classes)
-        old = None if before.learned is None else before.learned.lesson
-        if lesson is not None and old is not None and lesson.same(old):
-            self.now = replace(before, version=version, done=done, answers=self._answer(before, ready))
-            return True
-        if lesson is None or old is None or not lesson.continues(old):
+        decisions = tuple((at, one) for at, one in training.items() if ready[at])
+        if decisions[: len(before.decisions)] != before.decisions:
             self.curve = {}
-        learned = None
-        if lesson is not None:
-            learned = solve(lesson, gallery.read, gallery.reads, find_groups(gallery.images(lesson.index.tolist())))
-        labels = lesson.labels if lesson is not None else () if self._start is None else self._start.labels
-        new = Knowledge(version, done, learned, tuple(labels))
-        answers = self._answer(new, ready)
-        if learned is not None and answers is not None:
-            answers[learned.lesson.index] = learned.left_out  # what is known of an image without its own label
-        self.now = replace(new, answers=answers)
-        if learned is not None:
-            self.now = replace(self.now, doubts=tuple(doubts(learned)))
+        known = before if decisions == before.decisions else self._learn(decisions, classes)
+        self.now = replace(
+            known, version=version, done=done, decisions=decisions, answers=self._answer(known, torch.from_numpy(ready))
+        )
         return True
 
-    def _answer(self, known: Knowledge, ready: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor | None:
-        """The answers to all images; only those are computed that are not known."""
-        index = torch.from_numpy(ready).long()
+    def _learn(self, decisions: Sequence[tuple[int, Decision]], classes: Sequence[str]) -> Knowledge:
+        """What these decisions teach, with left-out answers to their images only."""
+        gallery, images = self._gallery, LabelledImages.of(decisions, self._kind, classes)
+        if images is None:
+            return self._nothing
+        learned = solve(images, gallery.read, gallery.reads, find_groups(gallery.images(images.index.tolist())))
+        answers = torch.full((len(gallery.ready), len(images.labels)), torch.nan)
+        answers[images.index] = learned.left_out
+        paths = [gallery.photos.paths[at] for at, _ in decisions]
+        found = find_suspects(learned, paths, [label_text(one.label) for _, one in decisions])
+        return Knowledge(learned=learned, labels=images.labels, answers=answers, suspects=tuple(found))
+
+    def _answer(self, known: Knowledge, ready: Tensor) -> Tensor | None:
+        """The answers to all images that are ready (n); only those are computed that are not known."""
+        if known.learned is None and self._start is None:
+            return None
+        answers = torch.full((len(ready), len(known.labels)), torch.nan)
         if known.answers is not None:
-            index = index[known.answers[index, 0].isnan()]
+            answers = known.answers.clone()
+        index = (ready & answers[:, 0].isnan()).nonzero().flatten()
         if known.learned is not None:
-            rows = known.learned.answer(self._gallery.read, index)
+            answers[index] = known.learned.answer(self._gallery.read, index)
         elif self._start is not None and self._start.readout is not None and self._start.spec.readout is not None:
             with torch.no_grad():  # the read-out is a part of the answers, and the only one that needs no pass
                 logits = self._start.readout(self._gallery.read(index).float()) / self._start.spec.readout.share
-            rows = HEADS[self._kind].probabilities(logits)
-        else:
-            return None
-        empty = torch.full((len(self._gallery.ready), rows.shape[1]), torch.nan)
-        found = empty if known.answers is None else known.answers.clone()
-        found[index] = rows
-        return found
+            answers[index] = HEADS[self._kind].probabilities(logits)
+        return answers
 
     def _draw_curve(self) -> bool:
         """Adds a point to the curve; whether there was one to add."""
-        learned, gallery = self.now.learned, self._gallery
-        if learned is None:
+        now, gallery = self.now, self._gallery
+        if now.learned is None:
             return False
-        total = len(learned.lesson.index)
-        if (figure := learned.figure()) is not None:
+        total = len(now.decisions)
+        if (figure := now.learned.figure()) is not None:
             self.curve[total] = figure
         count = max((count for count in CURVE if count < total and count not in self.curve), default=None)
         if count is None:
             return False
-        part = learned.lesson.first(count)
-        solved = None if part is None else solve(part, gallery.read, gallery.reads, learned.groups[:count])
+        part = LabelledImages.of(now.decisions[:count], self._kind, now.labels)
+        solved = None if part is None else solve(part, gallery.read, gallery.reads, now.learned.groups[:count])
         self.curve[count] = (solved.figure() if solved is not None else None) or {}
         return True

@@ -1,54 +1,80 @@
-"""The routes of /v1/teach: pictures, decisions, guesses and training."""
+"""The routes of /v1/teach: pictures, decisions, guesses and training; and the server that has them."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Body, FastAPI, Query, Request, Response
+from pydantic import BaseModel, ConfigDict
 
-from memoro.console import printable, to_json
+from memoro.console import printable
 from memoro.errors import ServeError, TeachError
 from memoro.evaluation.predictions import no_formula
-from memoro.teach.finishing import Finishing
-from memoro.teach.labels import COLUMN, NOTHING, Decision, State, label_text, read_label
-from memoro.teach.learning import Lesson, advise
+from memoro.serve.options import ServeOptions
+from memoro.serve.server import open_store, run_server
+from memoro.serve.service import json_response
+from memoro.teach.finishing import Finishing, shell_commands
+from memoro.teach.labels import COLUMN, State, label_text, read_label
+from memoro.teach.learning import LabelledImages, advise
 from memoro.teach.session import Change, Session
-from memoro.teach.suggestions import SURE, WAYS
+from memoro.teach.suggestions import WAYS
 from memoro.teach.suspects import CONTRADICTED, Suspect, overlaps
 
 MOST_SHOWN = 100
 """Images of a page of the grid."""
 MOST_CHANGES = 1000
 """Decisions of one request."""
+RUNS = "runs"
+"""Folder of run folders, inside that of the tasks."""
 ATTACHED = {"content-disposition": "attachment"}
 """Never shown by a browser as a page of this server."""
 View = Literal["next", "all", "unlabelled", "labelled", "sure", "suspects", "unreadable"]
-Asked = Annotated[list[str] | None, Query(alias="keys")]
-Label = str | float | list[str] | None
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-class Entry(_Strict):
+class Entry(BaseModel):
     """A decision about an image, by its key."""
 
+    model_config = ConfigDict(extra="forbid")
     key: str
     state: State
-    label: Label = None
+    label: str | float | list[str] | None = None
     row: int | None = None
     """The row that it replaces: where another one was written meanwhile, nothing changes."""
 
 
-class Entries(_Strict):
-    entries: list[Entry] = Field(min_length=1, max_length=MOST_CHANGES)
+Entries = Annotated[list[Entry], Body(embed=True, min_length=1, max_length=MOST_CHANGES)]
+
+
+def run_teaching(
+    session: Session,
+    tasks: Path,
+    command: Sequence[str],
+    options: ServeOptions,
+    started: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serves the page until SIGINT or SIGTERM. Tasks that are trained, and those of the folder `tasks`, answer there.
+
+    `command` is what trains the task from the shell: `teach PHOTOS --finish` and its options.
+    """
+    if not options.may_write:
+        raise ServeError(
+            "labelling over a network needs a `token`: whoever has the token may see and label the images."
+        )
+    store = open_store([f"{tasks}/"], lambda record: session.backbone)
+    file = tasks / f"{session.name}.safetensors"
+    work = tasks / RUNS / session.name
+    finishing = Finishing(command, work / file.name, work, lambda data: store.attach(data, session.name), file)
+    commands = shell_commands(command, file, tasks, session.photos.place)
+    try:
+        run_server(store, options, started, lambda app: add_teaching(app, session, finishing, commands))
+    finally:
+        finishing.close()
 
 
 def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands: Sequence[str]) -> None:
@@ -57,31 +83,23 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
 
     @router.get("")
     def state() -> Response:
-        return _json(describe(session, finishing, commands))
+        return json_response({**describe(session), "training": finishing.to_json(), "commands": commands})
 
     @router.get("/images")
     def images(
         view: View = "all",
         by: str = "auto",
-        label: str | None = None,
-        offset: int = 0,
-        limit: int = 60,
-        asked: Asked = None,
+        offset: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MOST_SHOWN)] = 60,
+        keys: Annotated[list[str] | None, Query(max_length=MOST_SHOWN)] = None,
     ) -> Response:
         session.raise_failure()
-        limit, offset = min(max(limit, 1), MOST_SHOWN), max(offset, 0)
-        reasons: dict[int, str] = {}
-        if asked:
-            chosen = [_find(session, key) for key in asked[:MOST_SHOWN]]
-        elif view == "next":
-            reasons = {one.image: one.reason for one in session.suggest(limit, by)}
-            chosen = [*reasons, *session.unread(limit - len(reasons))]  # pictures come at once, statistics follow
-        else:
-            chosen, reasons = _choose(session, view, label)
+        reasons = {_find(session, key): "" for key in keys} if keys else _choose(session, view, by, limit)
+        chosen = list(reasons)
         page = chosen[offset : offset + limit]
         session.gallery.want(page)
-        rows = [describe_image(session, at, reasons.get(at, "")) for at in page]
-        return _json({"total": len(chosen), "offset": offset, "version": session.version, "images": rows})
+        rows = [describe_image(session, at, reasons[at]) for at in page]
+        return json_response({"total": len(chosen), "offset": offset, "version": session.version, "images": rows})
 
     @router.get("/images/{key}")
     def picture(key: str, large: bool = False) -> Response:
@@ -90,34 +108,31 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
         return Response(data, media_type="image/jpeg", headers={"cache-control": "private, max-age=3600"})
 
     @router.post("/labels")
-    def decide(changes: Entries) -> Response:
-        wanted = [Change(_find(session, one.key), one.state, one.label, one.row) for one in changes.entries]
+    def decide(entries: Entries) -> Response:
+        wanted = [Change(_find(session, one.key), one.state, one.label, one.row) for one in entries]
         done = session.decide(wanted)
-        rows = [
-            {"key": session.photos.keys[at], "before": _decided(old), "now": _decided(new)} for at, old, new in done
-        ]
-        return _json({"changed": rows, "refused": len(wanted) - len(done), "version": session.version})
+        names = session.photos.keys
+        rows = [{"key": names[at], "before": old._asdict(), "now": new._asdict()} for at, old, new in done]
+        return json_response({"changed": rows, "refused": len(wanted) - len(done), "version": session.version})
 
     @router.post("/images")
     async def add_image(request: Request, label: str) -> Response:
         data = await request.body()
         at = await app.state.service.in_pool(partial(session.add, data, read_label(label, session.kind)))
-        return _json(
-            {"key": session.photos.keys[at], "path": printable(session.photos.paths[at]), "version": session.version}
-        )
+        return json_response({"key": session.photos.keys[at], "path": printable(session.photos.paths[at])})
 
     @router.post("/train")
     def train() -> Response:
         learned = session.training()
-        if Lesson.of(learned, session.kind, session.classes) is None:
+        if LabelledImages.of(learned.items(), session.kind, session.classes) is None:
             raise TeachError("label images of at least two classes first.")
         finishing.start(len(learned), session.accuracy())
-        return _json(finishing.to_json(), 202)
+        return json_response(finishing.to_json(), 202)
 
     @router.delete("/train")
     def stop() -> Response:
         finishing.stop()
-        return _json(finishing.to_json())
+        return json_response(finishing.to_json())
 
     @router.get("/table")
     def table() -> Response:
@@ -125,25 +140,23 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
 
     @router.get("/report")
     def report() -> Response:
-        if not finishing.to_json()["report"]:
+        if finishing.report is None:
             raise ServeError("there is no report: train the task first.", 404)
         return Response(finishing.report.read_bytes(), media_type="text/html", headers=ATTACHED)
 
     app.include_router(router)
 
 
-def describe(session: Session, finishing: Finishing, commands: Sequence[str]) -> dict[str, Any]:
-    """All that the page shows beside the images."""
+def describe(session: Session) -> dict[str, Any]:
+    """What the page shows beside the images and the training."""
     now, decisions = session.learner.now, list(session.decided().values())
-    counts = {name: sum(one.state == name for one in decisions) for name in ("none", "skip", "accept")}
     labels = [one.label for one in decisions if one.learned]
     images = Counter(name for label in labels for name in (label if isinstance(label, tuple) else [label]))
-    known = {} if now.learned is None else {row["label"]: row for row in now.learned.by_class()}
+    known = {} if now.learned is None else now.learned.by_class()
     none = {"judged": 0, "right": 0, "confused": None}
-    rows = [{**none, **known.get(name, {}), "label": name, "images": images[name]} for name in session.classes]
+    rows = [{"label": name, "images": images[name], **known.get(name, none)} for name in session.classes]
     return {
         "name": session.name,
-        "photos": session.photos.name,
         "kind": session.kind,
         "table": str(session.table.path),
         "version": session.version,
@@ -153,35 +166,32 @@ def describe(session: Session, finishing: Finishing, commands: Sequence[str]) ->
         "ready": int(session.gallery.ready.sum()),
         "unreadable": len(session.gallery.unreadable),
         "labelled": len(labels),
-        **counts,
-        "missing": session.missing,
+        "none": sum(one.state == "none" for one in decisions),
+        "skip": sum(one.state == "skip" for one in decisions),
         "sure": len(session.sure()),
         "suspects": len(session.suspects()),
-        "threshold": SURE,
         "figure": session.accuracy(),
         "curve": sorted((count, point) for count, point in dict(session.learner.curve).items() if point),
         "advice": None if session.kind == "regression" else advise(rows),
         "overlaps": [] if now.learned is None else overlaps(now.learned)[:5],
         "ways": WAYS,
-        "backbone": session.backbone.name,
-        "can_add": session.photos.folder is not None,
-        "training": finishing.to_json(),
-        "commands": commands,
+        "can_add": session.photos.can_add,
         "failure": session.failure,
     }
 
 
 def describe_image(session: Session, at: int, reason: str = "") -> dict[str, Any]:
     """What the page shows of an image."""
-    found: dict[str, Any] = {
+    guess, share = session.learner.now.guess(at, session.kind) or (None, None)
+    return {
         "key": session.photos.keys[at],
         "path": printable(session.photos.paths[at]),
-        **_decided(session.decisions.get(at, NOTHING)),
+        **session.decision(at)._asdict(),
         "reason": reason,
         "error": session.gallery.unreadable.get(at),
+        "guess": guess,
+        "share": share,
     }
-    guess = session.learner.now.guess(at, session.kind)
-    return {**found, "guess": None if guess is None else guess[0], "share": None if guess is None else guess[1]}
 
 
 def write_table(session: Session) -> str:
@@ -190,30 +200,26 @@ def write_table(session: Session) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["path", COLUMN[session.kind]])
     for at, decision in session.training().items():
-        assert decision.label is not None
         writer.writerow(map(no_formula, (session.photos.paths[at], label_text(decision.label))))
     return text.getvalue()
 
 
-def _choose(session: Session, view: View, label: str | None) -> tuple[list[int], dict[int, str]]:
+def _choose(session: Session, view: View, by: str, limit: int) -> dict[int, str]:
     """The images of a view, and reasons to look at some of them."""
-    if view == "sure":
-        return session.sure(), {}
+    if view == "next":
+        reasons = {one.image: one.reason for one in session.suggest(limit, by)}
+        # Pictures come at once, statistics follow.
+        return reasons | dict.fromkeys(session.unread(limit - len(reasons)), "")
     if view == "suspects":
-        suspects = session.suspects()
-        places = [session.photos.by_path[one.path] for one in suspects]
-        return places, {at: _doubt(one) for at, one in zip(places, suspects, strict=True)}
-    if view == "unreadable":
-        return sorted(session.gallery.unreadable), {}
-    decisions = dict(session.decisions)
-    tests: dict[str, Callable[[Decision], bool]] = {
-        "all": lambda one: label is None or one.label == label,
-        "unlabelled": lambda one: one.state == "clear",
-        "labelled": lambda one: one.state != "clear" and (label is None or one.label == label),
+        return {session.photos.by_path[one.path]: _doubt(one) for one in session.suspects()}
+    views: dict[View, Callable[[], Iterable[int]]] = {
+        "all": lambda: range(len(session.photos)),
+        "unlabelled": lambda: (at for at in range(len(session.photos)) if session.decision(at).state == "clear"),
+        "labelled": lambda: reversed(session.decided()),  # the last ones first
+        "sure": session.sure,
+        "unreadable": lambda: sorted(session.gallery.unreadable),
     }
-    if view == "labelled":  # the last ones first
-        return [at for at in reversed(decisions) if tests[view](decisions[at])], {}
-    return [at for at in range(len(session.photos)) if tests[view](decisions.get(at, NOTHING))], {}
+    return dict.fromkeys(views[view](), "")
 
 
 def _doubt(suspect: Suspect) -> str:
@@ -221,16 +227,8 @@ def _doubt(suspect: Suspect) -> str:
     return f"answered {suspect.answer}: {f'its label has {suspect.probability:.0%}' if short else suspect.reason}"
 
 
-def _decided(decision: Decision) -> dict[str, Any]:
-    return decision._asdict()
-
-
 def _find(session: Session, key: str) -> int:
     at = session.photos.by_key.get(key)
     if at is None:
         raise ServeError("there is no such image.", 404)
     return at
-
-
-def _json(document: Any, status: int = 200) -> Response:
-    return Response(to_json(document), status, media_type="application/json")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 
 from memoro.backbones import Backbone, load_backbone
@@ -20,9 +20,9 @@ from memoro.regimes.start import read_start
 from memoro.tasks.spec import check_name
 from memoro.tasks.task import Task
 from memoro.teach.gallery import Gallery
-from memoro.teach.labels import NOTHING, Decision, LabelTable, State, check_label, label_text, read_label
+from memoro.teach.labels import NOTHING, Decision, LabelTable, State, check_label, read_label
 from memoro.teach.learner import Learner
-from memoro.teach.learning import Lesson
+from memoro.teach.learning import LabelledImages
 from memoro.teach.photos import Photos, open_photos
 from memoro.teach.suggestions import SURE, Scene, Suggestion, suggest
 from memoro.teach.suspects import Suspect
@@ -65,24 +65,24 @@ class Session(AbstractContextManager["Session"]):
         self.gallery = Gallery(photos, backbone, steps, self.options)
         self.learner = Learner(self.gallery, self.kind, start)
         self.decisions: dict[int, Decision] = {}
-        if photos.kind == self.kind:  # in an order that says nothing, so that the curve has all classes early
-            self.decisions = {at: photos.given[at] for at in sorted(photos.given, key=photos.keys.__getitem__)}
-        rows = [(photos.by_path.get(row.path), row) for row in table.rows]
-        self.missing = sum(at is None and row.path != "" for at, row in rows)
-        """Rows of the table whose images are no longer there."""
         self._named = (*labels, *(start.labels if start is not None else ()))
         self._classes = dict.fromkeys(self._named)
-        for decision in self.decisions.values():
-            self._know(decision)
-        for at, row in rows:
-            if at is not None:
-                self._apply(at, row.decision)
+        if photos.kind == self.kind:  # in an order that says nothing, so that the curve has all classes early
+            for at in sorted(photos.given, key=photos.keys.__getitem__):
+                self._apply(at, photos.given[at])
+        self.missing = 0
+        """Rows of the table that cannot be read, or whose images are no longer there."""
+        for path, decision in table.rows:
+            if path in photos.by_path:
+                self._apply(photos.by_path[path], decision)
+            else:
+                self.missing += 1
         self.version = 0
         """Grows with every decision."""
         self.failure: str | None = None
         """What went wrong in the background, if anything did."""
         self._lock, self._changed, self._stopped, self._events = threading.Lock(), threading.Condition(), False, 0
-        works = (lambda: bool(self.gallery.step()), self._learn) if table.writable else ()
+        works = (self.gallery.step, self._learn) if table.writable else ()
         self._threads = [threading.Thread(target=self._work, args=(work,), daemon=True) for work in works]
         for thread in self._threads:
             thread.start()
@@ -124,7 +124,7 @@ class Session(AbstractContextManager["Session"]):
         An image whose row is not the expected one was changed by someone else meanwhile: it stays as it is.
         """
         with self._lock:
-            wanted = [(one.image, self.decisions.get(one.image, NOTHING), one) for one in changes]
+            wanted = [(one.image, self.decision(one.image), one) for one in changes]
             wanted = [(at, before, one) for at, before, one in wanted if one.row in {None, before.row}]
             new = [(self.photos.paths[at], self._decision(one)) for at, _, one in wanted]
             done = self.table.append(new) if new else []
@@ -144,23 +144,18 @@ class Session(AbstractContextManager["Session"]):
     def suggest(self, count: int = 20, by: str = "auto") -> list[Suggestion]:
         """Undecided images to look at next, the most useful one first, and why. `by` is one of `WAYS`."""
         known, decided = self.learner.now, self.decided()
-        ready = np.flatnonzero(self.gallery.ready)
-        place = np.full(len(self.gallery.ready), -1)
-        place[ready] = np.arange(len(ready))
-        rest = [at for at in ready.tolist() if at not in decided]
-        if known.answers is not None:
-            missing = known.answers[:, 0].isnan().tolist()
-            rest = [at for at in rest if not missing[at]]
-        labelled = [at for at in decided if place[at] >= 0]
+        ready = torch.from_numpy(self.gallery.ready)
+        rest = ready.clone() if known.answers is None else ready & ~known.answers[:, 0].isnan()
+        rest[list(decided)] = False
         scene = Scene(
             self.kind,
             known.labels or self.classes,
-            self.gallery.token(ready),
-            torch.from_numpy(place[labelled]).long(),
-            torch.from_numpy(place[rest]).long(),
+            self.gallery.tokens(),
+            torch.tensor([at for at in decided if ready[at]], dtype=torch.long, device="cpu"),
+            rest.nonzero().flatten(),
             None if known.answers is None else known.answers[rest],
         )
-        return [Suggestion(int(ready[one.image]), one.reason) for one in suggest(scene, count, by)]
+        return suggest(scene, count, by)
 
     def unread(self, count: int) -> list[int]:
         """Undecided images without statistics yet."""
@@ -182,14 +177,8 @@ class Session(AbstractContextManager["Session"]):
 
     def suspects(self) -> list[Suspect]:
         """Labels that are likely to be wrong, least probable first, without those that were checked."""
-        known, found = self.learner.now, []
-        for doubt in known.doubts if known.learned is not None else ():
-            assert known.learned is not None
-            at = int(known.learned.lesson.index[doubt.at])
-            decision = self.decisions.get(at, NOTHING)
-            if decision.label is not None and decision.state != "keep":
-                found.append(Suspect(self.photos.paths[at], label_text(decision.label), *doubt[1:]))
-        return found
+        states = {one.path: self.decision(self.photos.by_path[one.path]).state for one in self.learner.now.suspects}
+        return [one for one in self.learner.now.suspects if states[one.path] in {"label", "accept"}]
 
     def sure(self) -> list[int]:
         """Undecided images whose guess is certain, the most certain first."""
@@ -217,6 +206,10 @@ class Session(AbstractContextManager["Session"]):
         if self.failure is not None:
             raise TeachError(self.failure)
 
+    def decision(self, image: int) -> Decision:
+        """What was decided about an image last."""
+        return self.decisions.get(image, NOTHING)
+
     def decided(self) -> dict[int, Decision]:
         """All decisions that were not taken back, in the order in which they were made."""
         return {at: one for at, one in list(self.decisions.items()) if one.state != "clear"}
@@ -228,10 +221,10 @@ class Session(AbstractContextManager["Session"]):
     def fit(self, out: str | Path | None = None, **settings: Any) -> Any:
         """Trains the task on the labels so far: what `memoro.train` returns. `settings` are its arguments."""
         learned = self.training()
-        lesson = Lesson.of(learned, self.kind, self.classes)
-        if lesson is None:
+        images = LabelledImages.of(learned.items(), self.kind, self.classes)
+        if images is None:
             raise TeachError("label images of at least two classes first.")
-        splits = self.photos.labelled_set(learned, self.kind, lesson.labels)
+        splits = self.photos.labelled_set(learned, self.kind, images.labels)
         given = {"task": self.name, "start_from": self.start, "options": self.options, **settings}
         return train(splits, backbone=self.backbone, out=out, **given)
 
@@ -286,7 +279,7 @@ class Session(AbstractContextManager["Session"]):
 
 
 def teach(
-    photos: Any,
+    photos: str | os.PathLike[str],
     *,
     task: str | None = None,
     labels: Sequence[str] = (),
@@ -312,16 +305,17 @@ def teach(
     asked: HeadKind | None = find_kind(kind) if kind is not None else None if start is None else start.kind
     names = tuple(dict.fromkeys(map(check_label, labels)))
     found = open_photos(photos, names, asked, **reading)
-    beside = None if found.folder is None else found.folder / TABLE
-    place = beside if labels_file is None else Path(labels_file).expanduser()
-    if place is None:
-        raise TeachError(f"labels cannot be kept beside {photos}: name a file for them with `labels_file`.")
-    table = LabelTable(place.absolute(), asked or (None if place.exists() else found.kind), read_only=read_only)
+    if labels_file is None:
+        if found.folder is None:
+            raise TeachError(f"labels cannot be kept beside {photos}: name a file for them with `labels_file`.")
+        labels_file = found.folder / TABLE
+    file = Path(labels_file).expanduser().absolute()
+    table = LabelTable(file, asked or (None if file.exists() else found.kind), read_only=read_only)
     try:
         source = start.spec.backbone if backbone is None and start is not None else backbone
         if not isinstance(source, Backbone):
             source = load_backbone(TINY if source is None else source, device=own_device(device), precision=precision)
-        name = task or (start.name if start is not None else found.name.replace("/", "-").replace("\\", "-"))
+        name = task or (start.name if start is not None else found.name)
         return Session(found, table, source, name, names, start, image_size)
     except BaseException:
         table.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +18,18 @@ from memoro.data import load_data
 from memoro.data.dataset import Splits
 from memoro.errors import TeachError
 from memoro.evaluation.predictions import no_formula
+from memoro.heads.softmax import confusion
 from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
 from memoro.tasks.taskfile import load_task
 from memoro.teach.labels import Decision, label_text
-from memoro.teach.learning import Learned, Lesson, find_groups, solve
+from memoro.teach.learning import LabelledImages, Learned, find_groups, solve
 from memoro.teach.photos import label_of
 from memoro.training.recipe import TrainOptions
 from memoro.training.statistics import StatisticsReader
 
 LIKELY = 0.5
-"""One of several labels is suspected where the answer without it gives it a smaller probability."""
+"""One of several labels is suspected if the answer without it gives it a smaller probability."""
 OVERLAP = 0.15
 """Of the images of the smaller of two classes: from this share of confused ones on, the classes overlap."""
 LEAST_CONFUSED = 3
@@ -47,69 +47,53 @@ class Suspect(NamedTuple):
     """What is answered without this label."""
     probability: float | None
     """Of the label, by that answer; None for a number."""
-    reason: str
-
-
-class Doubt(NamedTuple):
-    """The same by the position of its image in a lesson."""
-
-    at: int
-    answer: str
-    probability: float | None
     reason: str = CONTRADICTED
 
 
-def doubts(learned: Learned) -> list[Doubt]:
-    """The suspected labels of a lesson, the least probable ones first, then near-duplicates with different labels."""
-    lesson, answers, targets = learned.lesson, learned.left_out, learned.lesson.targets
-    found: list[Doubt] = []
-    if lesson.kind == "regression":
-        errors = (answers - targets)[:, 0]
-        spread = 1.4826 * float(errors.abs().median())
-        far = (errors.abs() > FAR * max(spread, 1e-12)).nonzero().flatten()
-        for at in far[errors[far].abs().argsort(descending=True)].tolist():
-            found.append(Doubt(at, f"{float(answers[at, 0]):.4g}", None, "far from what is answered without it"))
-    elif lesson.kind == "multilabel":
-        given = torch.where(targets > 0.5, answers, 1 - answers)
-        worst, label = given.min(dim=1)
-        for at in worst.argsort(stable=True).tolist():
-            if worst[at] < LIKELY:
-                name = lesson.labels[int(label[at])]
-                answer = f"not {name}" if targets[at, label[at]] > 0.5 else name
-                found.append(Doubt(at, answer, float(worst[at])))
-    else:
-        for at in rank(learned).tolist():
-            best = int(answers[at].argmax())
-            if best != targets[at] and learned.possible[at]:
-                share = float(answers[at, targets[at]])
-                found.append(Doubt(at, lesson.labels[best], share))
-        known = {doubt.at for doubt in found}
-        found += [doubt for doubt in _copies(learned) if doubt.at not in known]
-    return found
+def find_suspects(learned: Learned, paths: Sequence[str], given: Sequence[str]) -> list[Suspect]:
+    """The suspected labels, the least probable ones first, then near-duplicates with different labels. `paths` and
+    `given` labels are of the labelled images."""
+    images, answers, targets = learned.images, learned.left_out, learned.images.targets
+    if images.kind == "regression":
+        errors = (answers - targets)[:, 0].abs()
+        far = (errors > FAR * max(1.4826 * float(errors.median()), 1e-12)).nonzero().flatten()
+        order = far[errors[far].argsort(descending=True)].tolist()
+        reason = "far from what is answered without it"
+        return [Suspect(paths[at], given[at], f"{float(answers[at, 0]):.4g}", None, reason) for at in order]
+    if images.kind == "multilabel":
+        worst, label = torch.where(targets > 0.5, answers, 1 - answers).min(dim=1)
+        order = [at for at in worst.argsort(stable=True).tolist() if worst[at] < LIKELY]
+        names = [("not " if targets[at, label[at]] > 0.5 else "") + images.labels[int(label[at])] for at in order]
+        return [Suspect(paths[at], given[at], name, float(worst[at])) for at, name in zip(order, names, strict=True)]
+    best = answers.argmax(dim=1)
+    contradicted = (best != targets) & learned.possible
+    ranked = rank(learned)
+    order = ranked[contradicted[ranked]].tolist()
+    reasons = dict.fromkeys(order, CONTRADICTED)
+    for at, other in _other_copies(learned).items():
+        reasons.setdefault(at, f"a near-duplicate has the label {images.labels[other]}")
+    return [
+        Suspect(paths[at], given[at], images.labels[int(best[at])], float(answers[at, targets[at]]), reason)
+        for at, reason in reasons.items()
+    ]
 
 
 def rank(learned: Learned) -> Tensor:
-    """The images of a lesson of classes, the one whose label is least likely first."""
-    answers, targets = learned.left_out, learned.lesson.targets
+    """(l) labelled images of classes, the one whose label is least likely first."""
+    answers, targets = learned.left_out, learned.images.targets
     return answers.gather(1, targets[:, None])[:, 0].argsort(stable=True)
 
 
 def overlaps(learned: Learned) -> list[tuple[str, str, int]]:
-    """Pairs of classes that are often confused, and how many of their images are."""
-    lesson = learned.lesson
-    if lesson.kind != "softmax":
+    """Pairs of classes that are often confused, and how many of their images are, most of them first."""
+    labels = learned.images.labels
+    if learned.images.kind != "softmax":
         return []
-    chosen = learned.left_out.argmax(dim=1)
-    counts = lesson.targets.bincount(minlength=len(lesson.labels)).tolist()
-    pairs: Counter[tuple[int, int]] = Counter()
-    for given, answered in zip(lesson.targets.tolist(), chosen.tolist(), strict=True):
-        if given != answered:
-            pairs[min(given, answered), max(given, answered)] += 1
-    return [
-        (lesson.labels[one], lesson.labels[other], count)
-        for (one, other), count in pairs.most_common()
-        if count >= max(LEAST_CONFUSED, OVERLAP * min(counts[one], counts[other]))
-    ]
+    matrix = confusion(learned.left_out, learned.images.targets)
+    images, mixed = matrix.sum(dim=1), (matrix + matrix.T).triu(1)
+    least = (OVERLAP * torch.minimum(images[:, None], images)).clamp(min=LEAST_CONFUSED)
+    pairs = [(labels[one], labels[other], int(mixed[one, other])) for one, other in (mixed >= least).nonzero().tolist()]
+    return sorted(pairs, key=lambda pair: -pair[2])
 
 
 def suspects(
@@ -136,16 +120,15 @@ def suspects(
     source = known.spec.backbone if backbone is None and known is not None else backbone
     chosen: Backbone = load_backbone(*([] if source is None else [source]), device=device, precision=precision)
     steps = chosen.preprocessing if known is None else known.spec.preprocessing
-    options = TrainOptions(quiet=True)
-    flat = StatisticsReader(chosen, options).read(images, steps or chosen.preprocessing)
+    flat = StatisticsReader(chosen, TrainOptions(quiet=True)).read(images, steps or chosen.preprocessing)
     labels = [label_of(images, at) for at in range(len(images))]
-    decisions = {at: Decision("label", label) for at, label in enumerate(labels)}
-    lesson = Lesson.of(decisions, images.kind, images.labels)
-    if lesson is None:
+    decisions = [(at, Decision("label", label)) for at, label in enumerate(labels)]
+    labelled = LabelledImages.of(decisions, images.kind, images.labels)
+    if labelled is None:
         raise TeachError(f"{images.name}: labels can only be doubted where there are two classes, and images of each.")
     groups = find_groups(replace(images, kind="regression"))  # whatever the labels
-    learned = solve(lesson, lambda index: flat(index).flatten(1), ReadOut.of(chosen.anatomy), groups)
-    return [Suspect(images.where(doubt.at), label_text(labels[doubt.at]), *doubt[1:]) for doubt in doubts(learned)]
+    learned = solve(labelled, lambda index: flat(index).flatten(1), ReadOut.of(chosen.anatomy), groups)
+    return find_suspects(learned, [images.where(at) for at in range(len(images))], list(map(label_text, labels)))
 
 
 def suspects_csv(found: Sequence[Suspect]) -> str:
@@ -156,15 +139,13 @@ def suspects_csv(found: Sequence[Suspect]) -> str:
     return text.getvalue()
 
 
-def _copies(learned: Learned) -> list[Doubt]:
-    """Images with a near-duplicate of another class."""
-    targets, labels, found = learned.lesson.targets, learned.lesson.labels, []
+def _other_copies(learned: Learned) -> dict[int, int]:
+    """The images that have near-duplicates of other classes, and the most frequent of these classes."""
+    targets, found = learned.images.targets, {}
     for number in (learned.groups.bincount() > 1).nonzero().flatten():
         members = (learned.groups == number).nonzero().flatten()
         for at in members.tolist():
             others = targets[members][targets[members] != targets[at]]
             if len(others):
-                reason = f"a near-duplicate has the label {labels[int(others.mode().values)]}"
-                share = float(learned.left_out[at, targets[at]])
-                found.append(Doubt(at, labels[int(learned.left_out[at].argmax())], share, reason))
+                found[at] = int(others.mode().values)
     return found
