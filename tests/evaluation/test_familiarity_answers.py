@@ -21,7 +21,6 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.engine.streams import pool_pass
 from memoro.errors import CompositionError, DataError
-from memoro.evaluation.evaluate import evaluate_others
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import Familiarity, FamiliarityBank, Others, fit_familiarity
 from memoro.tasks.task import Task
@@ -263,25 +262,26 @@ def test_other_images_need_no_labels(colours: Path, tmp_path: Path) -> None:
     (tmp_path / "paths.csv").write_text("path\n" + "".join(f"plain/{file.name}\n" for file in plain.iterdir()))
     places = {"one": tmp_path / "one", "plain": plain, "zip": f"{plain}.zip", "table": tmp_path / "paths.csv",
               "glob": f"{plain}/*.png"}  # fmt: skip
-    found = evaluate_others(backbone, [task], colours / "own", places, workers=0)["own"]["others"]
+    found = memoro.evaluate(backbone, task, colours / "own", others=places, workers=0)["own"]["trust"]["others"]
     assert [record["images"] for record in found.values()] == [10] * 5
     for record in found.values():
         assert record["familiarity"] == found["one"]["familiarity"]
     said: list[str] = []
     some: dict[str, Any] = {"others": {"plain": plain}, "false_alarms": 0.5, "workers": 0, "log": said.append}
-    half = evaluate_others(backbone, [task], colours / "own", **some)["own"]
-    assert not said
-    whole = evaluate_others(backbone, [task], colours / "own", **{**some, "false_alarms": 0.01})["own"]
+    half = memoro.evaluate(backbone, task, colours / "own", **some)["own"]["trust"]
+    assert not any("familiarity" in text for text in said)
+    said.clear()
+    whole = memoro.evaluate(backbone, task, colours / "own", **{**some, "false_alarms": 0.01})["own"]["trust"]
     assert half["false_alarms"] > whole["false_alarms"]
-    assert said == [
+    assert said[1:] == [
         "note: own: familiarity is based on 40 images, too few for a false-alarm rate of 0.01: only images more "
         "unusual than all of them are unfamiliar."
     ]
     for name in ("broken.png", "empty.png"):
         (plain / name).write_bytes(b"no image")
     said.clear()
-    again = evaluate_others(backbone, [task], colours / "own", {"plain": plain}, workers=0, log=said.append)["own"]
+    again = memoro.evaluate(backbone, task, colours / "own", **some)["own"]["trust"]
     assert again["others"]["plain"]["images"] == 10
     assert said[0] == "note: plain: 2 images that cannot be read were left out."
     with pytest.raises(DataError, match="no such file or folder"):
-        evaluate_others(backbone, [task], colours / "own", {"gone": tmp_path / "gone"}, workers=0)
+        memoro.evaluate(backbone, task, colours / "own", others={"gone": tmp_path / "gone"}, workers=0)

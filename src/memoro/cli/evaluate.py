@@ -70,8 +70,7 @@ def evaluate_tasks(
 
     Images of classes that a task does not know are left out and listed.
     """
-    from memoro.evaluation.evaluate import evaluate, evaluate_others, name_sets, others_tables, together_table
-    from memoro.evaluation.metrics import metrics_tables
+    from memoro.evaluation.evaluate import evaluate, evaluation_tables
 
     changes = read_settings("eval", settings)
     reading: dict[str, Any] = {"workers": None, **flags, **changes[DataOptions]}
@@ -82,19 +81,16 @@ def evaluate_tasks(
     page = out or (Path("report.html") if report else None)
     if page is not None and page.suffix.lower() not in {".html", ".htm"}:
         raise DataError(f"--out {page} is for the HTML report: name it .html. For metrics as JSON, use --json.")
-    relied: dict[str, dict[str, Any]] = {}
-    if others:  # first: they may be mistyped
-        sets = name_sets(others)
-        relied = evaluate_others(frozen, loaded, read_data(data), sets, false_alarms=false_alarms, log=log, **reading)
-    results = evaluate(frozen, loaded, read_data(data), report=page, together=together, quiet=False, log=log, **reading)
+    results = evaluate(
+        frozen, loaded, read_data(data), report=page, together=together, others=others or (), false_alarms=false_alarms,
+        quiet=False, log=log, **reading,
+    )  # fmt: skip
     if page is not None:
         errors.print(f"report: {page}")
     if as_json:
-        trust = {name: {"trust": relied[name]} if name in relied else {} for name in results}
-        print_json({name: {**metrics, **trust[name]} for name, metrics in results.items()})
+        print_json(results)
         return
-    tables = [*metrics_tables(results), *(others_tables(relied) if relied else ())]
-    for table in [*tables, *([together_table(results)] if together else ())]:
+    for table in evaluation_tables(results):
         plain_console().print(table)
 
 

@@ -82,7 +82,13 @@ def collect_logits(
 
 
 def collect_outputs(
-    model: Composition, images: ImageSet, names: Sequence[str], *, batch_size: int = 32, workers: int | None = None
+    model: Composition,
+    images: ImageSet,
+    names: Sequence[str],
+    *,
+    batch_size: int = 32,
+    workers: int | None = None,
+    tick: Callable[[int], None] = lambda images: None,
 ) -> tuple[Outputs, Tensor]:
     """The logits of tasks for all images of a set, and the targets; one pass for each preprocessing."""
     logits: dict[str, Tensor] = {}
@@ -99,7 +105,7 @@ def collect_outputs(
             ]
 
         loader = Loader(images, preprocessing, batch_size=batch_size, workers=workers)
-        found, targets = collect_logits(answer, model.backbone, loader)
+        found, targets = collect_logits(answer, model.backbone, loader, tick=tick)
         logits |= dict(zip(together, found, strict=False))
         recognition |= {name: Recognition(*one.T) for name, one in zip(known, found[len(together) :], strict=True)}
     return Outputs(logits, recognition), targets

@@ -135,28 +135,22 @@ def describe_learned(images: ImageSet, learned: npt.NDArray[np.bool_]) -> str:
     return f"{count} of {images.name}, such as {first}, were trained on: the metrics leave them out."
 
 
-def warn_learned(
-    images: ImageSet,
-    split: str,
-    models: Sequence[Task],
-    tasks: Sequence[Task],
-) -> str | None:
-    """A warning if a model may have been trained on the images, else None."""
+def describe_origin(images: ImageSet, split: str, models: Sequence[Task], tasks: Sequence[Task]) -> list[str]:
+    """A note if these are not images of a test split; a warning if a model may have been trained on them."""
     if not models:
-        return None
-    names = [model.name for model in models]
-    recorded = [model for model in models if on_record(model, tasks)]
+        return []
     reasons = [learned_from(model, images, others=tasks) for model in models]
-    learned = [reason for reason in reasons if reason is not None]
-    optimistic = f"{'; '.join(learned)}, so this overestimates accuracy on new images."
+    learned = "; ".join(reason for reason in reasons if reason is not None)
+    optimistic = f"{learned}, so this overestimates accuracy on new images."
     if split == "test":
-        return f"warning: {images.name}: {optimistic}" if learned else None
+        return [f"warning: {images.name}: {optimistic}"] if learned else []
     count = format_count(len(images), "image")
     used, verb = (f"all {count}", "trained") if split == "all" else (f"the {count} of {split}", "selected")
     text = f"{images.name.rpartition(':')[0] or images.name} has no test split: evaluated on {used}."
     if learned:
-        return f"warning: {text} {optimistic}"
-    if split == "all" and len(recorded) == len(models):
-        return f"note: {text} None of them is among the recorded training images."
+        return [f"warning: {text} {optimistic}"]
+    if split == "all" and all(on_record(model, tasks) for model in models):
+        return [f"{text} None of them is among the recorded training images."]
+    names = [model.name for model in models]
     were = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} were"
-    return f"note: {text} If {were} {verb} on them, this overestimates accuracy on new images."
+    return [f"{text} If {were} {verb} on them, this overestimates accuracy on new images."]
