@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import run_oracle
+from oracle import hidden_states, pool_hidden_states, run_oracle
 from timm_cases import CASES, Case, make_tasks
 
 import memoro
-from memoro.tasks.mask import trace_lineage
+from memoro.engine.streams import pool_pass
+from memoro.tasks.mask import Lineage, trace_lineage
 from memoro.tasks.task import Task
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -22,7 +23,7 @@ def double(case: Case, fused: bool = True) -> memoro.Backbone:
     return memoro.load_backbone(case.model(fused).double())
 
 
-def lineage_of(tasks: list[Task]) -> memoro.lineage.Lineage:
+def lineage_of(tasks: list[Task]) -> Lineage:
     return trace_lineage(
         [task.name for task in tasks],
         [[parent.name for parent in task.extends] for task in tasks],
@@ -47,6 +48,17 @@ def test_engine_is_the_oracle(case: Case) -> None:
     assert {task.cells for task in tasks} == {0, 1, 3}
     assert sum(bool(task.extends) for task in tasks) > 3
     assert_like_the_oracle(backbone, tasks, case.pixels(case.sizes[-1]).double())
+
+
+@every_case
+def test_statistics_are_those_of_the_plain_models_blocks(case: Case) -> None:
+    backbone = double(case)
+    for size in case.sizes:
+        pixels = case.pixels(size).double()
+        with torch.no_grad():
+            expected = pool_hidden_states(hidden_states(backbone, pixels), backbone.anatomy)
+            found = pool_pass(backbone.anatomy, pixels, 1)
+        assert (found - expected[:, 1:]).abs().max() < CLOSE, size
 
 
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])

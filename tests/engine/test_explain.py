@@ -143,7 +143,7 @@ def test_a_read_outs_map_adds_up_to_what_it_reads_of_the_patches(case: Case) -> 
     assert found.note is not None
     assert found.heatmap().shape == (3, 5, 5)
     with torch.no_grad():
-        means = pool_hidden_states(hidden_states(backbone, pixels), (4, 4), pixels)[:, 1:, -2]
+        means = pool_hidden_states(hidden_states(backbone, pixels), backbone.anatomy)[:, 1:, -2]
         weight = task.readout.weight.unflatten(1, (4, -1, 24))[:, :, -2]
         parts = torch.einsum("bld,cld->bc", means, weight)
         chosen = model(pixels)["pets"].argmax(dim=1)

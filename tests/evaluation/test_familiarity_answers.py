@@ -98,7 +98,7 @@ def test_images_are_judged_by_statistics_of_hidden_states(case: Case) -> None:
     backbone = memoro.load_backbone(case.model().double())
     pixels = torch.randn(90, 3, 20, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        statistics = pool_hidden_states(hidden_states(backbone, pixels), backbone.anatomy.patch, pixels).float()
+        statistics = pool_hidden_states(hidden_states(backbone, pixels), backbone.anatomy).float()
     own, away, new = statistics[:40], statistics[40:80], statistics[80:]
     tasks = [random_task(backbone, name, seed=seed) for seed, name in enumerate(("four", "two", "none", "plain"))]
     for task, layers in zip(tasks, (4, 2, 0), strict=False):

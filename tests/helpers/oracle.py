@@ -75,7 +75,7 @@ def run_oracle(backbone: Backbone, tasks: Sequence[Task], lineage: Lineage, pixe
         sequence = mixed
     sequence, alive = _fork(backbone, tasks, sequence, alive, anatomy.depth, base_count)
     answers = {"base": anatomy.finish(sequence[:, :base_count])}
-    pooled = pool_hidden_states(hidden_states(backbone, pixels), anatomy.patch, pixels)
+    pooled = pool_hidden_states(hidden_states(backbone, pixels), anatomy)
     for row, index in enumerate(alive):
         task = tasks[index]
         answers[task.name] = task.head(anatomy.finish_token(sequence[:, base_count + row]))
@@ -88,6 +88,12 @@ def run_oracle(backbone: Backbone, tasks: Sequence[Task], lineage: Lineage, pixe
 def hidden_states(backbone: Backbone, pixels: Tensor) -> Tensor:
     """The tokens (layers, b, n, dim) after each layer, as the plain model reports them."""
     model, how = copy.deepcopy(backbone.model).eval(), dict[str, Any]()
+    if not hasattr(model, "config"):  # timm's models report what their blocks return to hooks only
+        states: list[Tensor] = []
+        for block in model.blocks:
+            block.register_forward_hook(lambda block, args, output: states.append(output))
+        model(pixels)
+        return torch.stack(states)
     kind = model.config.model_type
     if pixels.shape[-1] != model.config.image_size and not kind.startswith(("dinov2", "dinov3", "beit")):
         how["interpolate_pos_encoding"] = True
@@ -98,16 +104,15 @@ def hidden_states(backbone: Backbone, pixels: Tensor) -> Tensor:
     return torch.stack(model(pixels, output_hidden_states=True, **how).hidden_states[1:])
 
 
-def pool_hidden_states(states: Tensor, patch: tuple[int, int], pixels: Tensor) -> Tensor:
+def pool_hidden_states(states: Tensor, anatomy: Anatomy) -> Tensor:
     """(b, layers, statistics, dim): class token, mean and standard deviation of the patch tokens, which are the last
-    ones; a model that has patch tokens only has the last two."""
-    patches = (pixels.shape[-2] // patch[0]) * (pixels.shape[-1] // patch[1])
+    ones; a model without a class token has the last two."""
     pooled = []
     for tokens in states:
-        own = tokens[:, -patches:]
-        mean = own.sum(1) / patches
-        deviation = ((own - mean[:, None]) ** 2).sum(1).div(patches).sqrt()
-        pooled.append(torch.stack([*([tokens[:, 0]] if tokens.shape[1] > patches else []), mean, deviation], 1))
+        own = tokens[:, anatomy.prefix :]
+        mean = own.sum(1) / own.shape[1]
+        deviation = ((own - mean[:, None]) ** 2).sum(1).div(own.shape[1]).sqrt()
+        pooled.append(torch.stack([*([] if anatomy.class_token is None else [tokens[:, 0]]), mean, deviation], 1))
     return torch.stack(pooled, 1)
 
 
