@@ -23,7 +23,7 @@ from conftest import PICTURES, Shown, screen_context, watch
 from PIL import Image, ImageFont
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
-from memoro.images.drawing import draw_apple, draw_letter
+from memoro.pages.drawing import draw_apple, draw_letter
 
 LETTERS = "ADEM"
 DOCS = Path(__file__).parents[1] / "docs"

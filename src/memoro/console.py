@@ -48,13 +48,13 @@ def plain_console(*, stderr: bool = False, **options: Any) -> PlainConsole:
 
 
 class PlainColumn(TextColumn):
+    """A column of a progress bar that shows a field as `PlainConsole` would."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"{{task.{field}}}", markup=False)
+
     def render(self, task: Task) -> Text:
         return Text(printable(super().render(task).plain))
-
-
-def plain_column(field: str) -> TextColumn:
-    """A column of a progress bar that shows a field as `PlainConsole` would."""
-    return PlainColumn(f"{{task.{field}}}", markup=False)
 
 
 LONG_WORD = 16
@@ -108,10 +108,10 @@ class Bar:
         self._lines = not quiet and not (self._console.is_terminal or self._console.is_jupyter)
         self.narrow = self._console.is_terminal and self._console.width < NARROW
         self.progress = Progress(
-            plain_column("description"),
+            PlainColumn("description"),
             BarColumn(10 if self.narrow else 40),
             MofNCompleteColumn(),
-            plain_column("fields[figures]"),
+            PlainColumn("fields[figures]"),
             TimeRemainingColumn(),
             console=plain_console(stderr=True),
             transient=transient,

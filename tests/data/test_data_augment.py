@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from PIL import Image
 from memoro.data import Augment
 from memoro.errors import DataError
 from memoro.images import Preprocessing, open_image
-from memoro.images.augment import Crop, Purpose, order, uniform
+from memoro.images.augment import Crop, Purpose, View, order, uniform
 
 WIDE = Preprocessing(resize=26, crop=(22, 18))
 IMAGE = picture(0, (61, 47))
@@ -23,12 +24,12 @@ CROPS: tuple[Crop, ...] = ("inception", "pad", "none")
 
 
 def seen(augment: Augment, seed: int = 1, epoch: int = 2, sample: int = 3) -> bytes:
-    return augment.apply(IMAGE, WIDE, seed, epoch, sample).tobytes()
+    return View(augment, seed, epoch, sample).apply(IMAGE, WIDE).tobytes()
 
 
 @pytest.mark.parametrize("crop", CROPS)
 def test_view_has_the_input_size(crop: Crop) -> None:
-    assert Augment(crop).apply(IMAGE, WIDE, 0, 0, 0).size == (18, 22)
+    assert View(Augment(crop), 0, 0, 0).apply(IMAGE, WIDE).size == (18, 22)
 
 
 @pytest.mark.parametrize("crop", ["inception", "pad"])
@@ -61,8 +62,7 @@ def test_pad_shifts_by_whole_pixels_over_black() -> None:
 @settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(0, 2**31))
 def test_inception_box_lies_inside_and_keeps_its_promises(width: int, height: int, sample: int) -> None:
-    augment = Augment()
-    left, top, right, bottom = augment.box((width, height), uniform(23, 0, Purpose.AUGMENT, sample=sample).tolist())
+    left, top, right, bottom = View(Augment(), 0, 0, sample).box((width, height))
     assert 0 <= left < right <= width
     assert 0 <= top < bottom <= height
     area, ratio = (right - left) * (bottom - top) / (width * height), (right - left) / (bottom - top)
@@ -75,7 +75,7 @@ def test_inception_box_lies_inside_and_keeps_its_promises(width: int, height: in
 def test_inception_crops_vary_over_the_whole_range() -> None:
     areas = []
     for sample in range(500):
-        left, top, right, bottom = Augment().box((100, 100), uniform(23, 0, Purpose.AUGMENT, sample=sample).tolist())
+        left, top, right, bottom = View(Augment(), 0, 0, sample).box((100, 100))
         areas.append((right - left) * (bottom - top) / 10_000)
     assert min(areas) < 0.12
     assert max(areas) > 0.9
@@ -87,13 +87,13 @@ def test_smaller_decode_shows_the_same_part(crop: tuple[int, int]) -> None:
     photo = Image.linear_gradient("L").resize((1600, 1200)).convert("RGB")
     data = to_bytes(photo, ".jpg", quality=95)
     for sample in range(10):
-        address: Any = (spec, 0, 0, sample)
-        small = open_image(data, draft=lambda size, address=address: Augment().edge(size, *address))
+        view = View(Augment(), 0, 0, sample)
+        small = open_image(data, draft=partial(view.edge, spec))
         assert small.size < photo.size
-        left, top, right, bottom = Augment().box(small.size, uniform(23, 0, Purpose.AUGMENT, sample=sample).tolist())
+        left, top, right, bottom = view.box(small.size)
         assert right - left >= 2 * crop[1] - 1
         assert bottom - top >= 2 * crop[0] - 1
-        views = [np.asarray(Augment().apply(image, *address), dtype=int) for image in (small, open_image(data))]
+        views = [np.asarray(view.apply(image, spec), dtype=int) for image in (small, open_image(data))]
         assert abs(views[0] - views[1]).max() <= 3  # JPEG's own scaling rounds
 
 
@@ -123,7 +123,7 @@ def test_senseless_augmentation(fields: dict[str, Any]) -> None:
 
 def test_no_fixed_size() -> None:
     with pytest.raises(DataError, match=r"preprocessing\.at"):
-        Augment().apply(IMAGE, Preprocessing(resize=20), 0, 0, 0)
+        View(Augment(), 0, 0, 0).apply(IMAGE, Preprocessing(resize=20))
 
 
 def test_draws_are_pinned() -> None:

@@ -9,18 +9,30 @@ import stat
 import unicodedata
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from image_files import members, picture, save_classes, to_bytes, zipped
 
 from memoro.data import ImageSet, Splits, load_data
-from memoro.data.folders import Zip, read_tree
+from memoro.data.columns import RawDataset
+from memoro.data.folders import Folder, Zip, read_tree
 from memoro.errors import DataError, ImageError
 
 
 def sizes(splits: Splits) -> list[int | None]:
     return [None if images is None else len(images) for images in (splits.train, splits.val, splits.test)]
+
+
+def read(*files: str) -> RawDataset:
+    return read_tree(Folder("x", files, (), {}))
+
+
+def classes(*files: str) -> dict[Any, Any]:
+    """The class of each of these files."""
+    train = read(*files).splits["train"]
+    return dict(zip(train.rows, train.annotations, strict=True))
 
 
 def shown(images: ImageSet | None) -> dict[str, str]:
@@ -66,19 +78,17 @@ def test_split_folders_are_used_as_such(tmp_path: Path, val: str) -> None:
 
 
 def test_class_may_be_called_train() -> None:
-    tree, _ = read_tree(["bus/1.png", "train/2.png", "car/3.png"], [], "x")
-    assert dict(tree["train"]) == {0: "bus", 1: "train", 2: "car"}
+    assert classes("bus/1.png", "train/2.png", "car/3.png") == {0: "bus", 1: "train", 2: "car"}
 
 
 def test_folder_beside_the_splits_is_noted() -> None:
-    tree, notes = read_tree(["train/a/1.png", "test/a/2.png", "extra/a/3.png"], [], "x")
-    assert set(tree) == {"train", "test"}
-    assert any("extra" in note for note in notes)
+    raw = read("train/a/1.png", "test/a/2.png", "extra/a/3.png")
+    assert set(raw.splits) == {"train", "test"}
+    assert any("extra" in note for note in raw.notes)
 
 
 def test_images_deeper_in_a_class_belong_to_it() -> None:
-    tree, _ = read_tree(["a/x/1.png", "a/2.png", "b/y/z/3.png"], [], "x")
-    assert dict(tree["train"]) == {0: "a", 1: "a", 2: "b"}
+    assert classes("a/x/1.png", "a/2.png", "b/y/z/3.png") == {0: "a", 1: "a", 2: "b"}
 
 
 def test_clutter_is_ignored_and_other_files_are_noted(tmp_path: Path) -> None:
@@ -118,9 +128,8 @@ def test_a_linked_split_is_read(tmp_path: Path) -> None:
 
 def test_folders_that_become_one_class_are_noted() -> None:
     files = ["caf\udce9/1.png", "caf\udcea/2.png", "dog/3.png", "dog /4.png", "cat/5.png"]
-    tree, notes = read_tree(files, [], "x")
-    assert {label for _, label in tree["train"]} == {"caf\N{REPLACEMENT CHARACTER}", "dog", "cat"}
-    told = [note for note in notes if "were read as one class" in note]
+    assert set(classes(*files).values()) == {"caf\N{REPLACEMENT CHARACTER}", "dog", "cat"}
+    told = [note for note in read(*files).notes if "were read as one class" in note]
     assert [note.partition(" were")[0] for note in told] == [
         r"the folders 'caf\udce9' and 'caf\udcea'",
         "the folders 'dog' and 'dog '",

@@ -13,7 +13,8 @@ import pytest
 from image_files import picture
 
 from memoro.backbones import Backbone
-from memoro.data import Augment, Loader, Splits, load_data, open_source
+from memoro.data import Augment, Loader, Splits, load_data
+from memoro.data.open import open_source
 from memoro.images import Preprocessing
 from memoro.training.cached import Cache, CachedLoader
 

@@ -11,7 +11,8 @@ import pytest
 from image_files import save_classes
 from test_data_tables import table
 
-from memoro.data import KNOWN, load_data
+from memoro.data import load_data
+from memoro.data.hub import KNOWN
 from memoro.errors import DataError
 
 

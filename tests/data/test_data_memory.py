@@ -17,7 +17,8 @@ from image_files import picture, save_classes, to_bytes
 from test_data_tables import table
 
 from memoro.cli.settings import read_settings
-from memoro.data import DataOptions, Splits, load_any, load_data, screening
+from memoro.data import DataOptions, Splits, load_data, screening
+from memoro.data.open import load_any
 from memoro.data.screening import FOLDER
 from memoro.engine.featurestore import clear
 

@@ -11,8 +11,9 @@ from PIL import Image
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.data import ImageSet, fold_numbers, load_data
+from memoro.data import ImageSet, load_data
 from memoro.data.screening import near_groups
+from memoro.data.splits import fold_numbers
 
 
 def save_film(folder: Path, number: int, frames: int) -> None:

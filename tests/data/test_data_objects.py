@@ -17,7 +17,8 @@ from image_files import picture, save_classes, to_bytes
 from shell import Shell, shell
 
 import memoro
-from memoro.data import Loader, Splits, load_data, open_source
+from memoro.data import Loader, Splits, load_data
+from memoro.data.open import open_source
 from memoro.data.source import read_bytes
 from memoro.errors import DataError
 from memoro.images import Preprocessing

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memoro.data import stratified_folds, stratified_split
-from memoro.data.splits import strata
+from memoro.data.splits import strata, stratified_folds, stratified_split
 from memoro.errors import DataError
 
 GROUPS = np.repeat(np.arange(4), [100, 40, 7, 1])

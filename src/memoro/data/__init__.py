@@ -3,29 +3,11 @@
 `load_data` and `load_columns` read splits of an `ImageSet`; a `Loader` makes batches.
 """
 
-from memoro.data.dataset import DataOptions, ImageSet, Skipped, Splits
-from memoro.data.hub import KNOWN, KnownSet
-from memoro.data.loader import Batch, Loader
-from memoro.data.open import load_any, load_columns, load_data, open_source
-from memoro.data.splits import fold_numbers, hold_out, stratified_folds, stratified_split
-from memoro.images import Augment
-
-__all__ = [
-    "KNOWN",
-    "Augment",
-    "Batch",
-    "DataOptions",
-    "ImageSet",
-    "KnownSet",
-    "Loader",
-    "Skipped",
-    "Splits",
-    "fold_numbers",
-    "hold_out",
-    "load_any",
-    "load_columns",
-    "load_data",
-    "open_source",
-    "stratified_folds",
-    "stratified_split",
-]
+from memoro.data.dataset import DataOptions as DataOptions
+from memoro.data.dataset import ImageSet as ImageSet
+from memoro.data.dataset import Splits as Splits
+from memoro.data.loader import Batch as Batch
+from memoro.data.loader import Loader as Loader
+from memoro.data.open import load_columns as load_columns
+from memoro.data.open import load_data as load_data
+from memoro.images import Augment as Augment

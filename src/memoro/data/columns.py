@@ -132,14 +132,6 @@ def as_numbers(cells: Sequence[Any]) -> list[float] | None:
     return numbers if numbers and all(map(math.isfinite, numbers)) else None
 
 
-def _labelled_rows(cells: Sequence[Any], kind: HeadKind) -> list[int]:
-    """The rows that have a label. An image without any of several labels has one: none of them."""
-    if kind == "multilabel":
-        return list(range(len(cells)))
-    rows = (cell if isinstance(cell, tuple) else (cell,) for cell in cells)  # several numbers are a tuple
-    return [row for row, parts in enumerate(rows) if not any(map(_missing, parts))]
-
-
 def _missing(cell: Any) -> bool:
     return cell is None or (isinstance(cell, float) and math.isnan(cell)) or not str(cell).strip()
 
@@ -224,7 +216,9 @@ def annotate(
     columns: Columns, cells: Sequence[Any], name: str, where: Callable[[int], str]
 ) -> tuple[dict[int, Annotation], list[str]]:
     """The annotations of the rows that have one, by number, and a note on the others."""
-    rows = _labelled_rows(cells, columns.kind)
+    parts = (cell if isinstance(cell, tuple) else (cell,) for cell in cells)  # several numbers are a tuple
+    # An image without any of several labels has one: none of them.
+    rows = [row for row, part in enumerate(parts) if columns.kind == "multilabel" or not any(map(_missing, part))]
     found = parse([cells[row] for row in rows], columns.kind, lambda at: where(rows[at]))
     count = len(cells) - len(rows)
     have = "it has" if count == 1 else "they have"
@@ -365,12 +359,17 @@ def check_numbers(own: Sequence[str], labels: Sequence[str], name: str) -> list[
     return [] if tuple(own) == tuple(labels) else [f"the numbers of column {own[0]!r} are used as {labels[0]!r}."]
 
 
+def require_column(present: Sequence[str], asked: str, name: str) -> str:
+    """The column asked for, if it is there."""
+    if asked not in present:
+        raise DataError(f"{name}: no column {asked!r}; it has {', '.join(map(repr, present))}.")
+    return asked
+
+
 def _find_column(present: Sequence[str], asked: str | None, usual: Sequence[str], argument: str, name: str) -> str:
     """The column asked for, or the first of the usual names (whatever their case), or an error that lists them all."""
     if asked is not None:
-        if asked not in present:
-            raise DataError(f"{name}: no column {asked!r}; it has {', '.join(map(repr, present))}.")
-        return asked
+        return require_column(present, asked, name)
     lower = {column.lower(): column for column in reversed(present)}
     for candidate in usual:
         if candidate in lower:

@@ -9,15 +9,14 @@ import stat
 import unicodedata
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from memoro.data.columns import SPLIT_NAMES, RawDataset, RawSplit, first_few, left_out
 from memoro.data.dataset import ClassFolder, Skipped, SplitName
-from memoro.data.source import Files, Key, Source, stamp_file, unreadable_size
+from memoro.data.source import Key, Source, stamp_file, unreadable_size
 from memoro.errors import DataError, ImageError
 from memoro.images import Picture
 from memoro.images.finding import HEAD_BYTES, IMAGE_SUFFIXES, is_clutter, is_image, read_head
@@ -31,26 +30,42 @@ _ENCRYPTED = 0x1
 _UTF8 = 0x800
 
 
-Tree = dict[SplitName, list[tuple[int, str]]]
-"""For each split the (position of the file, class) of its images."""
+@dataclass
+class Tree(Source):
+    """Files below a folder, or inside a zip. Keys are positions among them."""
+
+    place: str
+    names: tuple[str, ...]
+    """Paths of the files, with forward slashes."""
+    folders: tuple[str, ...]
+    bad: dict[int, str]
+    """Why some files cannot be images, by key."""
+
+    def keys(self) -> Iterator[Key]:
+        return (key for key, name in enumerate(self.names) if not is_clutter(name) and self.shows(key))
+
+    def shows(self, key: int) -> bool:
+        """Whether a file is an image, by its suffix or its first bytes."""
+        return is_image(self.names[key], lambda: b"" if key in self.bad else self._head(key))
+
+    def where(self, key: Any) -> str:
+        return os.path.join(self.place, self.names[key])
+
+    def _head(self, key: int) -> bytes:
+        """The first bytes of a file; nothing of one that cannot be read."""
+        raise NotImplementedError
 
 
-def read_tree(
-    files: Sequence[str],
-    folders: Iterable[str],
-    name: str,
-    head: Callable[[int], bytes] = lambda at: b"",
-    class_folder: ClassFolder = "outer",
-) -> tuple[Tree, list[str]]:
-    """The classes and splits of files given as relative paths with forward slashes, and notes on what was left out.
+def read_tree(tree: Tree, class_folder: ClassFolder = "outer") -> RawDataset:
+    """The classes and splits of a tree of files, by the names of the folders, and notes on what was left out.
 
     Class folders may be at the top, or below `train`, `val` and `test` (in their usual spellings), and all of it
     below further folders, as archives have it. Images deeper inside a class folder belong to the class. With the inner
-    `class_folder`, the classes are one level below those folders. `head` gives the first bytes of the file at a
-    position, which tell what an unknown suffix does not.
+    `class_folder`, the classes are one level below those folders.
     """
+    files, name = tree.names, tree.place
     clean = [at for at, path in enumerate(files) if not is_clutter(path)]
-    paths = {at: files[at].split("/") for at in clean if is_image(files[at], partial(head, at))}
+    paths = {at: files[at].split("/") for at in clean if tree.shows(at)}
     if not paths:
         raise DataError(
             f"{name} contains no images ({', '.join(sorted(IMAGE_SUFFIXES))}); "
@@ -91,7 +106,7 @@ def read_tree(
         )
     if loose:
         notes.append(f"{left_out(len(loose), 'image', ' outside any class folder')}, such as {files[loose[0]]}.")
-    splits: Tree = {}
+    pairs: dict[SplitName, list[tuple[int, str]]] = {}
     others: Counter[str] = Counter()
     spellings: dict[str, set[str]] = {}
     for at, path in paths.items():
@@ -101,7 +116,7 @@ def read_tree(
         if split is None:
             others[path[0]] += 1
         else:
-            splits.setdefault(split, []).append((at, label))
+            pairs.setdefault(split, []).append((at, label))
             spellings.setdefault(label, set()).add(unicodedata.normalize("NFC", path[need - 2]))
     for folder, count in sorted(others.items()):
         notes.append(f"unknown split folder {folder}: its {left_out(count, 'image')}; use train, val and test.")
@@ -109,16 +124,21 @@ def read_tree(
         if len(names) > 1:
             same = " and ".join(map(repr, sorted(names)))
             notes.append(f"the folders {same} were read as one class, {label}: if they are not, rename them.")
-    filled = {(split, label) for split, pairs in splits.items() for _, label in pairs}
-    for folder in sorted(set(folders)):
+    filled = {(split, label) for split, some in pairs.items() for _, label in some}
+    for folder in sorted(set(tree.folders)):
         path = below(folder.split("/")[top:])
         if len(path) == need - 1 and not is_clutter(folder) and place(path)[0] and place(path) not in filled:
             notes.append(f"the class folder {'/'.join(path)} is empty: it was left out.")
-    kinds = Counter(_suffix(files[at]) or "no suffix" for at in clean if at not in paths)
+    kinds = Counter(PurePosixPath(files[at]).suffix.lower() or "no suffix" for at in clean if at not in paths)
     if kinds:
         counts = ", ".join(f"{count} {suffix}" for suffix, count in kinds.most_common(5))
         notes.append(f"files that are not images were left out: {counts}.")
-    return splits, notes
+    splits, skipped = {}, []
+    for split, some in pairs.items():
+        good = [(at, label) for at, label in some if at not in tree.bad]
+        splits[split] = RawSplit(tree, [at for at, _ in good], [label for _, label in good])
+        skipped += [Skipped(tree.where(at), tree.bad[at]) for at, _ in some if at in tree.bad]
+    return RawDataset("softmax", splits, notes=tuple(notes), skipped=tuple(skipped))
 
 
 def _sites(paths: Iterable[list[str]], need: int) -> tuple[list[str], list[str]] | None:
@@ -131,10 +151,6 @@ def _sites(paths: Iterable[list[str]], need: int) -> tuple[list[str], list[str]]
     shared = [inner for inner, outer in places.items() if len(outer) > 1]
     outer = sorted(set().union(*places.values()))
     return (outer, sorted(places)) if len(shared) > 1 and 2 * len(shared) >= len(places) else None
-
-
-def _suffix(path: str) -> str:
-    return PurePosixPath(path).suffix.lower()
 
 
 def _label(folder: str) -> str:
@@ -164,28 +180,22 @@ def _has_splits(paths: Iterable[list[str]]) -> bool:
     return bool(splits) and (all(top in SPLIT_NAMES for top in tops) or ("train" in splits and len(splits) > 1))
 
 
-def _raw_dataset(
-    source: Source,
-    files: Sequence[str],
-    folders: Iterable[str],
-    bad: Mapping[int, str],
-    name: str,
-    head: Callable[[int], bytes],
-    key: Callable[[int], Key],
-    class_folder: ClassFolder,
-) -> RawDataset:
-    """The dataset of a tree of files, without the bad ones."""
-    tree, notes = read_tree(files, folders, name, lambda at: b"" if at in bad else head(at), class_folder)
-    splits, skipped = {}, []
-    for split, pairs in tree.items():
-        good = [(key(at), label) for at, label in pairs if at not in bad]
-        splits[split] = RawSplit(source, [one for one, _ in good], [label for _, label in good])
-        skipped += [Skipped(source.where(key(at)), bad[at]) for at, _ in pairs if at in bad]
-    return RawDataset("softmax", splits, notes=tuple(notes), skipped=tuple(skipped))
+class Folder(Tree):
+    def _encoded(self, content: Any, name: str) -> Picture:
+        return name
+
+    def _head(self, key: int) -> bytes:
+        return read_head(self.where(key))
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [{"path": self.place}]
+
+    def stamps(self, keys: Sequence[Any]) -> Iterator[tuple[Any, ...] | None]:
+        return (stamp_file(self.where(key)) for key in keys)
 
 
-def read_folder(folder: Path, class_folder: ClassFolder = "outer") -> RawDataset:
-    """What the folder holds, by the names of its sub-folders."""
+def open_folder(folder: Path) -> Folder:
+    """All files below a folder."""
     files: list[str] = []
     folders: list[str] = []
     bad: dict[int, str] = {}
@@ -216,50 +226,32 @@ def read_folder(folder: Path, class_folder: ClassFolder = "outer") -> RawDataset
         visit(folder, "")
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}; the folder must be readable.") from None
-
-    def path_of(at: int) -> str:
-        return os.path.join(folder, files[at])
-
-    source = Files((str(folder),))
-    return _raw_dataset(
-        source, files, folders, bad, str(folder), lambda at: read_head(path_of(at)), path_of, class_folder
-    )
+    return Folder(str(folder), tuple(files), tuple(folders), bad)
 
 
 @dataclass
-class Zip(Source):
-    """Files inside a zip. Keys are positions among them, sorted by name. Each process opens the archive for itself."""
+class Zip(Tree):
+    """Files inside a zip, sorted by name. Each process opens the archive for itself."""
 
-    archive: str
     positions: tuple[int, ...]
     """In the archive's directory."""
-    names: tuple[str, ...]
-    bad: dict[int, str]
-    """Why some files cannot be images, by key."""
     _open: tuple[int, zipfile.ZipFile, list[zipfile.ZipInfo]] | None = field(default=None, repr=False, compare=False)
-
-    def keys(self) -> Iterator[Key]:
-        for key, name in enumerate(self.names):
-            if not is_clutter(name) and is_image(name, lambda key=key: self.head(key)):  # type: ignore[misc]
-                yield key
 
     def _encoded(self, content: Any, name: str) -> Picture:
         if content in self.bad:
             raise ImageError(f"{name}: {self.bad[content]}.")
         return self._unpack(content)
 
-    def head(self, key: int) -> bytes:
-        """The first bytes of a file."""
-        try:
+    def _head(self, key: int) -> bytes:
+        with contextlib.suppress(ImageError):
             return self._unpack(key, HEAD_BYTES)
-        except ImageError:
-            return b""
+        return b""
 
     def _unpack(self, key: int, most: int = -1) -> bytes:
         try:
             # A handle that was inherited by a fork shares its file offset with the parent: never use it.
             if self._open is None or self._open[0] != os.getpid():
-                archive = zipfile.ZipFile(self.archive)
+                archive = zipfile.ZipFile(self.place)
                 self._open = (os.getpid(), archive, archive.infolist())
             _, archive, directory = self._open
             info = directory[self.positions[key]]
@@ -269,29 +261,20 @@ class Zip(Source):
         except Exception as error:  # zipfile, zlib, lzma and the file system each have their own
             raise ImageError(f"{self.where(key)}: cannot be unpacked ({error}).") from None
 
-    def where(self, key: Any) -> str:
-        return f"{self.archive}/{self.names[key]}"
-
     def describe(self) -> list[dict[str, Any]]:
         names = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape")).hexdigest()
-        return [{"path": self.archive, "bytes": os.path.getsize(self.archive), "names": names}]
+        return [{"path": self.place, "bytes": os.path.getsize(self.place), "names": names}]
 
     def stamps(self, keys: Sequence[Any]) -> Iterator[tuple[Any, ...] | None]:
-        whole = stamp_file(self.archive)
+        whole = stamp_file(self.place)
         return (None if whole is None else (*whole, key) for key in keys)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": None}
 
 
-def read_archive(path: Path, class_folder: ClassFolder = "outer") -> RawDataset:
-    """What the zip holds, by the folders in its members' names."""
-    source, folders = open_archive(path)
-    return _raw_dataset(source, source.names, folders, source.bad, str(path), source.head, lambda at: at, class_folder)
-
-
-def open_archive(path: Path) -> tuple[Zip, set[str]]:
-    """All files of a zip, sorted by name, and its folders."""
+def open_archive(path: Path) -> Zip:
+    """All files of a zip."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
@@ -299,19 +282,17 @@ def open_archive(path: Path) -> tuple[Zip, set[str]]:
         raise DataError(f"{path}: not a readable zip ({error}); create or download it again.") from None
     names = [_member_name(member) for member in members]
     _refuse_attacks(path, members, names)
-    folders = {name[:-1] for name in names if name.endswith("/")}
+    folders = tuple(name[:-1] for name in names if name.endswith("/"))
     positions = sorted((at for at, name in enumerate(names) if not name.endswith("/")), key=lambda at: names[at])
     files = tuple(names[at] for at in positions)
-    reasons = {key: _unreadable_member(members[at]) for key, at in enumerate(positions)}
-    bad = {key: reason for key, reason in reasons.items() if reason is not None}
-    return Zip(str(path), tuple(positions), files, bad), folders
-
-
-def _unreadable_member(member: zipfile.ZipInfo) -> str | None:
-    """Why a member cannot be an image, or None. Only deflate can be unpacked in part, however much is packed."""
-    if member.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
-        return "packed by another method than deflate"
-    return unreadable_size(member.file_size)
+    bad: dict[int, str] = {}
+    for key, member in enumerate(members[at] for at in positions):
+        reason = unreadable_size(member.file_size)
+        if member.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:  # others unpack all that is packed
+            reason = "packed by another method than deflate"
+        if reason is not None:
+            bad[key] = reason
+    return Zip(str(path), files, folders, bad, tuple(positions))
 
 
 def _member_name(member: zipfile.ZipInfo) -> str:

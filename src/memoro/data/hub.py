@@ -151,8 +151,6 @@ def fetch(
         except Exception as error:  # a damaged file makes the libraries raise nearly every type
             raise DataError(f"{name}: cannot be read by datasets.load_from_disk ({first_line(error)}).") from None
     elif isinstance(source, str):
-        if not is_dataset_id(source):
-            raise DataError(f"{source!r} is not an id of the hub: those look like owner/name or owner/name:split.")
         name, _, own = source.partition(":")
         split = split or own or None
         try:
@@ -165,8 +163,6 @@ def fetch(
                 f"dataset {name} --local-dir FOLDER` on a machine with a network, and give that folder's images or "
                 "Parquet file."
             ) from error
-        if split is not None:
-            return {split: loaded}, name
     else:
         loaded, name = source, "dataset"
     if not isinstance(loaded, dict):  # DatasetDict and IterableDatasetDict are dictionaries

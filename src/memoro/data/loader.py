@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,20 +49,6 @@ class Batch:
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
 
-class Request(NamedTuple):
-    """What a worker is asked for."""
-
-    view: int
-    samples: list[int]
-    targets: npt.NDArray[Any]
-    total: int
-
-    def split(self, most: int) -> list[Request]:
-        """Requests for at most so many of the samples each."""
-        cuts = (slice(at, at + most) for at in range(0, max(len(self.samples), 1), most))
-        return [Request(self.view, self.samples[cut], self.targets[cut], self.total) for cut in cuts]
-
-
 class Loader:
     """Batches of a dataset, epoch by epoch. The order and every view are pure functions of (seed, epoch).
 
@@ -98,8 +83,7 @@ class Loader:
         self.rank, self.world = rank, world
         self._shuffle = shuffle
         self._workers = worker_count(workers, len(images))
-        decoder = Decoder((preprocessing,))
-        self._decoder = _Decoder(images, decoder, augment, seed, plain_first=views is not None)
+        self._decoder = _Decoder(images, Decoder((preprocessing,)), augment, seed, plain_first=views is not None)
         self._pool = shared_pool()
         self._pool.register(self._decoder)
 
@@ -110,12 +94,12 @@ class Loader:
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, without the first `start`, which are not decoded."""
         view = self.view(number)
-        return self._load(self._request(view, samples, total) for samples, total in self.parts(number, start))
+        return self._load(self.parts(number, start), view)
 
     def pick(self, samples: Sequence[int], view: int) -> Iterator[Batch]:
         """Batches of these samples of a dataset in one view, in this order."""
         parts = (np.asarray(samples[at : at + self.batch_size]) for at in range(0, len(samples), self.batch_size))
-        return self._load(self._request(view, part, len(part)) for part in parts)
+        return self._load(((part, len(part)) for part in parts), view)
 
     def view(self, number: int) -> int:
         """The number of the view that every image has in this epoch."""
@@ -133,35 +117,16 @@ class Loader:
         """Ends the worker processes of all loaders; the next batch starts new ones."""
         self._pool.close()
 
-    def _request(self, view: int, samples: npt.NDArray[np.int64], total: int) -> Request:
-        return Request(view, samples.tolist(), self.images.targets.numpy()[samples], total)
-
-    def _load(self, requests: Iterator[Request]) -> Iterator[Batch]:
+    def _load(self, batches: Iterator[tuple[npt.NDArray[np.int64], int]], view: int) -> Iterator[Batch]:
         self._pool = shared_pool()
         most = images_per_request(self.preprocessing.nbytes, self._workers)
-        decoded = self._pool.imap_parts(self._decoder, requests, lambda request: request.split(most), self._workers)
-        for request, parts in decoded:
-            failure = next((part.failure for _, part in parts if part.failure is not None), None)
-            if failure is not None:
-                raise DataError(
-                    f"{failure} It was not screened, or has changed since: load the data with "
-                    "screen=True, which leaves out what cannot be read, or remove the file."
-                )
-            digests = torch.cat([part.digests for _, part in parts])
-            images = parts[0][1].images if len(parts) == 1 else torch.cat([part.images for _, part in parts])
+        asked = (((samples, total), [(view, sample) for sample in samples.tolist()]) for samples, total in batches)
+        for (samples, total), parts in self._pool.imap_parts(self._decoder, asked, most, self._workers):
+            digests = torch.cat([part for _, part in parts])
+            images = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts])
             parts.clear()  # not beside their copy
-            index = torch.tensor(request.samples, dtype=torch.long, device="cpu")
-            targets = torch.from_numpy(request.targets)
-            yield Batch(images, targets, index, request.total, self.preprocessing, digests)
-
-
-class Part(NamedTuple):
-    """What a worker gives for a request."""
-
-    images: Tensor
-    digests: Tensor
-    failure: str | None = None
-    """Why one of the images cannot be read."""
+            index = torch.from_numpy(samples.copy())
+            yield Batch(images, self.images.targets[index], index, total, self.preprocessing, digests)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,22 +139,21 @@ class _Decoder:
     seed: int
     plain_first: bool
 
-    def __call__(self, request: Request) -> Part:
-        digests: list[bytes] = []
-        view = None
-        if self.augment is not None and not (self.plain_first and request.view == 0):
-            view = self.augment, self.seed, request.view
-        views = None if view is None else [View(*view, sample) for sample in request.samples]
-        pictures = self.images.pictures(request.samples)
-        [images], failures = self.decode((_with_digest(one, digests) for one in pictures), views)
+    def __call__(self, asked: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """From (view, sample): images as bytes (b, height, width, 3), and SHA-256 (b, 32) of the encoded ones."""
+        samples, digests, views = [sample for _, sample in asked], list[bytes](), None
+        if asked and self.augment is not None and not (self.plain_first and asked[0][0] == 0):
+            views = [View(self.augment, self.seed, *one) for one in asked]
+        [images], failures = self.decode((_with_digest(one, digests) for one in self.images.pictures(samples)), views)
         if failures:
             at = min(failures)
-            failure = f"{self.images.where(request.samples[at])}: {failures[at]}"
-        if failures or not images:
-            height, width = output_size(self.decode.preprocessings[0])
-            images, digests = [torch.empty(0, height, width, 3, dtype=torch.uint8, device="cpu")], []
+            raise DataError(
+                f"{self.images.where(samples[at])}: {failures[at]} It was not screened, or has changed since: load the "
+                "data with screen=True, which leaves out what cannot be read, or remove the file."
+            )
+        nothing = torch.empty(0, *output_size(self.decode.preprocessings[0]), 3, dtype=torch.uint8, device="cpu")
         found = np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, 32)
-        return Part(images[0], torch.from_numpy(found.copy()), failure if failures else None)
+        return images[0] if images else nothing, torch.from_numpy(found.copy())
 
 
 def _with_digest(picture: NamedPicture, digests: list[bytes]) -> NamedPicture:

@@ -7,13 +7,13 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
 
 from memoro.data.columns import PATH_COLUMNS, RawDataset, RawSplit, find_image_column, first_few, split_name
 from memoro.data.dataset import DataOptions, DataSettings, ImageSet, Splits
-from memoro.data.folders import open_archive, read_archive, read_folder
+from memoro.data.folders import open_archive, open_folder, read_tree
 from memoro.data.hub import (
     INATURALIST,
     KNOWN,
@@ -25,20 +25,19 @@ from memoro.data.hub import (
     is_dataset_id,
     is_saved,
 )
-from memoro.data.source import Chain, Files, Objects, ParquetImages, Paths, Places, Rows, Source, Stream, is_endless
+from memoro.data.source import Chain, Files, Objects, ParquetImages, Paths, Places, Source, is_endless
 from memoro.data.splits import build_splits, hold_out
 from memoro.data.tables import (
     TABLE_SUFFIXES,
     column_names,
     find_metadata,
     holds_bytes,
+    open_images,
     open_parquet,
     read_columns,
     read_manifest,
     read_metadata,
     read_tables,
-    trusted_places,
-    undecoded,
 )
 from memoro.errors import DataError, first_line
 from memoro.images import PICTURE_TYPES
@@ -55,28 +54,30 @@ _OBJECTS = (
     "labels), or a list of such pairs"
 )
 
-Kind = Literal["folder", "saved", "zip", "table", "file", "known", "hub", "nothing"]
-ObjectKind = Literal["datasets", "frame", "torch", "list"]
+Kind = Literal[
+    "folder", "saved", "zip", "table", "file", "known", "hub", "nothing", "datasets", "frame", "torch", "list"
+]
 
 
-def kind_of_place(place: str | os.PathLike[str]) -> Kind:
-    """What a text or a path names."""
-    path = Path(place).expanduser()
+def kind_of(source: Any) -> Kind:
+    """What a text or a path names; or what an object of Python is that holds images."""
+    if not isinstance(source, (str, os.PathLike)):
+        return _kind_of_object(source)
+    path = Path(source).expanduser()
     suffix = path.suffix.lower()
     if path.is_dir():
         return "saved" if is_saved(path) else "folder"
     if path.exists():
         return "zip" if suffix == ".zip" else "table" if suffix in TABLE_SUFFIXES else "file"
-    if str(place) in KNOWN:
+    if str(source) in KNOWN:
         return "known"
     files = IMAGE_SUFFIXES | TABLE_SUFFIXES | {".zip"}
-    if isinstance(place, str) and is_dataset_id(place) and suffix not in files and not path.parent.is_dir():
+    if isinstance(source, str) and is_dataset_id(source) and suffix not in files and not path.parent.is_dir():
         return "hub"
     return "nothing"
 
 
-def kind_of_object(thing: Any) -> ObjectKind:
-    """What an object of Python is that holds images."""
+def _kind_of_object(thing: Any) -> Kind:
     module = type(thing).__module__.partition(".")[0]
     if module == "datasets":
         return "datasets"
@@ -92,7 +93,7 @@ def kind_of_object(thing: Any) -> ObjectKind:
 
 def check_place(source: Any) -> None:
     """Raises if nothing is where the images should be, before anything is read."""
-    if isinstance(source, (str, os.PathLike)) and kind_of_place(source) in {"nothing", "file"}:
+    if isinstance(source, (str, os.PathLike)) and kind_of(source) in {"nothing", "file"}:
         path = Path(source).expanduser()
         if path.exists():
             raise DataError(f"{path} is not a dataset: {_SOURCES}.")
@@ -151,50 +152,50 @@ def has_columns(source: Any, **options: Any) -> bool:
         return False
     if not isinstance(source, (str, os.PathLike)):
         return True
-    kind = kind_of_place(source)
+    kind = kind_of(source)
     return kind != "zip" and (
         kind != "folder" or bool(find_metadata(Path(source).expanduser(), DataOptions(**options)))
     )
 
 
 def _load(source: Any, options: DataOptions, checked: Splits | None = None) -> Splits:
-    raw, name, split = _read(source, options)
+    check_place(source)
+    kind, name, chosen = kind_of(source), "dataset", options.split
+    if kind in {"hub", "datasets"}:
+        (tables, name), chosen = fetch(source, options.split, options.config), None
+        raw = read_tables(tables, options, name)
+    elif kind == "known":
+        raw, name = _read_known(KNOWN[str(source)], options), str(source)
+    elif isinstance(source, (str, os.PathLike)):
+        path = Path(source).expanduser()
+        raw, name = _read_path(path, options), path.stem if path.is_file() else path.resolve().name
+    else:
+        raw = _read_object(source, kind, options)
     if options.kind not in {None, raw.kind}:
         raise DataError(
             f"{name}: class folders give one class per image; for several labels or numbers, write a CSV file."
         )
-    if split is not None:
-        chosen = split_name(split)
-        if chosen not in raw.splits:
-            raise DataError(f"{name}: no split {split!r}; it has {', '.join(sorted(raw.splits))}.")
-        raw = replace(raw, splits={chosen: raw.splits[chosen]})
+    if chosen is not None:
+        split = split_name(chosen)
+        if split not in raw.splits:
+            raise DataError(f"{name}: no split {chosen!r}; it has {', '.join(sorted(raw.splits))}.")
+        raw = replace(raw, splits={split: raw.splits[split]})
     return build_splits(raw, name, options, checked)
 
 
-def _read(source: Any, options: DataOptions) -> tuple[RawDataset, str, str | None]:
-    """What a set holds, its name, and the split that is still to be chosen."""
-    if not isinstance(source, (str, os.PathLike)):
-        return _read_object(source, options)
-    check_place(source)
-    path, kind, split = Path(source).expanduser(), kind_of_place(source), options.split
-    if kind == "known":
-        return _read_known(KNOWN[str(source)], options), str(source), split
-    if kind == "hub":
-        tables, name = fetch(source, split, options.config)
-        return read_tables(tables, options, name), name, None
-    return _read_path(path, options), path.stem if path.is_file() else path.resolve().name, split
-
-
 def _read_path(path: Path, options: DataOptions) -> RawDataset:
-    kind = kind_of_place(path)
+    kind = kind_of(path)
     if kind == "saved":
         return read_tables(fetch(path)[0], options, str(path), path)
     if kind == "folder":
         if (path / INATURALIST).is_file():
             return read_manifest(path / INATURALIST, options)
         metadata = find_metadata(path, options)
-        return read_metadata(path, metadata, options) if metadata else read_folder(path, options.class_folder)
-    return read_archive(path, options.class_folder) if kind == "zip" else read_manifest(path, options)
+        if metadata:
+            return read_metadata(path, metadata, options)
+    elif kind != "zip":
+        return read_manifest(path, options)
+    return read_tree(open_archive(path) if kind == "zip" else open_folder(path), options.class_folder)
 
 
 def _read_known(known: KnownSet, options: DataOptions) -> RawDataset:
@@ -211,22 +212,15 @@ def _read_known(known: KnownSet, options: DataOptions) -> RawDataset:
     return apply_rule(read_tables(tables, options, known.name), known)
 
 
-def _read_object(source: Any, options: DataOptions) -> tuple[RawDataset, str, str | None]:
-    kind = kind_of_object(source)
-    if kind == "datasets":
-        tables, name = fetch(source, options.split, options.config)
-        return read_tables(tables, options, name), name, None
+def _read_object(source: Any, kind: Kind, options: DataOptions) -> RawDataset:
     table, objects = _columns_of(source, kind, options)
     if kind != "frame":  # paths that were named one by one are trusted, as in predictions
         options = replace(options, allow_absolute=True, image_column=None, label_column=None)
     where = "row" if kind == "frame" else "image"
-    raw = read_columns(table, "dataset", Path(), lambda at: f"{where} {at}", options, objects)
-    return raw, "dataset", options.split
+    return read_columns(table, "dataset", Path(), lambda at: f"{where} {at}", options, objects)
 
 
-def _columns_of(
-    source: Any, kind: ObjectKind, options: DataOptions
-) -> tuple[Mapping[str, Sequence[Any]], Source | None]:
+def _columns_of(source: Any, kind: Kind, options: DataOptions) -> tuple[Mapping[str, Sequence[Any]], Source | None]:
     """The columns of an object, and a source of its images if these are not paths."""
     if kind == "frame":
         table: dict[str, Any] = {str(name): source[name].tolist() for name in source.columns}
@@ -291,22 +285,13 @@ def open_source(
     A table (.csv, .tsv, .jsonl, .parquet) has a column of paths; a Parquet file may contain the images instead. With
     `streaming`, a dataset of the hub is read from front to back and not stored.
     """
+    found = [source for place in _expand(places) for source in _open(place, image_column, allow_absolute, streaming)]
     sources: list[Source] = []
-    files: list[str] = []  # neighbours among the places, which may name an image twice
-
-    def add_files() -> None:
-        if files:
-            sources.append(Files(tuple(files)))
-            files.clear()
-
-    for place in _expand(places):
-        found = list(_open(place, image_column, allow_absolute, streaming))
-        if not found:
-            files.append(str(place))
-            continue
-        add_files()
-        sources += found
-    add_files()
+    for is_file, some in groupby(found, key=lambda one: isinstance(one, str)):
+        if is_file:  # neighbours, which may name an image twice
+            sources.append(Files(tuple(map(str, some))))
+        else:
+            sources += [one for one in some if isinstance(one, Source)]
     if not sources:
         raise DataError("no images were named: give files, folders, zips, tables or hub ids.")
     if len(sources) > 1 and any(map(is_endless, sources)):
@@ -322,23 +307,20 @@ def _expand(places: Sequence[Any]) -> Iterator[Any]:
         yield from matches if kinds & (TABLE_SUFFIXES | {".zip"}) else [place]
 
 
-def _open(place: Any, image_column: str | None, allow_absolute: bool, streaming: bool) -> Iterator[Source]:
-    """The sources of a place; none for what is a file, folder or glob of images."""
-    if not isinstance(place, (str, os.PathLike)):
-        if kind_of_object(place) == "datasets":
-            yield from _open_datasets(place, image_column, allow_absolute, streaming)
-        else:
-            yield Objects(place, kind_of_object(place) == "torch")
-        return
-    kind, path = kind_of_place(place), Path(place).expanduser()
-    if kind == "zip":
-        yield open_archive(path)[0]
+def _open(place: Any, image_column: str | None, allow_absolute: bool, streaming: bool) -> Iterator[Source | str]:
+    """The sources of a place; the place itself if it is a file, folder or glob of images."""
+    kind = kind_of(place)
+    if kind in {"datasets", "saved", "hub"}:
+        source = Path(place).expanduser() if kind == "saved" else place
+        yield from _open_datasets(source, image_column, allow_absolute, streaming)
+    elif kind in {"frame", "torch", "list"}:
+        yield Objects(place, kind == "torch")
+    elif kind == "zip":
+        yield open_archive(Path(place).expanduser())
     elif kind == "table":
-        yield _open_table(path, image_column, allow_absolute)
-    elif kind in {"saved", "hub"}:
-        yield from _open_datasets(path if kind == "saved" else place, image_column, allow_absolute, streaming)
-    elif is_list(str(place)):
-        yield Files((str(place),), tuple(read_lines(str(place))))
+        yield _open_table(Path(place).expanduser(), image_column, allow_absolute)
+    else:
+        yield Files((str(place),), tuple(read_lines(str(place)))) if is_list(str(place)) else str(place)
 
 
 def _open_table(path: Path, image_column: str | None, allow_absolute: bool) -> Source:
@@ -360,17 +342,12 @@ def _open_datasets(source: Any, image_column: str | None, allow_absolute: bool, 
     """The splits of a `datasets` object, a folder that it saved, or a hub id, one after the other."""
     iterable = type(source).__name__ in {"IterableDataset", "IterableDatasetDict"}
     tables, name = fetch(source, streaming=streaming or iterable)
-    here = isinstance(source, Path)
+    is_folder = isinstance(source, Path)
+    places = Places(str(source) if is_folder else os.getcwd(), not is_folder, allow_absolute)
     for split, table in tables.items():
         if table.features is None:
             table = table._resolve_features()
         column = find_image_column(table.features, image_column, name)
-        places = trusted_places(table, Places(str(source) if here else os.getcwd(), not here, allow_absolute))
-        title = f"{name}:{split}" if len(tables) > 1 else name
         sizes = getattr(table.info, "splits", None) or {}
-        table = undecoded(table.with_format(None), column)
-        if streaming or iterable:
-            length = sizes[split].num_examples if split in sizes else None
-            yield Stream(title, column, places, table, length)
-        else:
-            yield Rows(title, column, places, table)
+        length = sizes[split].num_examples if split in sizes else None
+        yield open_images(table, column, f"{name}:{split}" if len(tables) > 1 else name, places, length)

@@ -63,7 +63,8 @@ def stratified_split(groups: Index, fraction: float, seed: int, sizes: Index | N
         raise DataError(f"the held-out fraction is {fraction}: choose one from 0 to below 1.")
     groups, sizes = _sized(groups, sizes)
     parts = _by_group(groups, seed)
-    counts, most = (np.array([pick(sizes[part]) for part in parts], dtype=np.int64) for pick in (np.sum, _all_but_one))
+    counts, least = (np.array([pick(sizes[part]) for part in parts], dtype=np.int64) for pick in (np.sum, np.min))
+    most = counts - least
     owed = counts * fraction
     take = np.minimum(np.floor(owed).astype(np.int64), most)
     free = most - take
@@ -111,10 +112,6 @@ def stratified_folds(groups: Index, folds: int, seed: int, sizes: Index | None =
 def _sized(groups: Index, sizes: Index | None) -> tuple[Index, Index]:
     groups = np.asarray(groups, dtype=np.int64)
     return groups, np.ones(len(groups), dtype=np.int64) if sizes is None else sizes
-
-
-def _all_but_one(sizes: Index) -> int:
-    return int(sizes.sum() - sizes.min())
 
 
 def _by_group(groups: Index, seed: int) -> list[Index]:

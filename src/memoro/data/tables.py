@@ -6,9 +6,11 @@ import csv
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,13 @@ from memoro.data.columns import (
     RawSplit,
     annotate,
     join_indicators,
+    require_column,
     settle_columns,
     split_name,
 )
 from memoro.data.dataset import SPLITS, DataOptions, Skipped, SplitName
 from memoro.data.hub import read_inaturalist
-from memoro.data.source import NO_FILE, Files, Places, Rows, Source, hub_caches, unreadable_size
+from memoro.data.source import NO_FILE, Files, Places, Rows, Source, Stream, hub_caches, unreadable_size
 from memoro.errors import DataError
 
 Where = Callable[[int], str]
@@ -45,8 +48,9 @@ def read_manifest(path: Path, options: DataOptions) -> RawDataset:
     The column's name tells the kind of head: `label` is one class, `labels` several (between | or ;), `number` a
     regression. A column `split` says train, val or test.
     """
-    is_known = path.suffix.lower() == ".json"
-    table, where = (read_inaturalist(path.parent), _counted(path)) if is_known else _read_columns(path)
+    if path.suffix.lower() == ".json":
+        return read_columns(read_inaturalist(path.parent), str(path), path.parent, _counted(path), options)
+    table, where = _read_table(path)
     if not isinstance(table, dict):
         return read_tables({"train": table}, options, str(path), path.parent)
     return read_columns(table, str(path), path.parent, where, options)
@@ -82,21 +86,26 @@ def find_metadata(folder: Path, options: DataOptions) -> list[Path]:
 
 def read_metadata(folder: Path, files: Sequence[Path], options: DataOptions) -> RawDataset:
     """What the metadata files of an image folder list. Images of a file in a split's folder are of that split."""
-    rows: list[dict[str, Any]] = []
+    tables: list[dict[str, list[Any]]] = []
     places: list[str] = []
     for file in files:
-        table, where = _read_columns(file)
+        table, where = _read_table(file)
         if not isinstance(table, dict):
             raise DataError(f"{file} contains the images themselves: give that file instead of its folder.")
-        inside = {} if file.parent == folder else {"split": file.parent.name}
-        for row, cells in enumerate(zip(*table.values(), strict=True)):
-            own = dict(zip(table, cells, strict=True))
-            if inside and own["file_name"]:
-                own["file_name"] = f"{file.parent.name}/{own['file_name']}"
-            rows.append(own | inside)
-            places.append(where(row))
-    names = dict.fromkeys(name for row in rows for name in row)
-    return read_columns(_columns_of(rows, names), str(folder), folder, places.__getitem__, options)
+        count = len(table["file_name"])
+        if file.parent != folder:
+            split = file.parent.name
+            table["file_name"] = [name and f"{split}/{name}" for name in table["file_name"]]
+            table["split"] = [split] * count
+        tables.append(table)
+        places += map(where, range(count))
+    names = dict.fromkeys(name for table in tables for name in table)
+    nothing = [[None] * len(table["file_name"]) for table in tables]
+    joined = {
+        name: [cell for table, empty in zip(tables, nothing, strict=True) for cell in table.get(name, empty)]
+        for name in names
+    }
+    return read_columns(joined, str(folder), folder, places.__getitem__, options)
 
 
 def read_columns(
@@ -141,15 +150,16 @@ def read_columns(
     return RawDataset(columns.kind, splits, columns.labels, tuple(notes), tuple(skipped.values()))
 
 
-def _read_columns(path: Path) -> tuple[Any, Where]:
+def _read_table(path: Path) -> tuple[Any, Where]:
     """The columns of a file as lists, or a `datasets.Dataset` where the images themselves are inside; and where its
     rows are."""
     if path.suffix.lower() == ".parquet":
         return _read_parquet(path), _counted(path)
-    numbered = list(iterate_rows(path))  # cells of a CSV stay text: 007 is a name, and so is NA
-    rows = [row for _, row in numbered]
-    names = dict.fromkeys(name for row in rows for name in row) or dict.fromkeys(column_names(path))
-    return _columns_of(rows, filter(None, names)), lambda row: f"{path}, line {numbered[row][0]}"
+    header, rows = open_rows(path)  # cells of a CSV stay text: 007 is a name, and so is NA
+    numbered = list(rows)
+    names = dict.fromkeys(filter(None, [*header, *(name for _, row in numbered for name in row)]))
+    columns = {name: [row.get(name) for _, row in numbered] for name in names}
+    return columns, lambda row: f"{path}, line {numbered[row][0]}"
 
 
 def _counted(path: Path) -> Where:
@@ -158,27 +168,20 @@ def _counted(path: Path) -> Where:
 
 def column_names(path: Path) -> Sequence[str]:
     """The names of a file's columns; of JSON lines, those of the first row."""
-    if path.suffix.lower() == ".parquet":
-        with open_parquet(path) as file:
-            return list(file.schema_arrow.names)
-    if path.suffix.lower() in JSON_LINES:
-        return list(next(iterate_json_lines(path), (0, {}))[1])
-    return next(iterate_csv(path))[1]
+    if path.suffix.lower() != ".parquet":
+        return open_rows(path)[0]
+    with open_parquet(path) as file:
+        return list(file.schema_arrow.names)
 
 
-def _columns_of(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
-    """The rows as columns; None if a row lacks one."""
-    return {name: [row.get(name) for row in rows] for name in names}
-
-
-def iterate_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a text by the names of the columns, each with the number of its line."""
-    if path.suffix.lower() in JSON_LINES:
-        yield from iterate_json_lines(path)
-        return
-    rows = iterate_csv(path)
-    _, names = next(rows)
-    yield from ((line, dict(zip(names, row, strict=True))) for line, row in rows)
+def open_rows(path: Path) -> tuple[Sequence[str], Iterator[tuple[int, dict[str, Any]]]]:
+    """The columns' names of a text, for JSON lines those of the first row; and its rows by name, each with its line."""
+    if path.suffix.lower() not in JSON_LINES:
+        rows = iterate_csv(path)
+        return list(next(rows)[1]), rows
+    rows = iterate_json_lines(path)
+    first = list(islice(rows, 1))
+    return [name for _, row in first for name in row], chain(first, rows)
 
 
 def iterate_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -195,8 +198,8 @@ def iterate_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path}: not readable as JSON lines ({error}).") from None
 
 
-def iterate_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """The names of the columns, then the cells of each row, as many as there are names; each with its line."""
+def iterate_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The header, then the rows, by the names of the columns; each with the number of its line."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             header = file.readline()
@@ -205,20 +208,20 @@ def iterate_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
                 separator = "\t"
             file.seek(0)
             reader = csv.reader(file, delimiter=separator)
-            rows = (row for row in reader if row)
+            rows = filter(None, reader)
             names = [name.strip() for name in next(rows, [])]
             if not any(names):
                 raise DataError(f"{path}: not a readable CSV (there is no header).")
-            twice = [name for at, name in enumerate(names) if name and name in names[:at]]
+            twice = [name for name, count in Counter(names).items() if name and count > 1]
             if twice:
                 raise DataError(f"{path}: column names must be unique: {twice[0]!r} appears twice.")
-            yield reader.line_num, names
+            yield reader.line_num, dict.fromkeys(names)
             for row in rows:
                 if any(row[len(names) :]):
                     raise DataError(
                         f"{path}, line {reader.line_num}: {len(row)} cells, but the header has {len(names)}."
                     )
-                yield reader.line_num, row[: len(names)] + [""] * (len(names) - len(row))
+                yield reader.line_num, dict(zip_longest(names, row[: len(names)], fillvalue=""))
     except UnicodeDecodeError:
         raise DataError(f"{path}: not UTF-8; save it as UTF-8 text.") from None
     except (OSError, csv.Error) as error:
@@ -227,16 +230,12 @@ def iterate_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def _read_parquet(path: Path) -> Any:
     """The columns as lists; as a `datasets.Dataset` if the images themselves are inside."""
-    import datasets
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path, memory_map=True)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: not a readable Parquet file ({error}).") from None
+    with open_parquet(path) as file:
+        table = file.read()
     column = next((field.name for field in table.schema if holds_bytes(field.type)), None)
     if column is not None:
+        import datasets
+
         known = path.stat()
         fingerprint = hashlib.sha256(repr((str(path), known.st_size, known.st_mtime_ns)).encode()).hexdigest()
         return datasets.Dataset(table, fingerprint=fingerprint).cast_column(column, datasets.Image())
@@ -265,50 +264,53 @@ def iterate_column(path: Path, column: str) -> Iterator[Any]:
         for batch in iterate_parquet(path, columns=[column]):
             yield from (cell.as_py() for cell in batch.column(0))
     else:
-        yield from (row.get(column) for _, row in iterate_rows(path))
+        yield from (row.get(column) for _, row in open_rows(path)[1])
 
 
 def iterate_parquet(path: str | Path, *rows: int, **wanted: Any) -> Iterator[Any]:
     """Batches of a Parquet file."""
-    import pyarrow
-
     with open_parquet(path) as file:
-        try:
-            yield from file.iter_batches(*rows, **wanted)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{path}: the Parquet file is damaged ({error}); write it again.") from None
+        yield from file.iter_batches(*rows, **wanted)
 
 
-def open_parquet(path: str | Path) -> Any:
+@contextmanager
+def open_parquet(path: str | Path) -> Iterator[Any]:
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
         raise DataError("reading parquet needs pyarrow: pip install 'memoro[train]', or use a CSV file.") from None
     try:
-        return parquet.ParquetFile(path, memory_map=True, pre_buffer=False)
+        with parquet.ParquetFile(path, memory_map=True, pre_buffer=False) as file:
+            yield file
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: not a readable Parquet file ({error}).") from None
+        raise DataError(f"{path}: not a readable Parquet file ({error}); write it again.") from None
 
 
 # ----------------------------------------------------------------------------------------------------------- datasets
 
 
-def undecoded(table: Any, image: str, *others: str) -> Any:
-    """These columns of a `datasets` table, its images as bytes."""
+def open_images(table: Any, column: str, name: str, places: Places, length: int | None = None) -> Rows | Stream:
+    """The images in a column of a `datasets` table, as bytes; all places are trusted where `datasets` itself found the
+    files of an image folder. `length` is that of an iterable table, if it is known."""
     import datasets
 
-    table, feature = table.select_columns([image, *others]), table.features[image]
-    if isinstance(table, datasets.IterableDataset):
-        table = table.decode(False)
+    files = [os.path.realpath(file["filename"]) for file in getattr(table, "cache_files", ())]
+    root = os.path.join(os.path.realpath(hub_caches()[0]), "")  # its cache has the table then
+    if table.info.builder_name == "imagefolder" and files and all(file.startswith(root) for file in files):
+        places = replace(places, anywhere=True)
+    feature = table.features[column]
+    is_stream = isinstance(table, datasets.IterableDataset)
+    table = table.with_format(None).select_columns([column])
+    table = table.decode(False) if is_stream else table
     if isinstance(feature, datasets.Image):
-        return table.cast_column(image, datasets.Image(decode=False))
-    if getattr(feature, "dtype", None) not in {"binary", "large_binary", "string", "large_string"}:
+        table = table.cast_column(column, datasets.Image(decode=False))
+    elif getattr(feature, "dtype", None) not in {"binary", "large_binary", "string", "large_string"}:
         raise DataError(
-            f"column {image!r} holds {feature}, not images: cast it with dataset.cast_column({image!r}, "
+            f"column {column!r} holds {feature}, not images: cast it with dataset.cast_column({column!r}, "
             "datasets.Image()), or name another with `image_column`."
         )
-    return table
+    return Stream(name, column, places, table, length) if is_stream else Rows(name, column, places, table)
 
 
 def read_tables(tables: Mapping[str, Any], options: DataOptions, name: str, root: Path | None = None) -> RawDataset:
@@ -323,8 +325,14 @@ def read_tables(tables: Mapping[str, Any], options: DataOptions, name: str, root
     notes += more
     splits: dict[SplitName, RawSplit] = {}
     for split, key in names.items():
-        title = f"{name}:{key}" if len(tables) > 1 else name
-        splits[split], more = _read_table(tables[key], columns, title, places)
+        table, title = tables[key], f"{name}:{key}" if len(tables) > 1 else name
+        for column in (columns.image, *columns.values):
+            require_column(list(table.features), column, title)
+        source = open_images(table, columns.image, title, places)
+        # Test sets of competitions come without labels, or with -1 for them.
+        cells = columns.cells(_read_values(table, columns))
+        annotations, more = annotate(columns, cells, title, source.where)
+        splits[split] = RawSplit(source, list(annotations), list(annotations.values()))
         notes += more
     return RawDataset(columns.kind, splits, labels=columns.labels, notes=tuple(notes))
 
@@ -344,17 +352,6 @@ def match_splits(tables: Mapping[str, Any], name: str) -> tuple[dict[SplitName, 
     return names, notes
 
 
-def _read_table(table: Any, columns: Columns, name: str, places: Places) -> tuple[RawSplit, list[str]]:
-    missing = [column for column in (columns.image, *columns.values) if column not in table.features]
-    if missing:
-        raise DataError(f"{name}: no column {missing[0]!r}; it has {', '.join(map(repr, table.features))}.")
-    undecoded_table = undecoded(table.with_format(None), columns.image)
-    source = Rows(name, columns.image, trusted_places(table, places), undecoded_table)
-    # Test sets of competitions come without labels, or with -1 for them.
-    annotations, notes = annotate(columns, columns.cells(_read_values(table, columns)), name, source.where)
-    return RawSplit(source, list(annotations), list(annotations.values())), notes
-
-
 def _read_values(table: Any, columns: Columns) -> dict[str, list[Any]]:
     # As Arrow: a column whose type is an image would open files that no place allows.
     return dict(table.select_columns(list(columns.values)).with_format("arrow")[:].to_pydict())
@@ -372,11 +369,3 @@ def contains_all(column: Any) -> bool:
     """Whether each cell of a column of images holds the image itself, not the path of a file."""
     parts = [chunk.field("bytes") if hasattr(chunk, "field") else chunk for chunk in column.chunks]
     return holds_bytes(column.type) and not any(part.null_count for part in parts)
-
-
-def trusted_places(table: Any, places: Places) -> Places:
-    """The places; all where `datasets` itself found the files of an image folder: then its cache has the table."""
-    files = [os.path.realpath(file["filename"]) for file in getattr(table, "cache_files", ())]
-    root = os.path.join(os.path.realpath(hub_caches()[0]), "")
-    own = table.info.builder_name == "imagefolder" and bool(files) and all(file.startswith(root) for file in files)
-    return replace(places, anywhere=True) if own else places

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import count, islice
 from multiprocessing.reduction import ForkingPickler
+from operator import itemgetter
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -101,18 +102,18 @@ class WorkerPool:
                 future.cancel()
 
     def imap_parts(
-        self, function: Callable[[A], B], batches: Iterable[C], split: Callable[[C], Sequence[A]], workers: int
-    ) -> Iterator[tuple[C, list[tuple[A, B]]]]:
-        """Each batch, and the parts that `split` makes of it with their results, in order, as by `imap`."""
+        self, function: Callable[[list[A]], B], batches: Iterable[tuple[C, list[A]]], most: int, workers: int
+    ) -> Iterator[tuple[C, list[B]]]:
+        """What each batch is, and the function's results for every `most` of its items, in order, as by `imap`."""
         waiting: deque[tuple[C, int]] = deque()
 
-        def parts() -> Iterator[A]:
-            for batch in batches:
-                own = split(batch)
-                waiting.append((batch, len(own)))
-                yield from own
+        def parts() -> Iterator[list[A]]:
+            for batch, items in batches:
+                starts = range(0, max(len(items), 1), most)
+                waiting.append((batch, len(starts)))
+                yield from (items[at : at + most] for at in starts)
 
-        results = self.imap(function, parts(), workers)
+        results = map(itemgetter(1), self.imap(function, parts(), workers))
         for first in results:
             batch, number = waiting.popleft()
             found = [first, *islice(results, number - 1)]
@@ -227,52 +228,43 @@ class DecodeAhead:
         self._decoder, self._workers, self._pool = decoder, workers, shared_pool()
 
     def __call__(self, batches: Iterable[Pictures]) -> Iterator[tuple[Pictures, Decoded]]:
+        most = images_per_request(sum(one.nbytes for one in self._decoder.preprocessings), self._workers)
         rest, waiting = iter(batches), deque[Pictures]()
 
-        def remember() -> Iterator[Pictures]:
+        def remember() -> Iterator[tuple[Pictures, Pictures]]:
             for batch in rest:
                 waiting.append(batch)
-                yield batch
+                yield batch, batch
 
         more = True
         while more:
             more = False
             try:
-                for batch, parts in self._pool.imap_parts(self._decoder, remember(), self._split, self._workers):
+                for batch, parts in self._pool.imap_parts(self._decoder, remember(), most, self._workers):
                     waiting.popleft()
-                    yield batch, _join(parts)
+                    yield batch, _join(parts, most)
             except WorkerError:
                 more = True
             while waiting:  # one of these images is to blame
                 batch = waiting.popleft()
-                yield batch, self._one_by_one(batch)
+                yield batch, _join([self._alone(picture) for picture in batch], 1)
 
-    def _split(self, batch: Pictures) -> list[Pictures]:
-        most = images_per_request(sum(one.nbytes for one in self._decoder.preprocessings), self._workers)
-        return [batch[at : at + most] for at in range(0, len(batch), most)]
-
-    def _one_by_one(self, batch: Pictures) -> Decoded:
-        parts: list[tuple[Pictures, Decoded]] = []
-        for picture in batch:
-            try:
-                parts += self._pool.imap(self._decoder, [[picture]], self._workers)
-            except WorkerError:
-                nothing: list[list[Tensor]] = [[] for _ in self._decoder.preprocessings]
-                why = "the process that decoded it died, possibly out of memory."
-                parts.append(([picture], Decoded(nothing, {0: why})))
-        return _join(parts)
+    def _alone(self, picture: NamedPicture) -> Decoded:
+        try:
+            [(_, decoded)] = self._pool.imap(self._decoder, [[picture]], self._workers)
+        except WorkerError:
+            nothing: list[list[Tensor]] = [[] for _ in self._decoder.preprocessings]
+            return Decoded(nothing, {0: "the process that decoded it died, possibly out of memory."})
+        return decoded
 
 
-def _join(parts: Sequence[tuple[Pictures, Decoded]]) -> Decoded:
-    """What a batch gives, from what its parts give."""
+def _join(parts: Sequence[Decoded], size: int) -> Decoded:
+    """What a batch gives, from what its parts of `size` images give."""
     if len(parts) == 1:
-        return parts[0][1]
-    failures, start = dict[int, str](), 0
-    for batch, decoded in parts:
-        failures |= {start + at: why for at, why in decoded.failures.items()}
-        start += len(batch)
+        return parts[0]
+    failures = {number * size + at: why for number, part in enumerate(parts) for at, why in part.failures.items()}
     joined = []
-    for found in zip(*(decoded.images for _, decoded in parts), strict=True):
+    for found in zip(*(part.images for part in parts), strict=True):
         own = [images for part in found for images in part]
         alike = len({images.shape[1:] for images in own}) == 1
         joined.append([torch.cat(own)] if alike else [image[None] for images in own for image in images])

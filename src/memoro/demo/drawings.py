@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import ImageFont
 
-from memoro.images.drawing import draw_letter, enlarge_digit
+from memoro.pages.drawing import draw_letter, enlarge_digit
 
 LETTERS = "abdefghmqr"  # upper and lower case have different shapes
 FONTS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
@@ -104,48 +105,59 @@ class Augment:
         """Whether every view is the one of evaluation."""
         return self.crop == "none" and self.flip == 0
 
-    def apply(
-        self, image: Image.Image, preprocessing: Preprocessing, seed: int, epoch: int, sample: int
-    ) -> Image.Image:
-        """The image's view for this sample in this epoch, at the size that the backbone takes."""
+
+@dataclass(frozen=True)
+class View:
+    """One of the random views of a sample."""
+
+    augment: Augment
+    seed: int
+    epoch: int
+    sample: int
+
+    @cached_property
+    def draws(self) -> list[float]:
+        draws = uniform(2 * _TRIES + 3, self.seed, Purpose.AUGMENT, self.epoch, self.sample)
+        return [float(draw) for draw in draws]
+
+    def apply(self, image: Image.Image, preprocessing: Preprocessing) -> Image.Image:
+        """The image's view, at the size that the backbone takes."""
         height, width = output_size(preprocessing)
-        draws = uniform(2 * _TRIES + 3, seed, Purpose.AUGMENT, epoch, sample).tolist()
-        own = self.for_kind("softmax")  # a Loader has decided by its images already
-        if own.crop == "inception":
-            box = self.box(image.size, draws)
-            image = image.resize((width, height), Image.Resampling(preprocessing.resample), box=box)
+        augment = self.augment.for_kind("softmax")  # a Loader has decided by its images already
+        if augment.crop == "inception":
+            image = image.resize((width, height), Image.Resampling(preprocessing.resample), box=self.box(image.size))
         else:
             image = preprocessing.fit(image)
-        if own.crop == "pad":
+        if augment.crop == "pad":
             # Pillow fills what lies outside with black.
-            far = round(self.padding * width), round(self.padding * height)
-            left, top = (math.floor(draws[at + 1] * (2 * far[at] + 1)) - far[at] for at in (0, 1))
+            far = round(augment.padding * width), round(augment.padding * height)
+            left, top = (math.floor(self.draws[at + 1] * (2 * far[at] + 1)) - far[at] for at in (0, 1))
             image = image.crop((left, top, left + width, top + height))
-        mirrored = own.flip is not None and draws[0] < own.flip
+        mirrored = augment.flip is not None and self.draws[0] < augment.flip
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else image
 
-    def edge(self, size: tuple[int, int], preprocessing: Preprocessing, seed: int, epoch: int, sample: int) -> int:
+    def edge(self, preprocessing: Preprocessing, size: tuple[int, int]) -> int:
         """The shortest edge to decode an image of this size at, so that the view still has twice the input's pixels."""
-        if self.crop not in {None, "inception"}:
+        if self.augment.crop not in {None, "inception"}:
             return preprocessing.draft or min(size)
         height, width = output_size(preprocessing)
-        draws = uniform(2 * _TRIES + 3, seed, Purpose.AUGMENT, epoch, sample).tolist()
-        left, top, right, bottom = self.box(size, draws)
+        left, top, right, bottom = self.box(size)
         return math.ceil(min(size) * max(2 * width / (right - left), 2 * height / (bottom - top)))
 
-    def box(self, size: tuple[int, int], draws: list[float]) -> tuple[float, float, float, float]:
+    def box(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
         """(left, top, right, bottom) of the crop, not in whole pixels: a smaller decode has the same one."""
-        width, height = size
-        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        (width, height), draws = size, self.draws
+        scale, ratios = self.augment.scale, self.augment.ratio
+        low, high = math.log(ratios[0]), math.log(ratios[1])
         for area, shape in zip(draws[3::2], draws[4::2], strict=True):
-            part = self.scale[0] + (self.scale[1] - self.scale[0]) * area
+            part = scale[0] + (scale[1] - scale[0]) * area
             ratio = math.exp(low + (high - low) * shape)
             crop = math.sqrt(width * height * part * ratio), math.sqrt(width * height * part / ratio)
             if crop[0] <= width and crop[1] <= height:
                 break
         else:
             # A strip of an image has no crop of these ratios: its centre, as far as they allow.
-            crop = min(width, height * self.ratio[1]), min(height, width / self.ratio[0])
+            crop = min(width, height * ratios[1]), min(height, width / ratios[0])
             draws = [draws[0], 0.5, 0.5]
         left, top = (width - crop[0]) * draws[1], (height - crop[1]) * draws[2]
         return left, top, min(left + crop[0], width), min(top + crop[1], height)

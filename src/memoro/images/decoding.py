@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,21 +13,12 @@ from PIL import Image
 from torch import Tensor
 
 from memoro.errors import ImageError
-from memoro.images.augment import Augment
+from memoro.images.augment import View
 from memoro.images.opening import MAX_PIXELS, Picture, open_image
 from memoro.images.preprocessing import Preprocessing
 
 NamedPicture = tuple[str, Picture | ImageError]
 """An image with its name, or why there is none."""
-
-
-class View(NamedTuple):
-    """One of the random views of a sample."""
-
-    augment: Augment
-    seed: int
-    number: int
-    sample: int
 
 
 class Decoded(NamedTuple):
@@ -71,16 +63,9 @@ class Decoder:
         options: dict[str, Any] = {"name": name, "max_pixels": self.max_pixels, "opened": {}}
         found = []
         for spec in self.preprocessings:
-            if view is None:
-                found.append(spec.fit(open_image(picture, draft=spec.draft, white=spec.white, **options)))
-                continue
-            address = (spec, *view[1:])
-
-            def edge(size: tuple[int, int], augment: Augment = view.augment, address: Any = address) -> int:
-                return augment.edge(size, *address)
-
-            image = open_image(picture, draft=edge, white=spec.white, **options)
-            found.append(view.augment.apply(image, *address))
+            draft = spec.draft if view is None else partial(view.edge, spec)
+            image = open_image(picture, draft=draft, white=spec.white, **options)
+            found.append(spec.fit(image) if view is None else view.apply(image, spec))
         return found
 
 

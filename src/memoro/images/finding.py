@@ -6,7 +6,6 @@ import glob
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import takewhile
@@ -67,20 +66,15 @@ def find_images(places: Iterable[str | Path]) -> Iterator[Path]:
     for place in places:
         if str(place).endswith(".safetensors"):  # as of a glob that the shell expanded after -t
             raise DataError(f"{place} is a task file, not an image: pass each task file with `tasks`.")
-    roots = [_root(place) for place in places]
-    later = Counter(roots)
+    last = {_root(place): at for at, place in enumerate(places)}
     seen: set[Path] = set()  # only what a later place may name again: there may be millions of images
-    for place, root in zip(places, roots, strict=True):
-        later[root] -= 1
-        empty, folder, again = True, None, False
+    for at, place in enumerate(places):
+        empty = True
         for path in _find(place):
             empty = False
             if path in seen:
                 continue
-            if path.parent != folder:
-                folder = path.parent
-                again = any(later[one] for one in (folder, *folder.parents))
-            if again or later[path]:
+            if len(places) > 1 and any(last.get(folder, at) > at for folder in (path, *path.parents)):
                 seen.add(path)
             yield path
         if empty and not glob.has_magic(str(place)) and not Path(place).exists():

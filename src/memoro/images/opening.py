@@ -185,18 +185,14 @@ def _upright_rgb(image: Image.Image, white: White) -> Image.Image:
         rgba = image.convert("RGBA")
         image = Image.new("RGB", rgba.size, (255, 255, 255))
         image.paste(rgba, mask=rgba.getchannel("A"))
-    return image.convert("RGB") if image.mode != "RGB" else image.copy() if _lazy(image) else image
+    depends_on_file = getattr(image, "fp", None) is not None
+    return image.convert("RGB") if image.mode != "RGB" else image.copy() if depends_on_file else image
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
     width, height = image.size
     # EXIF orientations 5 to 8 lie on their side.
     return (height, width) if image.getexif().get(ExifTags.Base.Orientation) in {5, 6, 7, 8} else (width, height)
-
-
-def _lazy(image: Image.Image) -> bool:
-    """Whether the pixels still depend on the open file."""
-    return getattr(image, "fp", None) is not None
 
 
 def is_deep(image: Image.Image) -> bool:
@@ -219,13 +215,6 @@ class Levels(NamedTuple):
         if self.floats:
             return max(self.high, 1.0)
         return float(2 ** max(8, int(self.high).bit_length()) - 1)
-
-    def join(self, other: Levels | None) -> Levels:
-        """The levels of both sets of images together."""
-        if other is None:
-            return self
-        low, high = min(self.low, other.low), max(self.high, other.high)
-        return Levels(low, high, self.floats + other.floats, self.images + other.images)
 
 
 def _eight_bit(image: Image.Image, white: White) -> Image.Image:

@@ -94,22 +94,22 @@ class Preprocessing:
         if max(now) * ratio > MAX_SIDE:
             raise DataError(f"image size {side}: the longer edge would have more than {MAX_SIDE} pixels.")
 
-        def scaled(pair: tuple[int, int]) -> tuple[int, int]:
-            return round(pair[0] * ratio), round(pair[1] * ratio)
+        def scaled(length: Any) -> Any:
+            if length is None or isinstance(length, tuple):
+                return length and tuple(map(scaled, length))
+            return round(length * ratio)
 
-        resize = self.resize
-        if isinstance(resize, tuple):
-            resize = scaled(resize)
-        elif resize is not None:
-            resize = round(resize * ratio)
-        return replace(self, resize=resize, crop=None if self.crop is None else scaled(self.crop))
+        return replace(self, resize=scaled(self.resize), crop=scaled(self.crop))
 
     def fit(self, image: Image.Image) -> Image.Image:
         """The RGB image resized and cropped: what the model will see, as an image."""
         if self.resize is not None:
             image = image.resize(self._target(image.size), Image.Resampling(self.resample))
         if self.crop is not None:
-            image = _centre(image, self.crop)
+            (height, width), (image_width, image_height) = self.crop, image.size
+            top, left = (image_height - height) // 2, (image_width - width) // 2
+            # Pillow fills what lies outside with black.
+            image = image.crop((left, top, left + width, top + height))
         return image
 
     def to_tensor(self, image: Image.Image) -> Tensor:
@@ -179,13 +179,6 @@ def _divides_exactly(steps: Preprocessing, device: torch.device) -> bool:
     every = torch.arange(256, dtype=torch.uint8, device=device).view(256, 1, 1).expand(256, 1, 3)
     levels = torch.from_numpy(steps._levels())
     return steps.scale != 0 and bool(torch.equal(steps._divide(every)[..., 0].cpu(), levels))
-
-
-def _centre(image: Image.Image, crop: tuple[int, int]) -> Image.Image:
-    (height, width), (image_width, image_height) = crop, image.size
-    top, left = (image_height - height) // 2, (image_width - width) // 2
-    # Pillow fills what lies outside with black.
-    return image.crop((left, top, left + width, top + height))
 
 
 def _whole(value: object, what: str, low: int = 1, high: int = MAX_SIDE) -> int:

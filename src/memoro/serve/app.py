@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from memoro import __version__
 from memoro.engine.answers import Routing
 from memoro.errors import MemoroError, ServeError
-from memoro.images.drawing import draw_apple, draw_digit, draw_landscape, draw_letter
+from memoro.pages.drawing import draw_apple, draw_digit, draw_landscape, draw_letter
 from memoro.pages.elements import page_policy, read_style, render_page, table, tag
 from memoro.serve import schemas
 from memoro.serve.bodies import first_problem, read_images
