@@ -61,7 +61,7 @@ def test_killed_in_the_middle_and_resumed(photos: Path, predictor: Predictor) ->
     assert len(list(job.folder.glob(".part-000001*"))) == 1, "half a shard has a hidden name"
     first = job.path(0).stat()
     todo = begin(job, resume=True)
-    assert (todo.images, todo.answered, todo.done) == (COUNT, 8, {0})
+    assert (todo.images, todo.answered.images, todo.done) == (COUNT, 8, {0})
     assert answer_here(job, todo).images == COUNT - 8
     assert job.path(0).stat() == first, "what is done is not done again"
     assert sorted(os.listdir(job.folder)) == [IMAGES, MANIFEST, *(f"part-00000{number}.parquet" for number in range(3))]

@@ -44,7 +44,7 @@ def test_shards_have_the_rows_of_plain_predict(shell: Shell, mess: Path, tasks: 
     assert "".join(file.read_text() for file in sorted(Path("text").glob("*.csv"))).count("\n") == len(whole) + 2
     again = shell(*common, "--out", "many/", "--shard-size", 4, "--resume")
     assert "Already done: 7 images. Still to do: 0." in again.err
-    assert "predictions for 0 images" in again.err
+    assert "predictions for" not in again.err
 
 
 @pytest.mark.parametrize("embeddings", [False, True])

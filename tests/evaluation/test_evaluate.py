@@ -24,7 +24,8 @@ from memoro.backbones import Backbone
 from memoro.console import bar, make_table, plain_console, printable
 from memoro.demo.demo_page import Cost, DemoResult, write_page
 from memoro.errors import ImageError
-from memoro.evaluation.metrics import class_figures, measure, warn_of
+from memoro.evaluation.metrics import decide, measure, warn_of
+from memoro.heads import HEADS
 from memoro.images import open_image
 
 __all__ = ["shell"]  # a fixture
@@ -40,7 +41,7 @@ def test_r2_is_the_mean_over_outputs() -> None:
     assert found == pytest.approx(1), "an output without variation is left out"
     same = torch.full((1000, 1), 0.1)  # their mean in float32 is another number
     assert measure("regression", ["constant"], same + 1, same)["r2"] is None
-    assert class_figures("regression", ["constant"], same + 1, same)[1][0][-1] == "-"
+    assert HEADS["regression"].figures(["constant"], *decide("regression", same + 1), same)[1][0][-1] == "-"
 
 
 def test_the_shell_predicts_what_python_predicts(shell: Shell, backbone: Backbone, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from squares import save_square, save_squares
 
 import memoro
 from memoro.data.screening import near_duplicates
-from memoro.evaluation.metrics import class_figures, find_mistakes
+from memoro.evaluation.metrics import decide
+from memoro.heads import HEADS
 from memoro.images import open_image
 from memoro.pages.charts import histogram_chart, line_chart, matrix_chart, scatter_chart, shorten, text_width
 from memoro.pages.elements import Html, render_page, tag
@@ -62,7 +63,7 @@ def test_every_training_has_a_report(shell: Shell, tmp_path: Path) -> None:
     assert "report: runs/colour/report.html" in said.splitlines()
     text = check_page(tmp_path / "runs" / "colour" / "report.html")
     for part in (
-        "measured on the test split of 8 images", "Confusion matrix", "Each class", "recall",
+        "Measured on the test split (8 images)", "Confusion matrix", "Each class", "recall",
         "where the task looked", "Familiar images", "Images left out", "broken<b>.png",
         "1 pair of images in different splits look the same", "larger.png", "set/train/red/000.png",
         "trained parameters", "Time", "memoro predict photo.jpg -t colour.safetensors", HOSTILE,
@@ -72,9 +73,17 @@ def test_every_training_has_a_report(shell: Shell, tmp_path: Path) -> None:
     assert page.count("<svg") >= 4, "loss, accuracy, confusion, time"
     shell("eval", "set", "-b", "vit", "-t", "colour.safetensors", "--report", "--set", "workers=0")
     text = check_page(tmp_path / "report.html")
-    assert "Evaluated on set, on the test split of 8 images" in text
+    assert "Evaluated on the test split of set (8 images)" in text
     assert "Each class" in text
     assert "Settings tried" not in text
+
+
+def test_arguments_in_notes_are_code(tiny: memoro.Backbone, tmp_path: Path) -> None:
+    data = save_squares(tmp_path / "set", {"red": 24, "green": 2}, first=0)
+    memoro.train(data, backbone=tiny, folds=2, folder=tmp_path / "run", **HOW)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "<code>balance=True</code> gives rare classes more weight" in page
+    assert "`" not in check_page(tmp_path / "run" / "report.html")
 
 
 def test_reports_of_labels_and_numbers(tiny: memoro.Backbone, tmp_path: Path) -> None:
@@ -143,35 +152,43 @@ def test_answers_of_folds_belong_to_their_images(tiny: memoro.Backbone, tmp_path
     assert sorted(names) != names, "in the order of the folds"
 
 
+def mistakes(kind: Any, labels: Any, logits: Any, targets: Any, most: int, calibration: Any = None) -> Any:
+    return HEADS[kind].mistakes(labels, *decide(kind, logits, calibration), targets, most)
+
+
+def figures(kind: Any, labels: Any, logits: Any, targets: Any, calibration: Any = None) -> Any:
+    return HEADS[kind].figures(labels, *decide(kind, logits, calibration), targets)
+
+
 def test_the_most_confident_mistakes() -> None:
     labels = ["cat", "dog", "cow"]
     logits = torch.tensor([[5.0, 0, 0], [0, 9.0, 0], [0, 1.0, 0], [0, 0, 4.0]])
-    count, found = find_mistakes("softmax", labels, logits, torch.tensor([0, 0, 2, 2]), 5)
+    count, found = mistakes("softmax", labels, logits, torch.tensor([0, 0, 2, 2]), 5)
     assert count == 2
     assert [(one.index, one.predicted, one.true) for one in found] == [
         (1, "dog 100%", "cat 0%"),
         (2, "dog 58%", "cow 21%"),
     ]
     truth = torch.tensor([[1.0, 0, 0], [0, 1, 1]])
-    count, found = find_mistakes("multilabel", labels, torch.tensor([[4.0, -4, -4], [3, 4, -2]]), truth, 5)
+    count, found = mistakes("multilabel", labels, torch.tensor([[4.0, -4, -4], [3, 4, -2]]), truth, 5)
     assert count == 1
     assert (found[0].index, found[0].predicted, found[0].true) == (1, "cat 95%, not cow 12%", "dog, cow")
-    count, found = find_mistakes("regression", ["m"], torch.tensor([[1.0], [5.0]]), torch.tensor([[1.0], [2.0]]), 1)
+    count, found = mistakes("regression", ["m"], torch.tensor([[1.0], [5.0]]), torch.tensor([[1.0], [2.0]]), 1)
     assert [(one.index, one.predicted, one.true) for one in found] == [(1, "5", "2")]
 
 
 def test_mistakes_and_figures_are_calibrated() -> None:
     softmax = Calibration((4.0,), (), (), 30, "validation")
     logits = torch.tensor([[0.0, 4.0], [8.0, 0.0]])
-    count, found = find_mistakes("softmax", ["cat", "dog"], logits, torch.tensor([0, 0]), 5, softmax)
+    count, found = mistakes("softmax", ["cat", "dog"], logits, torch.tensor([0, 0]), 5, softmax)
     assert (count, found[0].predicted, found[0].true) == (1, "dog 73%", "cat 27%")
     labels = Calibration((2.0, 1.0), (0.3, 0.8), (), 30, "validation")
     logits, truth = torch.tensor([[-1.0, 1.0], [-4.0, 2.0]]), torch.tensor([[1.0, 1.0], [0, 1.0]])
-    count, found = find_mistakes("multilabel", ["cat", "dog"], logits, truth, 5, labels)
+    count, found = mistakes("multilabel", ["cat", "dog"], logits, truth, 5, labels)
     assert (count, found[0].index, found[0].predicted) == (1, 0, "not dog 73%")  # 38 % are enough for a cat
-    _, rows = class_figures("multilabel", ["cat", "dog"], logits, truth, labels)
+    _, rows = figures("multilabel", ["cat", "dog"], logits, truth, labels)
     assert rows == [["dog", "2", "1", "1", "0", "0.667"], ["cat", "1", "1", "0", "0", "1.000"]]
-    _, raw = class_figures("multilabel", ["cat", "dog"], logits, truth)
+    _, raw = figures("multilabel", ["cat", "dog"], logits, truth)
     assert raw == [["cat", "1", "0", "1", "0", "0.000"], ["dog", "2", "2", "0", "0", "1.000"]]
 
 
@@ -213,8 +230,8 @@ def test_labels_are_judged_by_thresholds_of_other_images(tiny: memoro.Backbone, 
     assert done.targets is not None
     answers = (done.task.kind, done.task.labels, done.logits, done.targets)
     seen, unseen = (
-        class_figures(*answers, done.task.spec.calibration)[1],
-        class_figures(*answers[:2], decide_unseen("multilabel", *answers[2:]), done.targets)[1],
+        figures(*answers, done.task.spec.calibration)[1],
+        figures(*answers[:2], decide_unseen("multilabel", *answers[2:]), done.targets)[1],
     )
     assert seen != unseen
     assert sum(float(row[-1]) for row in unseen) / 2 == pytest.approx(done.metrics["f1"], abs=1e-3)
@@ -225,7 +242,7 @@ def test_labels_are_judged_by_thresholds_of_other_images(tiny: memoro.Backbone, 
 
 def test_figures_of_each_class() -> None:
     logits = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 1, 0]])
-    columns, rows = class_figures("softmax", ["cat", "dog", "cow"], logits, torch.tensor([0, 0, 1]))
+    columns, rows = figures("softmax", ["cat", "dog", "cow"], logits, torch.tensor([0, 0, 1]))
     assert columns == ["class", "most often confused with", "images", "recall", "precision"]
     assert rows == [
         ["cat", "dog (1)", "2", "0.500", "1.000"],

@@ -28,13 +28,13 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "demo": Verb("memoro.cli.demo", "memoro demo", "see it work, without a download"),
+    "demo": Verb("memoro.cli.start", "memoro demo", "see it work, without a download"),
     "train": Verb("memoro.cli.train", "memoro train photos/ --task pets", "learn from folders of classes"),
     "eval": Verb("memoro.cli.evaluate", "memoro eval photos/ -t pets.safetensors", "metrics on the test split"),
     "predict": Verb(
         "memoro.cli.predict", "memoro predict new/*.jpg -t pets.safetensors", "all tasks answer in one pass"
     ),
-    "explain": Verb("memoro.cli.explain", "memoro explain 1.jpg -t pets.safetensors", "where the task looked"),
+    "explain": Verb("memoro.cli.predict", "memoro explain 1.jpg -t pets.safetensors", "where the task looked"),
     "serve": Verb("memoro.cli.serve", "memoro serve -t tasks/", "answer over HTTP; with a page"),
     "teach": Verb("memoro.cli.teach", "memoro teach photos/ --task pets", "label on a page that learns"),
     "suspects": Verb("memoro.cli.teach", "memoro suspects photos/", "labels that may be wrong"),
@@ -46,7 +46,7 @@ VERBS = {
     "export": Verb("memoro.cli.tasks", "memoro export -t A -o model.onnx", "backbone and tasks as ONNX"),
     "card": Verb("memoro.cli.tasks", "memoro card pets.safetensors", "a model card for the hub"),
     "import": Verb("memoro.cli.tasks", "memoro import model.pt -o tasks.safetensors", "the paper's reproduction"),
-    "backbones": Verb("memoro.cli.backbones", "memoro backbones", "names, sizes, licences"),
+    "backbones": Verb("memoro.cli.start", "memoro backbones", "names, sizes, licences"),
     "cache": Verb("memoro.cli.tasks", "memoro cache --clear", "show or empty the feature cache"),
     "lab": Verb("memoro.lab.cli", "memoro lab --help", "study the method and its speed"),
 }

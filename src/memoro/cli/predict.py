@@ -1,24 +1,35 @@
-"""The command about new images: predict."""
+"""Commands about new images: predict, explain."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from memoro.cli.options import DeviceOption, PrecisionOption, TaskBackboneOption, TaskFiles, load_models, share_cores
+from memoro.cli.options import (
+    DeviceOption,
+    Json,
+    PrecisionOption,
+    TaskBackboneOption,
+    TaskFiles,
+    load_models,
+    print_json,
+    share_cores,
+)
 from memoro.cli.settings import Settings, read_settings, shell_log
-from memoro.console import Bar, format_count, format_time, plain_console
+from memoro.console import Bar, Cell, format_count, format_time, make_table, plain_console
 
 if TYPE_CHECKING:
     from memoro.data.source import Source
+    from memoro.engine.answers import Prediction
     from memoro.evaluation.bulk import Job
     from memoro.evaluation.parallel import RayOptions
     from memoro.evaluation.predictions import Predictor, Tally
@@ -161,7 +172,7 @@ def predict(
             tally = _write_one(source, shared, chosen, file, count, workers, raw_csv)
     if tally.first is not None:
         some = f"{tally.unreadable} of {tally.images} images could not be read, such as "
-        tell(f"{some if tally.images > 1 else ''}{tally.first.image}: {tally.first.error}")
+        tell(f"{some if tally.images > 1 else ''}{': '.join(tally.first)}")
     raise typer.Exit(1 if tally.unreadable and (strict or tally.unreadable == tally.images) else 0)
 
 
@@ -202,27 +213,28 @@ def _write_one(
 ) -> Tally:
     """All answers in one place: a file, stdout or a table."""
     from memoro.data.workers import worker_count
-    from memoro.evaluation.bulk import SHARD_SIZE
+    from memoro.evaluation.bulk import SHARD_SIZE, cut_shards
     from memoro.evaluation.predictions import MAX_ROWS, Tally, predictions_table, write_predictions
     from memoro.files import part_of, write_gradually
 
     errors = plain_console(stderr=True, soft_wrap=True)
     how, tally = predictor.how, Tally()
-    keys = iter(source.keys())
-    chunks = iter(lambda: list(islice(keys, SHARD_SIZE)), [])
-    pictures = (picture for chunk in chunks for picture in source.read(chunk))
+    pictures = (picture for shard in cut_shards(source.keys(), SHARD_SIZE) for picture in source.read(shard.keys))
+
+    def count_all(tick: Callable[[int], None]) -> Iterator[Prediction]:
+        for prediction in predictor.predict(pictures, predictor.decoder(worker_count(workers, count))):
+            tally.add(prediction)
+            yield prediction
+            tick(1)
+
     try:
         with _progress(count, quiet=not errors.is_terminal) as tick:
-            found = predictor.predict(pictures, predictor.decoder(worker_count(workers, count)))
-            rows = tally.count(found, lambda: tick(1))
+            rows = count_all(tick)
             if form == "table":
                 shown = list(islice(rows, MAX_ROWS))
-                for _ in rows:
-                    pass
-            elif out is None:
-                write_predictions(rows, form, sys.stdout.buffer, how.top, raw_csv=raw_csv)
+                deque(rows, maxlen=0)
             else:
-                with write_gradually(out) as file:
+                with nullcontext(sys.stdout.buffer) if out is None else write_gradually(out) as file:
                     write_predictions(rows, form, file, how.top, embeddings=how.embeddings, raw_csv=raw_csv)
     except KeyboardInterrupt:
         errors.print(f"stopped after {format_count(tally.images, 'image')}.")
@@ -240,7 +252,7 @@ def _write_one(
 def _write_shards(job: Job, resume: bool, workers: int | None, cluster: RayOptions | None) -> Tally:
     """Answers as files of a folder. Returns what all of them hold."""
     from memoro.data.workers import worker_count
-    from memoro.evaluation.bulk import answer_here, begin, claim, count_answered
+    from memoro.evaluation.bulk import answer_here, begin, claim
     from memoro.evaluation.parallel import answer_on_ray, check_ray
 
     errors = plain_console(stderr=True, soft_wrap=True)
@@ -250,13 +262,13 @@ def _write_shards(job: Job, resume: bool, workers: int | None, cluster: RayOptio
         todo = begin(job, resume=resume)
         for change in todo.changes:
             errors.print(change)
-        left = None if todo.images is None else todo.images - todo.answered
-        whole = count_answered(job, todo)
+        whole = todo.answered
+        left = None if todo.images is None else todo.images - whole.images
         if todo.done:
             rest = "more" if left is None else left
-            errors.print(f"Already done: {format_count(todo.answered, 'image')}. Still to do: {rest}.")
+            errors.print(f"Already done: {format_count(whole.images, 'image')}. Still to do: {rest}.")
         try:
-            with _progress(left) as tick:
+            with _progress(left, quiet=left == 0) as tick:
                 if cluster is not None:
                     address, count = cluster.address, cluster.workers
                     tally = answer_on_ray(job, todo, address=address, workers=count, tick=tick, tell=errors.print)
@@ -265,7 +277,8 @@ def _write_shards(job: Job, resume: bool, workers: int | None, cluster: RayOptio
         except KeyboardInterrupt:
             errors.print(f"stopped; the shards so far are in {job.folder}. To continue, add --resume.")
             raise typer.Exit(130) from None
-    errors.print(f"Wrote predictions for {format_count(tally.images, 'image')} to {job.folder}.")
+    if left != 0:
+        errors.print(f"Wrote predictions for {format_count(tally.images, 'image')} to {job.folder}.")
     whole.merge(tally)
     return whole
 
@@ -304,3 +317,50 @@ def _choose_form(form: str | None, out: Path | None, folder: bool) -> str:
     if form == "parquet" and out is None:
         raise typer.BadParameter("parquet is a binary format: name a file with --out predictions.parquet")
     return form
+
+
+@app.command()
+def explain(
+    images: Annotated[list[str], typer.Argument(help="Files, folders or globs.", show_default=False)],
+    tasks: TaskFiles,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The picture to write: .png, .jpg or .webp.")] = Path(
+        "overlay.png"
+    ),
+    backbone: TaskBackboneOption = None,
+    device: DeviceOption = None,
+    precision: PrecisionOption = "auto",
+    as_json: Json = False,
+) -> None:
+    """memoro explain photo.jpg -t pets.safetensors -o overlay.png
+    memoro explain new/ -t pets.safetensors -t rooms.safetensors -o sheet.png
+
+    Show where tasks looked: each image in grey, coloured by attention.
+
+    Yellow is the most attention, dark blue none. Several images or tasks are drawn as a grid: a row for each image, a
+    column for each task. The table shows how much attention went to the image's patches, the task's memory etc.
+    """
+    from memoro.engine.composition import compose
+    from memoro.evaluation.overlays import draw_overlays, picture_format, save_picture
+    from memoro.images import find_images
+
+    picture_format(out)  # an error before the work
+    frozen, members = load_models(tasks, backbone, device, precision)
+    found = draw_overlays(compose(frozen, members), list(find_images(images)))
+    errors = plain_console(stderr=True, soft_wrap=True)
+    for reason in found.skipped.values():
+        errors.print(f"skipped {reason}")
+    if found.picture is None:
+        raise typer.Exit(1)
+    save_picture(found.picture, out)
+    looked = [(image, name, *one) for image, row in found.answers.items() for name, one in row.items()]
+    for name, note in {name: where.note for _, name, _, where in looked if where.note is not None}.items():
+        errors.print(f"note: {name}: {note}")
+    if as_json:
+        print_json({"out": str(out), "images": found.to_json(), "skipped": found.skipped})
+        return
+    rows: list[list[Cell]] = [
+        [image, name, str(answer), [f"{part} {share:.0%}" for part, share in where.shares().items()]]
+        for image, name, answer, where in looked
+    ]
+    plain_console().print(make_table(["image", "task", "answer", "attention to"], rows, left=4))
+    plain_console(soft_wrap=True).print(f"written to {out}")

@@ -53,55 +53,43 @@ def similar(
     *queries, place = images
     if bool(queries) == find_duplicates:
         raise typer.BadParameter("give images and a folder to look in, or one folder with --duplicates.")
-    from memoro.evaluation.overlays import draw_cell, draw_sheet, picture_format, save_picture
-    from memoro.images import find_images, open_image
+    from memoro.evaluation.overlays import draw_matches, picture_format, save_picture
+    from memoro.images import find_images
+    from memoro.similar import SUFFIX, duplicates, open_index
 
     if out is not None:
         picture_format(out)  # an error before the work
     errors = plain_console(stderr=True, soft_wrap=True)
     name = name_backbone(backbone)
-    rows: list[tuple[str, Sequence[tuple[str, float | None]]]]
+    rows: list[tuple[str, Sequence[tuple[str, float | None]]]] = []
     if find_duplicates:
-        from memoro.similar import duplicates
-
         rows = [(group[0], [(other, None) for other in group[1:]]) for group in duplicates(place)]
         errors.print(f"{format_count(len(rows), 'group')} of images that look the same")
     else:
-        from memoro.backbones.load import own_device
-        from memoro.similar import SUFFIX, open_index
-
         files = [str(path) for path in find_images(queries)]
-        given: dict[str, Any] = {"device": str(own_device(device))}
-        if not place.endswith(SUFFIX):
-            given |= {"image_size": image_size, "quiet": False}
-        found = open_index(place, backbone if place.endswith(SUFFIX) else name, **given)
+        made = place.endswith(SUFFIX)
+        more: dict[str, Any] = {} if made else {"image_size": image_size, "quiet": False}
+        found = open_index(place, backbone if made else name, device=device, **more)
         for skipped in found.skipped:
             errors.print(f"skipped {skipped.where}: {skipped.reason}")
         if index is not None:
             found.save(index)
             errors.print(f"index of {format_count(len(found.names), 'image')}: {index}")
-        rows = []
         for file, matches in zip(files, found.search(files, top + 1), strict=True):
             own = os.path.realpath(file)
-            rows.append((file, [(one, score) for one, score in matches if os.path.realpath(one) != own][:top]))
+            rows.append((file, [match for match in matches if os.path.realpath(match.image) != own][:top]))
     if out is not None and rows:
-        shown = [[(image, None), *matches[:top]] for image, matches in rows]
-        titles = [
-            [
-                draw_cell(open_image(at, draft=512), Path(at).name, "" if score is None else f"{score:.3f}")
-                for at, score in row
-            ]
-            for row in shown
-        ]
-        save_picture(draw_sheet(titles), out)
+        save_picture(draw_matches(rows), out)
         errors.print(f"written to {out}")
     if as_json and find_duplicates:
-        print_json([[image, *(other for other, _ in others)] for image, others in rows])
+        print_json([[image, *(other for other, _ in matches)] for image, matches in rows])
     elif as_json:
         print_json({image: [{"image": one, "similarity": score} for one, score in matches] for image, matches in rows})
-    else:
+    elif rows:
         lines = [
-            (image, one, "" if score is None else f"{score:.3f}") for image, matches in rows for one, score in matches
+            [image, one, *([] if score is None else [f"{score:.3f}"])]
+            for image, matches in rows
+            for one, score in matches
         ]
         columns = ["image", "looks like", *([] if find_duplicates else ["similarity"])]
-        plain_console().print(make_table(columns, [line[: len(columns)] for line in lines], left=2))
+        plain_console().print(make_table(columns, lines, left=2))

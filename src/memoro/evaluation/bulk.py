@@ -20,10 +20,7 @@ from filelock import Timeout
 
 from memoro.console import format_count
 from memoro.data.source import Key, Source, is_endless
-from memoro.engine.answers import (
-    Decode,
-    Prediction,
-)
+from memoro.engine.answers import Decode, Prediction
 from memoro.errors import DataError
 from memoro.evaluation.predictions import Predictor, Tally, check_form, read_errors, write_predictions
 from memoro.files import LOCK, hold_folder, open_whole, write_whole
@@ -95,8 +92,8 @@ class Todo(NamedTuple):
 
     images: int | None
     """Images of the source; None if that is not known in advance."""
-    answered: int
-    """Images in shards that exist."""
+    answered: Tally
+    """What the shards hold that exist."""
     done: frozenset[int]
     """The numbers of these shards."""
     changes: Sequence[str] = ()
@@ -158,20 +155,12 @@ def begin(job: Job, *, resume: bool = False) -> Todo:
         if not endless:
             write_list(folder / IMAGES, cut_shards(job.source.keys(), job.shard_size))
         write_whole(folder / MANIFEST, json.dumps(manifest, ensure_ascii=True, indent=1).encode())
-    if endless:
-        return Todo(None, len(done) * job.shard_size, done)
-    sizes = {shard.number: len(shard.keys) for shard in job.shards()}
-    return Todo(sum(sizes.values()), sum(sizes.get(number, 0) for number in done), done, changes)
-
-
-def count_answered(job: Job, todo: Todo) -> Tally:
-    """What the shards hold that exist."""
-    tally = Tally(todo.answered)
-    for number in sorted(todo.done):
-        for image, error in read_errors(job.path(number), job.form):
-            tally.unreadable += 1
-            tally.first = tally.first or Prediction(image, {}, error)
-    return tally
+    sizes = {} if endless else {shard.number: len(shard.keys) for shard in job.shards()}
+    answered = Tally(sum(sizes.get(number, job.shard_size if endless else 0) for number in done))
+    for number in sorted(done):
+        for error in read_errors(job.path(number), job.form):
+            answered.merge(Tally(0, 1, error))
+    return Todo(None if endless else sum(sizes.values()), answered, done, changes)
 
 
 def finish(job: Job) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 from torch import Tensor
 
 from memoro.console import format_count, make_table, printable
-from memoro.heads import HEADS, HeadKind, Mistake, Table, confusion
+from memoro.heads import HEADS, HeadKind, confusion
 from memoro.pages.plots import MAX_CONFUSION
 from memoro.tasks.calibration import Calibration, decide_unseen
 from memoro.tasks.record import finite_number
@@ -152,10 +152,10 @@ def metrics_tables(results: dict[str, dict[str, Any]]) -> list[RenderableType]:
     shown: list[RenderableType] = []
     for keys, names in alike.items():
         columns = ["task", "split", "images", *(COLUMNS[key].replace("calibration", "calib.") for key in keys)]
+        found = [(name, results[name]) for name in names]
         rows = [
-            [name, name_split(found["split"]), str(found["images"]), *(f"{found[key]:.4f}" for key in keys)]
-            for name in names
-            for found in (results[name],)
+            [name, name_split(metrics["split"]), str(metrics["images"]), *(f"{metrics[key]:.4f}" for key in keys)]
+            for name, metrics in found
         ]
         shown.append(make_table(columns, rows, left=2))
     worst = {name: format_worst(metrics, 5) for name, metrics in results.items()}
@@ -170,27 +170,8 @@ def format_worst(metrics: dict[str, Any], most: int) -> str:
     return ", ".join(f"{label} {recall:.3f}" for label, recall in wrong[:most])
 
 
-def class_figures(
-    kind: HeadKind, labels: Sequence[str], logits: Tensor, targets: Tensor, calibration: Calibration | None = None
-) -> Table:
-    """What `Head.figures` shows of a task's calibrated answers."""
-    return HEADS[kind].figures(labels, *_decide(kind, logits, calibration), targets.cpu())
-
-
-def find_mistakes(
-    kind: HeadKind,
-    labels: Sequence[str],
-    logits: Tensor,
-    targets: Tensor,
-    most: int,
-    calibration: Calibration | None = None,
-) -> tuple[int, list[Mistake]]:
-    """What `Head.mistakes` finds in a task's calibrated answers."""
-    return HEADS[kind].mistakes(labels, *_decide(kind, logits, calibration), targets.cpu(), most)
-
-
-def _decide(kind: HeadKind, logits: Tensor, calibration: Calibration | None) -> tuple[Tensor, Tensor]:
-    """The probabilities, and which labels a task with several gives."""
+def decide(kind: HeadKind, logits: Tensor, calibration: Calibration | None = None) -> tuple[Tensor, Tensor]:
+    """The probabilities, calibrated if there is a calibration, and which labels a task with several gives."""
     logits = logits.cpu()  # MPS has no float64
     if calibration is None:
         return HEADS[kind].probabilities(logits), logits >= 0

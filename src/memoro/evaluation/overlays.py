@@ -1,36 +1,26 @@
-"""Overlays of several images and tasks, as one picture."""
+"""Several images in one picture: overlays of tasks, and images that look alike."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from memoro.answer import Answer
 from memoro.console import printable
 from memoro.engine.composition import Composition
+from memoro.engine.explain import Explanation
 from memoro.errors import DataError, ImageError
 from memoro.files import write_whole
+from memoro.images import open_image
 
 MAX_IMAGES = 100
 _CELL, _GAP, _CAPTION = 256, 12, 44
 _BACK, _TEXT = (255, 255, 255), (31, 35, 40)
-
-
-class Looked(NamedTuple):
-    """What a task answered for an image, and where it looked."""
-
-    answer: Answer
-    attention: dict[str, float]
-    """The shares of patches, memory and the rest."""
-    source: str
-    """Whose attention it is."""
-    note: str | None
-    """What a reader has to know about the picture, if anything."""
 
 
 @dataclass
@@ -39,22 +29,24 @@ class Overlays:
 
     picture: Image.Image | None = None
     """The overlay of one image and one task; else a sheet with a row for each image and a column for each task."""
-    answers: dict[str, dict[str, Looked]] = field(default_factory=dict)
-    """By image and task."""
+    answers: dict[str, dict[str, tuple[Answer, Explanation]]] = field(default_factory=dict)
+    """By image and task, with what the task attended to."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Why images could not be read."""
-
-    @property
-    def notes(self) -> dict[str, str]:
-        """By task: what a reader has to know about its pictures."""
-        every = (item for looked in self.answers.values() for item in looked.items())
-        return {name: looked.note for name, looked in every if looked.note is not None}
 
     def to_json(self) -> dict[str, Any]:
         """The answers, by image and task, as JSON values."""
         return {
-            image: {name: {**one._asdict(), "answer": one.answer.to_json()} for name, one in looked.items()}
-            for image, looked in self.answers.items()
+            image: {
+                name: {
+                    "answer": answer.to_json(),
+                    "attention": looked.shares(),
+                    "source": looked.source,
+                    "note": looked.note,
+                }
+                for name, (answer, looked) in row.items()
+            }
+            for image, row in self.answers.items()
         }
 
 
@@ -63,7 +55,6 @@ def draw_overlays(model: Composition, paths: Sequence[Path]) -> Overlays:
     if len(paths) > MAX_IMAGES:
         raise DataError(f"{len(paths)} images are too many for one picture: give {MAX_IMAGES} at most.")
     overlays, rows = Overlays(), []
-    single = len(paths) == len(model.names) == 1
     for path in paths:
         try:
             explained = model.explain(path)
@@ -71,19 +62,30 @@ def draw_overlays(model: Composition, paths: Sequence[Path]) -> Overlays:
             overlays.skipped[str(path)] = str(error)
             continue
         answers = next(model.predict_stream([path])).answers
-        overlays.answers[str(path)] = {
-            name: Looked(answers[name], one.shares(), one.source, one.note) for name, one in explained.items()
-        }
-        first = next(iter(explained.values()))
-        if single:
-            overlays.picture = first.overlay()
+        overlays.answers[str(path)] = {name: (answers[name], one) for name, one in explained.items()}
+        views = {name: one.overlay() for name, one in explained.items()}
+        if len(paths) == len(views) == 1:
+            [overlays.picture] = views.values()
             return overlays
-        cells = [draw_cell(first.images[0], path.name, "")]
-        cells += [draw_cell(one.overlay(), name, str(answers[name])) for name, one in explained.items()]
-        rows.append(cells)
+        image = next(iter(explained.values())).images[0]
+        cells = [draw_cell(view, name, str(answers[name])) for name, view in views.items()]
+        rows.append([draw_cell(image, path.name, ""), *cells])
     if rows:
         overlays.picture = draw_sheet(rows)
     return overlays
+
+
+def draw_matches(rows: Iterable[tuple[str, Sequence[tuple[str, float | None]]]]) -> Image.Image:
+    """A row for each image, with those that look like it and how similar they are."""
+    return draw_sheet(
+        [
+            [
+                draw_cell(open_image(place, draft=512), Path(place).name, "" if score is None else f"{score:.3f}")
+                for place, score in [(image, None), *matches]
+            ]
+            for image, matches in rows
+        ]
+    )
 
 
 def draw_sheet(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:

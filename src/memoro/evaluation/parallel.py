@@ -133,7 +133,6 @@ def answer_on_ray(
     `place_workers` says how many workers there are. The shard of one that dies is given to another. The files are those
     that `answer_here` would write. `tell` is called with a message if no worker becomes ready.
     """
-    check_ray(job)
     import ray
 
     own = not ray.is_initialized()

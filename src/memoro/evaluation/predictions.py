@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -99,21 +99,12 @@ class Tally:
 
     images: int = 0
     unreadable: int = 0
-    first: Prediction | None = None
-    """The first that could not be read."""
-
-    def count(self, predictions: Iterable[Prediction], tick: Callable[[], None]) -> Iterator[Prediction]:
-        """The same predictions, counted; `tick` is called after each."""
-        for prediction in predictions:
-            self.add(prediction)
-            yield prediction
-            tick()
+    first: tuple[str, str] | None = None
+    """The first that could not be read, and why."""
 
     def add(self, prediction: Prediction) -> None:
-        self.images += 1
-        if prediction.error is not None:
-            self.unreadable += 1
-            self.first = self.first or prediction
+        errors = [] if prediction.error is None else [(prediction.image, prediction.error)]
+        self.merge(Tally(1, len(errors), *errors))
 
     def merge(self, other: Tally) -> None:
         self.images += other.images
@@ -144,6 +135,9 @@ def flat_rows(prediction: Prediction, top: int | None = None) -> Iterator[dict[s
             yield row(task=task, embedding=None if number else prediction.embeddings.get(task), **cells)
 
 
+FORMS = ("csv", "json", "jsonl", "parquet")
+
+
 def write_predictions(
     predictions: Iterable[Prediction],
     form: str,
@@ -160,10 +154,14 @@ def write_predictions(
     check_form(form, embeddings)
     if form == "parquet":
         _write_parquet(predictions, file, top, embeddings)
-    elif form == "csv":
-        _write_csv(predictions, file, top, raw_csv)
+        return
+    if form == "csv":
+        texts = _csv_texts(predictions, top, raw_csv)
     else:
-        FORMS[form](predictions, file, top)
+        texts = _json_texts(predictions) if form == "json" else _json_lines(predictions)
+    for text in texts:
+        file.write(text.encode(errors="backslashreplace"))
+        file.flush()
 
 
 def check_form(form: str, embeddings: bool = False) -> None:
@@ -171,7 +169,7 @@ def check_form(form: str, embeddings: bool = False) -> None:
     if form == "parquet" and find_spec("pyarrow") is None:
         raise DataError("writing parquet needs pyarrow: pip install 'memoro[train]', or write CSV.")
     if embeddings and form != "parquet":
-        raise DataError(f"embeddings are lists of numbers, which {form} has no column for: write Parquet.")
+        raise DataError("embeddings are lists of numbers, for which only Parquet has a column: write Parquet.")
 
 
 _FORMULA = re.compile(r"(?![+-]?[0-9]+(\.[0-9]+)?\Z)[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
@@ -189,7 +187,8 @@ def _without_apostrophe(cell: str) -> str:
     return cell[1:] if no_formula(cell[1:]) == cell else cell
 
 
-def _write_csv(predictions: Iterable[Prediction], file: BinaryIO, top: int | None, raw: bool = False) -> None:
+def _csv_texts(predictions: Iterable[Prediction], top: int | None, raw: bool) -> Iterator[str]:
+    """The header, then the rows of each prediction."""
     lines = io.StringIO()
     writer = csv.DictWriter(lines, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -197,32 +196,30 @@ def _write_csv(predictions: Iterable[Prediction], file: BinaryIO, top: int | Non
         for row in flat_rows(prediction, top):
             cells = {key: str(cell).lower() if isinstance(cell, bool) else cell for key, cell in row.items()}
             writer.writerow(cells if raw else {key: no_formula(cell) for key, cell in cells.items()})
-        _write(file, lines.getvalue())
+        yield lines.getvalue()
         lines.seek(0)
         lines.truncate()
-    _write(file, lines.getvalue())
+    yield lines.getvalue()
 
 
-def _write_json(predictions: Iterable[Prediction], file: BinaryIO, top: int | None) -> None:
+def _json_texts(predictions: Iterable[Prediction]) -> Iterator[str]:
     """One object: by image its answers by task, or `{"error": …}`."""
     start = "{"
     for one in predictions:
         entry = {one.image: one.to_json() if one.error is None else {"error": one.error}}
-        _write(file, start + to_json(entry, indent=2)[1:-2])
+        yield start + to_json(entry, indent=2)[1:-2]
         start = ","
-    _write(file, "{}\n" if start == "{" else "\n}\n")
+    yield "{}\n" if start == "{" else "\n}\n"
 
 
-def _write_json_lines(predictions: Iterable[Prediction], file: BinaryIO, top: int | None) -> None:
+def _json_lines(predictions: Iterable[Prediction]) -> Iterator[str]:
     """An object for each image: its name in `image`, and `answers` by task, or `error`."""
     for one in predictions:
         rest = {"answers": one.to_json()} if one.error is None else {"error": one.error}
-        _write(file, to_json({"image": one.image, **rest}) + "\n")
+        yield to_json({"image": one.image, **rest}) + "\n"
 
 
-def _write_parquet(
-    predictions: Iterable[Prediction], file: BinaryIO, top: int | None, embeddings: bool = False
-) -> None:
+def _write_parquet(predictions: Iterable[Prediction], file: BinaryIO, top: int | None, embeddings: bool) -> None:
     import pyarrow
     from pyarrow import parquet
 
@@ -233,14 +230,6 @@ def _write_parquet(
     with parquet.ParquetWriter(file, schema) as writer:
         while group := list(islice(rows, ROW_GROUP // 10 if embeddings else ROW_GROUP)):
             writer.write_table(pyarrow.Table.from_pylist(group, schema))
-
-
-FORMS: dict[str, Callable[[Iterable[Prediction], BinaryIO, int | None], None]] = {
-    "csv": _write_csv,
-    "json": _write_json,
-    "jsonl": _write_json_lines,
-    "parquet": _write_parquet,
-}
 
 
 def read_errors(path: Path, form: str) -> Iterator[tuple[str, str]]:
@@ -290,11 +279,6 @@ def predictions_table(predictions: Sequence[Prediction], total: int, top: int | 
         rows[-max(1, len(order))][0] = one.image
     title += "; the most likely task first" if ranked else ""
     return make_table(["image", "task", "answer"], rows, title, left=3)
-
-
-def _write(file: BinaryIO, text: str) -> None:
-    file.write(text.encode(errors="backslashreplace"))
-    file.flush()
 
 
 def _utf8(value: Any) -> Any:

@@ -17,11 +17,11 @@ from memoro.data import ImageSet, Splits
 from memoro.data.screening import near_duplicates
 from memoro.engine.composition import Composition
 from memoro.errors import ImageError
-from memoro.evaluation.metrics import COLUMNS, class_figures, find_mistakes, reported, shown_metrics
+from memoro.evaluation.metrics import COLUMNS, decide, reported, shown_metrics
 from memoro.files import write_whole
 from memoro.heads import Mistake, confusion
 from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
-from memoro.pages.elements import Html, fold_rows, join, picture, render_page, table, table_of, tag
+from memoro.pages.elements import Html, fold_rows, join, picture, prose, render_page, table, table_of, tag
 from memoro.tasks.calibration import Calibration, decide_unseen
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.record import finite_number, short_facts
@@ -79,15 +79,21 @@ def write_report(path: Path, title: str, backbone: Backbone, reports: Sequence[T
 def _task_parts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     task, split = report.task, report.metrics["split"]
     yield tag("h1", task.name)
-    verb = f"Trained on {report.splits.name}, measured" if report.history else f"Evaluated on {report.splits.name},"
-    where = {"all": "on all", "val": "on the validation split of", "train": "on the training split of"}
-    on = where.get(split, f"on the {split} split of" if split == "test" else f"by {split} on")
-    yield tag("p", f"{verb} {on} {format_count(report.metrics['images'], 'image')}. Backbone: {backbone}.")
+    name, count = report.splits.name, format_count(report.metrics["images"], "image")
+    parts = {
+        "test": "the test split",
+        "val": "the validation split",
+        "train": "the training split",
+        "all": "all images",
+    }
+    on = f"on {parts[split]}" if split in parts else f"by {split}"
+    text = f"Trained on {name}. Measured {on} ({count})" if report.history else f"Evaluated {on} of {name} ({count})"
+    yield tag("p", f"{text}. Backbone: {backbone}.")
     figures = shown_metrics(reported(report.metrics)).items()
     shown = (tag("div", tag("b", f"{value:.4g}"), COLUMNS[name]) for name, value in figures)
     yield tag("div", *shown, class_="figures")
     if report.notes:
-        yield tag("ul", *(tag("li", note) for note in report.notes))
+        yield tag("ul", *(tag("li", prose(note)) for note in report.notes))
     yield from _curves(report)
     yield from _confusions(report)
     yield from _classes(report)
@@ -160,7 +166,7 @@ def _classes(report: TaskReport) -> Iterator[Html]:
     if calibration is not None and report.history and report.metrics["split"] != "test":  # fitted on these answers
         unseen = decide_unseen(head.kind, logits, report.targets) if limits else None
         logits, calibration = logits if unseen is None else unseen, None
-    columns, rows = class_figures(head.kind, report.task.labels, logits, report.targets, calibration)
+    columns, rows = head.figures(report.task.labels, *decide(head.kind, logits, calibration), report.targets.cpu())
     yield tag("h2", f"Each {head.noun}")
     if not head.has_classes and not head.has_numbers:
         low, high = f"{min(limits):.2f}", f"{max(limits):.2f}"
@@ -170,37 +176,36 @@ def _classes(report: TaskReport) -> Iterator[Html]:
 
 
 def _gallery(report: TaskReport) -> Iterator[Html]:
-    task, images = report.task, report.images
+    task = report.task
     numbers = task.head_kind.has_numbers
     yield tag("h2", "The largest errors" if numbers else "The most confident mistakes")
-    count, mistakes = find_mistakes(task.kind, task.labels, report.logits, report.targets, MISTAKES, report.calibration)
+    answers = decide(task.kind, report.logits, report.calibration)
+    count, mistakes = task.head_kind.mistakes(task.labels, *answers, report.targets.cpu(), MISTAKES)
     if not mistakes:
         yield tag("p", f"There is no mistake among {format_count(len(report.targets), 'image')}.")
         return
     text = "" if numbers else f"{count:,} of {format_count(len(report.targets), 'image')} were answered wrongly. "
-    note, cards = None, []
-    for mistake in mistakes:
-        card, note = _card(report, images, mistake)
-        cards.append(card)
+    cards = [_card(report, mistake) for mistake in mistakes]
+    notes = list(filter(None, (note for _, note in cards)))
     if report.model is None:
         text += "What is not a task has no attention of its own to show."
     else:
         text += "Beside each image, where the task looked: yellow is the most, dark blue none."
-        text += f" {note}" if note else ""
+        text += f" {notes[-1]}" if notes else ""
     if report.metrics["split"].endswith("folds"):
         text += " Each image was answered by a run that had not seen it; the attention is that of the final task."
     yield tag("p", text)
-    yield tag("div", *cards, class_="cards wide")
+    yield tag("div", *(card for card, _ in cards), class_="cards wide")
 
 
-def _card(report: TaskReport, images: ImageSet, mistake: Mistake) -> tuple[Html, str | None]:
+def _card(report: TaskReport, mistake: Mistake) -> tuple[Html, str | None]:
     """The card of a mistake, and what a reader has to know about its map."""
-    preprocessing = report.task.spec.preprocessing
+    preprocessing, images = report.task.spec.preprocessing, report.images
     where, note = images.where(mistake.index), None
     try:
         image = images.open(mistake.index, draft=512 if preprocessing is None else max(512, preprocessing.draft or 512))
     except ImageError as error:
-        shown = [tag("p", str(error), class_="soft")]
+        shown = [tag("p", prose(str(error)), class_="soft")]
     else:
         shown = [picture(image, f"{where}, true: {mistake.true}")]
         if report.model is not None:
@@ -239,7 +244,7 @@ def _left_out(report: TaskReport) -> Iterator[Html]:
     yield tag("h2", "Images left out")
     if skipped:
         yield tag("p", f"{format_count(len(skipped), 'image')} could not be read.")
-        yield fold_rows(["image", "why"], [list(entry) for entry in skipped], 10, "image", left=2)
+        yield fold_rows(["image", "why"], [[where, prose(why)] for where, why in skipped], 10, "image", left=2)
     else:
         yield tag("p", "None: all images could be read.")
 
@@ -283,7 +288,7 @@ def _pair(places: Sequence[tuple[str, ImageSet, int]]) -> Html:
         try:
             shown.append(picture(images.open(at, draft=256), f"{name}: {images.where(at)}"))
         except ImageError as error:
-            shown.append(tag("p", str(error), class_="soft"))
+            shown.append(tag("p", prose(str(error)), class_="soft"))
         lines.append(tag("div", f"{name}: ", tag("span", images.where(at), class_="soft")))
     return tag("div", tag("div", *shown, class_="pair"), *lines, class_="card")
 

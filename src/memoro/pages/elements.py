@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from html import escape
@@ -43,6 +44,11 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
 def to_html(value: object) -> Html:
     """The value escaped, with control characters shown as such, unless it is HTML."""
     return value if isinstance(value, Html) else Html(escape(printable(str(value))))
+
+
+def prose(text: str) -> Html:
+    """A sentence, with what it has in backticks as code."""
+    return Html(re.sub(r"`([^`]+)`", r"<code>\1</code>", to_html(text)))
 
 
 def join(parts: Iterable[object]) -> Html:
