@@ -16,7 +16,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
 from memoro.files import keep_copy, left_behind, open_whole, part_of, write_gradually
-from memoro.serve.store import read_task_files
+from memoro.serve.store import open_store
 from memoro.tasks.hub import expand_task_arguments
 
 
@@ -117,7 +117,7 @@ def test_a_server_removes_only_what_it_left_itself(backbone: Backbone, tmp_path:
         os.utime(file, (0, 0))
     assert left_behind(tmp_path) == left_behind(tmp_path / "pets.safetensors") == [ours]
     assert left_behind(tmp_path / "pet.safetensors") == []
-    read_task_files([tmp_path])
+    open_store([tmp_path], lambda _: backbone)
     assert theirs.exists()
     assert not ours.exists()
 

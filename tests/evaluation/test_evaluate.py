@@ -155,7 +155,7 @@ def test_the_demo_page_escapes_names(backbone: Backbone, tmp_path: Path) -> None
         task.update_spec(training={"lr": 0.1})
         test = Images(labels=task.labels, targets=[0, 1], key=str, open=lambda at: image)
         result = SimpleNamespace(task=task, metrics={"accuracy": 0.5}, history=[{"epoch": 1, "val_accuracy": 0.5}])
-        results[name] = DemoResult(tmp_path / "file", SimpleNamespace(test=test), result, 0.5, 0.5)  # type: ignore[arg-type]
+        results[name] = DemoResult(tmp_path / "file", SimpleNamespace(test=test), result, 0.5, 0.5, 0.5)  # type: ignore[arg-type]
     model = memoro.compose(backbone, [found.result.task for found in results.values()])
     text = write_page(tmp_path / "page.html", model, results, Cost(1.0, 2.0), "equal").read_text()
     assert ESCAPED + "&lt;b&gt;" in text

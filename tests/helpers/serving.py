@@ -24,8 +24,8 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.engine import composition as composition_module
 from memoro.serve.options import ServeOptions
-from memoro.serve.server import address_of, listen, make_server, open_store
-from memoro.serve.store import TaskStore
+from memoro.serve.server import address_of, listen, make_server
+from memoro.serve.store import TaskStore, open_store
 from memoro.tasks.taskfile import load_tasks
 
 

@@ -23,7 +23,8 @@ from memoro.backbones import Backbone
 from memoro.errors import ServeError
 from memoro.serve import batching
 from memoro.serve.options import ServeOptions
-from memoro.serve.server import listen, open_store, run_server
+from memoro.serve.server import listen, run_server
+from memoro.serve.store import open_store
 
 __all__ = ["backbone", "folder"]  # fixtures
 

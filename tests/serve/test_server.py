@@ -17,7 +17,7 @@ from serving import backbone, file_of, fill, in_folder, picture, serving
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import CompositionError, ServeError
-from memoro.serve.server import open_store
+from memoro.serve.store import open_store
 
 __all__ = ["backbone"]  # fixtures
 

@@ -22,8 +22,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.errors import ServeError
 from memoro.evaluation.inspect import inspect_file
-from memoro.serve.server import open_store
-from memoro.serve.store import TaskStore
+from memoro.serve.store import TaskStore, open_store
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.taskfile import load_tasks
 

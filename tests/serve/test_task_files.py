@@ -19,7 +19,7 @@ from memoro.backbones import Backbone
 from memoro.cli import app
 from memoro.errors import TaskFileError
 from memoro.serve import server
-from memoro.serve.server import open_store
+from memoro.serve.store import open_store
 
 __all__ = ["backbone"]  # fixtures
 

@@ -17,7 +17,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.cli.tasks import card as command
 from memoro.errors import ServeError, TaskFileError
-from memoro.serve.server import open_store
+from memoro.serve.store import open_store
 from memoro.tasks import hub
 from memoro.tasks.hub import FILE
 from memoro.tasks.task import Task

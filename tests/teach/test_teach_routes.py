@@ -17,7 +17,8 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.errors import ServeError
 from memoro.serve.options import ServeOptions
-from memoro.serve.server import make_server, open_store
+from memoro.serve.server import make_server
+from memoro.serve.store import open_store
 from memoro.teach.finishing import Finishing
 from memoro.teach.routes import add_teaching, run_teaching
 from memoro.teach.session import Session

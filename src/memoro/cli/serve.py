@@ -60,7 +60,8 @@ def serve(
     from memoro.errors import need
 
     need("fastapi", "uvicorn", "python_multipart", "prometheus_client", extra="serve")
-    from memoro.serve.server import open_store, run_server
+    from memoro.serve.server import run_server
+    from memoro.serve.store import open_store
 
     limits = read_settings("serve", settings)[ServeOptions]
     options = ServeOptions(allowed_hosts=tuple(flags.pop("allow_host") or ()), **flags, **limits)

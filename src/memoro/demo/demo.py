@@ -94,7 +94,7 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
         f"{cost.composed:.2f} base passes; separate models: {cost.separate:.2f}."
     )
     page = write_page(folder / "report.html", model, results, cost, same)
-    console.print(f"{time.monotonic() - start:.0f} s. Open {page}; task files and plots are in {folder}/.")
+    console.print(f"{time.monotonic() - start:.0f} s. Open {page}; task files are in {folder}/.")
     console.print(f"To try all {len(results)} tasks on your own images in a browser:", style="bold")
     console.print(f"  {quoted('memoro', 'serve', '--open', '--tasks', str(folder))}", soft_wrap=True, markup=False)
     return page

@@ -26,7 +26,7 @@ from memoro.pages.drawing import draw_apple, draw_digit, draw_landscape, draw_le
 from memoro.pages.elements import page_policy, read_style, render_page, table, tag
 from memoro.serve import schemas
 from memoro.serve.bodies import first_problem, read_images
-from memoro.serve.guard import BODIES, Guard, Metrics, Sending, unless_gone
+from memoro.serve.guard import BODIES, INTERNAL, Guard, Metrics, Sending, error_response, unless_gone
 from memoro.serve.open_inference import add_open_inference
 from memoro.serve.options import BUSY, NO_TOKEN, ServeOptions
 from memoro.serve.service import Service, json_response
@@ -193,31 +193,29 @@ def _add_tasks(app: FastAPI) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    def error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-        more = {503: {"retry-after": "1"}}.get(status, {})
-        return json_response({"error": message}, status, {**(headers or {}), **more})
-
     @app.exception_handler(MemoroError)
     async def ours(_: Request, found: MemoroError) -> Response:
-        return error((found.status if isinstance(found, ServeError) else None) or 422, str(found))
+        return error_response((found.status if isinstance(found, ServeError) else None) or 422, str(found))
 
     @app.exception_handler(OSError)
     async def system(_: Request, found: OSError) -> Response:
         if found.errno in {errno.EMFILE, errno.ENFILE}:  # a large form needs files
-            return error(503, BUSY)
+            return error_response(503, BUSY)
         raise found
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, found: RequestValidationError) -> Response:
-        return error(422, first_problem(found.errors(), 1))
+        return error_response(422, first_problem(found.errors(), 1))
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, found: HTTPException) -> Response:
-        return error(found.status_code, str(found.detail), dict(found.headers or {}))
+    async def http(request: Request, found: HTTPException) -> Response:
+        no_route = found.status_code in {404, 405}
+        more = f": there is no {request.method} {request.url.path}. /docs lists all routes." if no_route else ""
+        return error_response(found.status_code, f"{found.detail}{more}", found.headers)
 
     @app.exception_handler(Exception)
     async def unknown(_: Request, found: Exception) -> Response:
-        return error(500, "internal error; the server's log has the details.")
+        return error_response(500, INTERNAL)
 
 
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}

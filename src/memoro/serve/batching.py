@@ -8,19 +8,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from memoro.answer import Answer
-from memoro.engine.answers import Outputs
+from memoro.engine.answers import Outputs, Routing
 from memoro.engine.composition import Composition
 from memoro.errors import ServeError
 from memoro.images import Preprocessing
 from memoro.serve.guard import Metrics
 from memoro.serve.options import BUSY, ServeOptions
+
+if TYPE_CHECKING:
+    from memoro.serve.store import Attached
 
 T = TypeVar("T")
 Group = Preprocessing | None
@@ -34,26 +38,53 @@ class PassTime(NamedTuple):
     tasks: float
 
 
+@dataclass(frozen=True)
+class Question:
+    """What a request wants to know of its images."""
+
+    attached: Attached
+    tasks: list[str]
+    """In the order of the composition."""
+    top: int | None = None
+    """The number of labels in an answer; None: only logits are asked for."""
+    base: bool = False
+    explain: bool = False
+    routing: Routing = field(default_factory=Routing)
+
+    @cached_property
+    def groups(self) -> dict[Preprocessing, list[str]]:
+        """The tasks by preprocessing; the backbone's own answer is asked for with its own preprocessing."""
+        model = self.attached.model
+        groups = model.passes(self.tasks)
+        if self.base or not groups:
+            groups.setdefault(model.backbone.preprocessing, [])
+        return groups
+
+
 @dataclass(eq=False)
 class Item:
     """One image of a request, and what its passes computed for it."""
 
-    model: Composition
+    question: Question
     images: Mapping[Any, Tensor]
     """By `Group`: bytes (height, width, 3), or pixels (3, height, width) that a client has prepared."""
-    names: Mapping[Any, list[str]]
-    """The tasks that are asked, by group; an empty list for the backbone's own answer only."""
-    top: int | None
-    """The number of labels in an answer; None: only logits are asked for."""
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     arrived: float = field(default_factory=perf_counter)
     started: float = 0.0
     logits: dict[str, Tensor] = field(default_factory=dict)
     """(labels) by task, on the CPU; `base` is from the pass at the backbone's own preprocessing, if there is one."""
     answers: dict[str, Answer] = field(default_factory=dict)
-    """By task, if `top` asks for answers."""
+    """By task, if the question asks for answers."""
     passes: list[PassTime] = field(default_factory=list)
     error: Exception | None = None
+
+    @property
+    def model(self) -> Composition:
+        return self.question.attached.model
+
+    def names(self, group: Group) -> list[str]:
+        """The tasks that are asked in the pass of a group; none for the backbone's own answer only."""
+        return self.question.tasks if group is None else self.question.groups[group]
 
 
 class Batcher:
@@ -157,7 +188,7 @@ def run_batch(batch: Sequence[Item], metrics: Metrics) -> None:
             members.setdefault((group, tuple(size)), []).append(item)
     for (group, _), items in members.items():
         model = items[0].model
-        asked = Counter(name for item in items for name in item.names[group])
+        asked = Counter(name for item in items for name in item.names(group))
         names = [name for name in model.names if name in asked]
         try:
             outputs, spent = run_pass(model, _stack([item.images[group] for item in items], group, model), names)
@@ -167,16 +198,16 @@ def run_batch(batch: Sequence[Item], metrics: Metrics) -> None:
             continue
         answers = {
             (name, top): outputs.answers(model.tasks[name], top)
-            for top in {item.top for item in items if item.top is not None}
+            for top in {item.question.top for item in items if item.question.top is not None}
             for name in names
         }
         for row, item in enumerate(items):
             item.passes.append(spent)
-            item.logits |= {name: outputs.logits[name][row] for name in item.names[group]}
+            item.logits |= {name: outputs.logits[name][row] for name in item.names(group)}
             if group == model.backbone.preprocessing or "base" not in item.logits:
                 item.logits["base"] = outputs.logits["base"][row]
-            if item.top is not None:
-                item.answers |= {name: answers[name, item.top][row] for name in item.names[group]}
+            if item.question.top is not None:
+                item.answers |= {name: answers[name, item.question.top][row] for name in item.names(group)}
         for name, images in asked.items():
             metrics.task_answers.labels(name).inc(images)
         metrics.passes.inc()

@@ -6,13 +6,14 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Mapping
 from time import perf_counter
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memoro.errors import ServeError
@@ -68,6 +69,7 @@ CONTENT_POLICY = (b"content-security-policy", b"default-src 'none'; frame-ancest
 BODIES = 8
 """How many bodies of the largest size may be in memory at once."""
 MAX_TARGET = 16 << 10
+INTERNAL = "internal error; the server's log has the details."
 PROXY_HEADERS = (b"forwarded", b"x-forwarded-", b"via")
 """The prefixes of the headers that proxies add."""
 
@@ -146,18 +148,19 @@ class Guard:
                 deadline.reschedule(asyncio.get_running_loop().time() + self._timeout(headers))
                 await self._app(scope, limited, answering)
         except ServeError as error:
-            await answer(secured, error.status or 500, str(error))
+            await error_response(error.status or 500, str(error))(scope, receive, secured)
         except TimeoutError:
             if status == 0:
                 changing = scope["method"] in {"PUT", "POST", "DELETE"} and "/tasks" in scope["path"]
                 more = "; the change may still take effect: list the tasks to check" if changing else ""
-                await answer(secured, 504, f"the deadline passed before the answer was ready{more}.")
+                text = f"the deadline passed before the answer was ready{more}."
+                await error_response(504, text)(scope, receive, secured)
         except ClientDisconnect:
             status = 499
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
             if status == 0:
-                await answer(secured, 500, "internal error; the server's log has the details.")
+                await error_response(500, INTERNAL)(scope, receive, secured)
         finally:
             self._held -= held
             self._requests -= 1
@@ -226,16 +229,12 @@ def _without_port(host: str) -> str:
     return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
 
 
-async def answer(send: Send, status: int, error: str) -> None:
-    """Sends an error as JSON: `{"error": "…"}`, the same for all routes and protocols."""
-    headers: list[tuple[bytes, bytes]] = [(b"content-type", b"application/json")]
-    headers += [(b"retry-after", b"1")] if status == 503 else []
-    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
-    body = json.dumps({"error": error}).encode()
-    headers.append((b"content-length", str(len(body)).encode()))
-    start: dict[str, Any] = {"type": "http.response.start", "status": status, "headers": headers}
-    await send(start)
-    await send({"type": "http.response.body", "body": body})
+def error_response(status: int, error: str, headers: Mapping[str, str] | None = None) -> Response:
+    """An error as JSON: `{"error": "…"}`, the same for all routes and protocols."""
+    more = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}.get(status, {})
+    return Response(
+        json.dumps({"error": error}, separators=(",", ":")), status, {**(headers or {}), **more}, "application/json"
+    )
 
 
 PIECE = 1 << 16
@@ -260,7 +259,7 @@ class Sending:
                 # One alone may be larger.
                 refused = size > PIECE and self._held > 0 and self._held + size > self._most
                 if refused:
-                    await answer(send, 503, BUSY)
+                    await error_response(503, BUSY)(scope, receive, send)
                 elif size > PIECE:
                     held, self._held = size, self._held + size
             elif message["type"] == "http.response.body" and not refused:

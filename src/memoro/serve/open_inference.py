@@ -12,6 +12,7 @@ from torch import Tensor
 from memoro import __version__
 from memoro.engine.answers import Outputs
 from memoro.errors import ServeError
+from memoro.serve.batching import Question
 from memoro.serve.bodies import (
     InferRequest,
     Output,
@@ -25,7 +26,7 @@ from memoro.serve.bodies import (
 from memoro.serve.guard import unless_gone
 from memoro.serve.options import MAX_INPUT_SIDE, ServeOptions
 from memoro.serve.schemas import INFER
-from memoro.serve.service import Question, Service, Upload, json_response, write_json
+from memoro.serve.service import Service, Upload, json_response, write_json
 from memoro.serve.store import ALL, Attached
 
 LENGTH = "inference-header-content-length"

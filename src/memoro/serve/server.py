@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 import h11
@@ -22,11 +22,10 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from memoro.backbones import Backbone, BackboneRecord
 from memoro.errors import ServeError
 from memoro.serve.app import create_app
 from memoro.serve.options import BUSY, ServeOptions
-from memoro.serve.store import TaskStore, read_task_files
+from memoro.serve.store import TaskStore
 
 BACKLOG = 1024
 """Connections that the system holds until the server takes them."""
@@ -152,7 +151,7 @@ class Server(uvicorn.Server):
 
 
 class OncePerSecond(logging.Filter):
-    """Lets the same message through once a second, without a traceback where descriptors have run out."""
+    """Lets the same message through once a second, without a traceback if descriptors have run out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +163,7 @@ class OncePerSecond(logging.Filter):
         if record.msg in self._last:
             return False
         self._last[record.msg] = now
-        if "out of system resource" in record.msg:  # asyncio's words, where accept() fails
+        if "out of system resource" in record.msg:  # asyncio's words when accept() fails
             record.exc_info = None
         return True
 
@@ -191,13 +190,6 @@ def _free_descriptors() -> int | None:
     except OSError:
         used = 64
     return None if most == resource.RLIM_INFINITY else max(0, most - used)
-
-
-def open_store(places: Sequence[str | Path], load: Callable[[BackboneRecord | None], Backbone]) -> TaskStore:
-    """The tasks of a folder, or of anything else that `-t` takes, on the backbone that `load` gives for most of
-    them."""
-    given = read_task_files(places)
-    return TaskStore(load(given.backbone), given)
 
 
 def run_server(
@@ -248,7 +240,8 @@ def listen(options: ServeOptions) -> socket.socket:
         family, *_, place = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         found = socket.create_server(place[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        raise ServeError(f"cannot listen on {options.host}:{options.port} ({error.strerror}); try `port=0`.") from None
+        advice = "; try `port=0`" if error.errno in {errno.EADDRINUSE, errno.EACCES} else ""
+        raise ServeError(f"cannot listen on {options.host}:{options.port} ({error.strerror}){advice}.") from None
     found.set_inheritable(True)
     return found
 

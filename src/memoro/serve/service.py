@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -21,10 +21,10 @@ from memoro.engine.answers import Routing
 from memoro.engine.explain import Explanation
 from memoro.errors import ImageError, ServeError
 from memoro.images import Decoder, Preprocessing
-from memoro.serve.batching import Batcher, Group, Item
+from memoro.serve.batching import Batcher, Group, Item, Question
 from memoro.serve.guard import Metrics
 from memoro.serve.options import BUSY, MAX_INPUT_SIDE, ServeOptions
-from memoro.serve.store import Attached, TaskStore
+from memoro.serve.store import TaskStore
 
 T = TypeVar("T")
 DESCRIPTORS = 8
@@ -35,28 +35,6 @@ READERS = 2
 
 Upload = tuple[str, bytes]
 """The name of an image, and the image as it came in."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a request wants to know of its images."""
-
-    attached: Attached
-    tasks: list[str]
-    """In the order of the composition."""
-    top: int | None = None
-    base: bool = False
-    explain: bool = False
-    routing: Routing = field(default_factory=Routing)
-
-    @cached_property
-    def groups(self) -> dict[Preprocessing, list[str]]:
-        """The tasks by preprocessing; the backbone's own answer is asked for with its own preprocessing."""
-        model = self.attached.model
-        groups = model.passes(self.tasks)
-        if self.base or not groups:
-            groups.setdefault(model.backbone.preprocessing, [])
-        return groups
 
 
 class Service:
@@ -117,12 +95,11 @@ class Service:
         """The JSON document that answers the question for each image."""
         start = perf_counter()
         with self.batcher.admit(len(uploads)):
-            decoded = await asyncio.gather(*(self._decode(question, upload) for upload in uploads))
+            decoded = await self._prepare(question, uploads)
             seconds = {"decode": perf_counter() - start}
-            errors = [found for found in decoded if isinstance(found, ImageError)]
-            if len(errors) == len(uploads):
-                raise errors[0]
             items = [found for found in decoded if isinstance(found, Item)]
+            if not items:
+                raise next(found for found in decoded if isinstance(found, ImageError))
             await self.batcher.run(items)
             for item in items if question.explain else ():
                 await self._explain(question, item)
@@ -135,14 +112,10 @@ class Service:
     async def logits(self, question: Question, images: Sequence[Upload] | Tensor) -> dict[str, Tensor]:
         """(images, labels) for each task asked, and `base` if that is asked for; all images must be readable."""
         with self.batcher.admit(len(images)):
-            if isinstance(images, Tensor):
-                items = _raw_items(question, images)
-            else:
-                items = []
-                for found in await asyncio.gather(*(self._decode(question, image) for image in images)):
-                    if isinstance(found, ImageError):
-                        raise found
-                    items.append(found)
+            decoded = await self._prepare(question, images)
+            if errors := [found for found in decoded if isinstance(found, ImageError)]:
+                raise errors[0]
+            items = [found for found in decoded if isinstance(found, Item)]
             await self.batcher.run(items)
         names = [*question.tasks, *(["base"] if question.base else [])]
         return {name: torch.stack([item.logits[name] for item in items]) for name in names}
@@ -160,14 +133,21 @@ class Service:
             for name in names:
                 item.answers[name] = replace(item.answers[name], attention=maps[name].describe())
 
-    async def _decode(self, question: Question, upload: Upload) -> Item | ImageError:
-        start = perf_counter()
-        try:
-            images = await self.in_pool(prepare, upload, question, self.options.max_pixels)
-        except ImageError as error:
-            return error
-        self.metrics.stage_seconds.labels("decode").observe(perf_counter() - start)
-        return Item(question.attached.model, images, question.groups, question.top)
+    async def _prepare(self, question: Question, images: Sequence[Upload] | Tensor) -> Sequence[Item | ImageError]:
+        """An item for each image, or why it cannot be read."""
+        if isinstance(images, Tensor):
+            return _raw_items(question, images)
+
+        async def decode(upload: Upload) -> Item | ImageError:
+            start = perf_counter()
+            try:
+                images = await self.in_pool(prepare, upload, question, self.options.max_pixels)
+            except ImageError as error:
+                return error
+            self.metrics.stage_seconds.labels("decode").observe(perf_counter() - start)
+            return Item(question, images)
+
+        return await asyncio.gather(*map(decode, images))
 
 
 def check_descriptors() -> None:
@@ -205,7 +185,7 @@ def _raw_items(question: Question, pixels: Tensor) -> list[Item]:
     model.check_size(question.tasks, (pixels.shape[-2], pixels.shape[-1]))
     groups = list(model.passes(question.tasks))
     group: Group = groups[0] if len(groups) == 1 else None
-    return [Item(model, {group: one}, {group: question.tasks}, None) for one in pixels]
+    return [Item(question, {group: one}) for one in pixels]
 
 
 def _write_answers(

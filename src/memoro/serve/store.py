@@ -11,9 +11,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -35,41 +35,35 @@ from memoro.tasks.taskfile import load_named, load_tasks, save_tasks, task_bytes
 STALE_SECONDS = 3600
 
 
-@dataclass(frozen=True)
-class TaskFiles:
-    """The tasks by their file, in the order of the files."""
-
-    tasks: Mapping[Path, Sequence[Task]]
-    folder: Path | None = None
-    """Set if the files are all those of a folder. Then one that cannot be read or served does not stop the others."""
-    unreadable: Mapping[str, str] = field(default_factory=dict)
-    """The names of the folder's files that cannot be read, and why."""
-
-    @property
-    def backbone(self) -> BackboneRecord | None:
-        """The backbone that most of the tasks were trained on."""
-        records = [task.spec.backbone for tasks in self.tasks.values() for task in tasks]
-        count = Counter(record.fingerprint.digest for record in records)
-        return max(records, key=lambda record: count[record.fingerprint.digest], default=None)
+def open_store(places: Sequence[str | Path], load: Callable[[BackboneRecord | None], Backbone]) -> TaskStore:
+    """The tasks of one folder, which is created if it ends with a slash, or of anything else that `-t` takes, on the
+    backbone that `load` gives for the one that most of them were trained on."""
+    folder = Path(places[0]) if len(places) == 1 and _is_folder(places[0]) else None
+    tasks, unreadable = (_read_files(places), {}) if folder is None else _read_folder(folder)
+    records = [task.spec.backbone for some in tasks.values() for task in some]
+    count = Counter(record.fingerprint.digest for record in records)
+    most = max(records, key=lambda record: count[record.fingerprint.digest], default=None)
+    return TaskStore(load(most), tasks, folder, unreadable)
 
 
-def read_task_files(places: Sequence[str | Path]) -> TaskFiles:
-    """The files of one folder, which is created if it ends with a slash, or of anything else that `-t` takes."""
-    if len(places) == 1 and _is_folder(places[0]):
-        return _read_folder(Path(places[0]))
-    found: dict[Path, list[Task]] = {}
+def _read_files(places: Sequence[str | Path]) -> dict[Path, list[Task]]:
+    """The tasks by their file."""
     try:
         given = list(expand_task_arguments(places))
+        for place, file, _ in given:
+            if not file.exists():
+                raise TaskFileError(f"{place}: no such file or folder.")
     except TaskFileError as error:
-        raise ServeError(f"{error}{_advise_folder(places)}") from None
-    for place, file, name in given:
-        if not file.exists():
-            raise ServeError(f"{place}: no such file or folder.{_advise_folder(places)}")
+        new = len(places) == 1 and not glob.has_magic(str(places[0])) and "=" not in str(places[0])
+        raise ServeError(f"{error}{f' For a new folder, write {places[0]}/.' if new else ''}") from None
+    found: dict[Path, list[Task]] = {}
+    for _, file, name in given:
         found.setdefault(file, []).extend(load_named(file, name))
-    return TaskFiles(found)
+    return found
 
 
-def _read_folder(folder: Path) -> TaskFiles:
+def _read_folder(folder: Path) -> tuple[dict[Path, list[Task]], dict[str, str]]:
+    """The tasks by their file, and why other files cannot be read."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for part in left_behind(folder):
@@ -85,7 +79,7 @@ def _read_folder(folder: Path) -> TaskFiles:
             found[file] = load_named(file, "")
         except Exception as error:
             unreadable[file.name] = explain(error, file)
-    return TaskFiles(found, folder, unreadable)
+    return found, unreadable
 
 
 def explain(error: Exception, file: Path) -> str:
@@ -100,11 +94,6 @@ def _is_folder(place: str | Path) -> bool:
     path = Path(place)
     new = place.endswith(("/", os.sep)) if isinstance(place, str) else not (path.exists() or path.suffix)
     return path.is_dir() or new
-
-
-def _advise_folder(places: Sequence[str | Path]) -> str:
-    plain = len(places) == 1 and not glob.has_magic(str(places[0])) and "=" not in str(places[0])
-    return f" For a new folder, write {places[0]}/." if plain else ""
 
 
 ALL = "all"
@@ -133,40 +122,48 @@ class TaskStore:
     Every change of the folder is one rename or removal: a crash leaves a task there whole or not at all.
     """
 
-    def __init__(self, backbone: Backbone, given: TaskFiles) -> None:
-        self._folder = given.folder
+    def __init__(
+        self,
+        backbone: Backbone,
+        tasks: Mapping[Path, Sequence[Task]],
+        folder: Path | None = None,
+        unreadable: Mapping[str, str] | None = None,
+    ) -> None:
+        """`tasks` by their file. If these are all files of a `folder`, one that cannot be read or served does not stop
+        the others."""
+        self._folder = folder
         self._lock = threading.Lock()
         self._files: dict[str, Path] = {}
         self.current = Attached(_compose(backbone, []), {})
-        self.skipped = dict(given.unreadable)
+        self.skipped = dict(unreadable or {})
         """The names of the folder's files that are not served, and why."""
-        if self._folder is None:
-            self._start(given, list(given.tasks))
+        if folder is None:
+            self._start(tasks, list(tasks))
             return
-        left, failed = list(given.tasks), self._start_halves(given, list(given.tasks))
+        left, failed = list(tasks), self._start_halves(tasks, list(tasks))
         while failed and len(failed) < len(left):  # a parent may have come after its child
-            left, failed = list(failed), self._start_halves(given, list(failed))
+            left, failed = list(failed), self._start_halves(tasks, list(failed))
         self.skipped |= {file.name: explain(error, file) for file, error in failed.items()}
 
     @property
     def writable(self) -> bool:
         return self._folder is not None
 
-    def _start(self, given: TaskFiles, files: Sequence[Path]) -> None:
+    def _start(self, given: Mapping[Path, Sequence[Task]], files: Sequence[Path]) -> None:
         """Attaches the tasks of these files, all or none."""
         places = dict(self._files)
         for file in files:
-            for task in given.tasks[file]:
+            for task in given[file]:
                 if (other := places.setdefault(task.name, file)) != file:
                     raise CompositionError(
                         f"two tasks are called {task.name!r}, in {other} and in {file}: remove one of them, or give it "
                         f"another name: `tasks=OTHER={file}`."
                     )
-        tasks = [task for file in files for task in given.tasks[file]]
+        tasks = [task for file in files for task in given[file]]
         model = _compose(self.current.model.backbone, [*self.current.model.tasks.values(), *tasks])
         self.current, self._files = _attach(model, self.current.info, tasks), places
 
-    def _start_halves(self, given: TaskFiles, files: Sequence[Path]) -> dict[Path, Exception]:
+    def _start_halves(self, given: Mapping[Path, Sequence[Task]], files: Sequence[Path]) -> dict[Path, Exception]:
         """Attaches the tasks of all of these files that can be served, and returns why the others cannot. All at once
         is fastest, and halves find the few that are the reason."""
         try:

@@ -22,7 +22,7 @@ from memoro.evaluation.metrics import name_split
 MOST_TEXT = 2000
 """Letters of a message of the training."""
 SCORES = "accuracy", "mean_average_precision", "r2"
-"""Of classes, several labels, and numbers."""
+"""The main metric for classes, several labels and numbers."""
 
 
 @dataclass

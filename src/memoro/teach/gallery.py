@@ -28,7 +28,7 @@ from memoro.training.statistics import StatisticsReader
 SMALL, LARGE = 224, 1024
 """Pixels of the longer edge of a picture in the grid, and of one that is looked at alone."""
 MAX_PIXELS = 50_000_000
-"""Of one image, by its header."""
+"""Pixels that an image may have, by its header."""
 CHUNK = 16
 """Images of one step of the background: what somebody waits for comes with the next one."""
 SPARE = 256
@@ -135,7 +135,7 @@ class Gallery:
             data = self.photos.read(at)
             image = _open(data, SMALL)
         except ImageError as error:
-            self.unreadable[at] = str(error)
+            self.unreadable[at] = str(error).removeprefix("the image: ")
             return False
         self._digests[at] = np.frombuffer(hashlib.sha256(data).digest(), dtype=np.uint8)
         self._looks[at] = hash_look(image)

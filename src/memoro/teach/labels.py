@@ -26,7 +26,7 @@ LEARNED = frozenset({"label", "keep", "accept"})
 """Decisions that make an image a training image."""
 COLUMN: Mapping[HeadKind, str] = {"softmax": "label", "multilabel": "labels", "regression": "number"}
 MOST_LETTERS = 200
-"""Of a class's name."""
+"""Letters that a class's name may have."""
 BETWEEN = "|"
 
 Label = str | tuple[str, ...] | float
@@ -157,7 +157,7 @@ class LabelTable:
 
 
 def check_label(name: str, kind: HeadKind = "softmax") -> str:
-    """The name of a class as it is kept; raises where it is none."""
+    """The name of a class as it is kept; raises if it cannot be one."""
     (text,) = parse([name], "softmax", str)
     assert isinstance(text, str)
     if not text or len(text) > MOST_LETTERS or not text.isprintable():

@@ -24,14 +24,14 @@ class Knowledge:
     """What is known at one moment. Readers take it once, and never see half of a change."""
 
     version: int = -1
-    """Of the labels."""
+    """That of the session's decisions."""
     done: int = 0
     """Images whose statistics were there, or that cannot be read."""
     decisions: tuple[tuple[int, Decision], ...] = ()
     """What was learned from."""
     learned: Learned | None = None
     labels: tuple[str, ...] = ()
-    """Of the columns of `answers`."""
+    """What the columns of `answers` stand for."""
     answers: Tensor | None = None
     """(n, labels) probabilities or numbers; NaN for images without statistics."""
     suspects: tuple[Suspect, ...] = ()
@@ -42,7 +42,7 @@ class Knowledge:
         return None if row is None or bool(row.isnan().any()) else row
 
     def guess(self, at: int, kind: HeadKind) -> tuple[str | list[str] | float, float | None] | None:
-        """The answer to an image and its probability, that of the least certain label where there are several."""
+        """The answer to an image and its probability, or that of the least certain of several labels."""
         row = self.answered(at)
         if row is None:
             return None

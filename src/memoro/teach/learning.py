@@ -153,7 +153,7 @@ def find_groups(images: ImageSet) -> Tensor:
 
 
 def advise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The class of which further labels would help most, how many, and why; None where it makes no difference. A row
+    """The class of which further labels would help most, how many, and why; None if it makes no difference. A row
     of a class has its label, its labelled `images`, and how many of those that are `judged` are answered rightly."""
     if not rows:
         return None

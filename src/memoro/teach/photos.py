@@ -42,7 +42,7 @@ class Photos:
     given: dict[int, Decision]
     """The labels that the source has itself."""
     kind: HeadKind | None
-    """Of these labels; None if there are none."""
+    """The kind of these labels; None if there are none."""
     keys: list[str] = field(default_factory=list, repr=False)
     by_key: dict[str, int] = field(default_factory=dict, repr=False)
     by_path: dict[str, int] = field(default_factory=dict, repr=False)
@@ -142,7 +142,7 @@ def open_photos(
 
 
 def _labels_of(*sets: ImageSet | None) -> dict[str, Label]:
-    """The label of each image of some sets, by where the image is."""
+    """The label of each image of some sets, by the image's address."""
     return {images.where(at): label_of(images, at) for images in sets if images for at in range(len(images))}
 
 

@@ -17,8 +17,9 @@ from memoro.console import printable
 from memoro.errors import ServeError, TeachError
 from memoro.evaluation.predictions import no_formula
 from memoro.serve.options import ServeOptions
-from memoro.serve.server import open_store, run_server
+from memoro.serve.server import run_server
 from memoro.serve.service import json_response
+from memoro.serve.store import open_store
 from memoro.teach.finishing import Finishing, shell_commands
 from memoro.teach.labels import COLUMN, State, label_text, read_label
 from memoro.teach.learning import LabelledImages, advise
@@ -45,7 +46,7 @@ class Entry(BaseModel):
     state: State
     label: str | float | list[str] | None = None
     row: int | None = None
-    """The row that it replaces: where another one was written meanwhile, nothing changes."""
+    """The row that it replaces. If another one was written meanwhile, nothing changes."""
 
 
 Entries = Annotated[list[Entry], Body(embed=True, min_length=1, max_length=MOST_CHANGES)]

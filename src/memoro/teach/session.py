@@ -14,13 +14,14 @@ import torch
 from memoro.backbones import Backbone, load_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.backbones.precision import Precision
+from memoro.data.columns import labels_in
 from memoro.errors import TeachError
 from memoro.heads import HeadKind, find_kind
 from memoro.regimes.start import read_start
 from memoro.tasks.spec import check_name
 from memoro.tasks.task import Task
 from memoro.teach.gallery import Gallery
-from memoro.teach.labels import NOTHING, Decision, LabelTable, State, check_label, read_label
+from memoro.teach.labels import NOTHING, Decision, LabelTable, State, as_annotation, check_label, read_label
 from memoro.teach.learner import Learner
 from memoro.teach.learning import LabelledImages
 from memoro.teach.photos import Photos, open_photos
@@ -104,9 +105,7 @@ class Session(AbstractContextManager["Session"]):
         they are called."""
         if self.kind == "regression":
             return ("number",)
-        used = {*self._named}
-        for one in self.training().values():
-            used.update(one.label if isinstance(one.label, tuple) else [str(one.label)])
+        used = labels_in(as_annotation(one.label) for one in self.training().values()) | {*self._named}
         return tuple(name for name in self._classes if name in used)
 
     def label(self, images: int | str | Iterable[int | str], label: Any) -> None:
@@ -177,8 +176,8 @@ class Session(AbstractContextManager["Session"]):
 
     def suspects(self) -> list[Suspect]:
         """Labels that are likely to be wrong, least probable first, without those that were checked."""
-        states = {one.path: self.decision(self.photos.by_path[one.path]).state for one in self.learner.now.suspects}
-        return [one for one in self.learner.now.suspects if states[one.path] in {"label", "accept"}]
+        found, places = self.learner.now.suspects, self.photos.by_path
+        return [one for one in found if self.decision(places[one.path]).state in {"label", "accept"}]
 
     def sure(self) -> list[int]:
         """Undecided images whose guess is certain, the most certain first."""
@@ -229,11 +228,8 @@ class Session(AbstractContextManager["Session"]):
         return train(splits, backbone=self.backbone, out=out, **given)
 
     def _apply(self, at: int, decision: Decision) -> None:
-        self._know(decision)
         self.decisions.pop(at, None)  # the order is that of the last decisions
         self.decisions[at] = decision
-
-    def _know(self, decision: Decision) -> None:
         label = decision.label
         if not isinstance(label, float):
             self._classes.update(dict.fromkeys([label] if isinstance(label, str) else label or ()))
@@ -256,7 +252,7 @@ class Session(AbstractContextManager["Session"]):
         return self.learner.step(decisions, self.classes, version)
 
     def _work(self, work: Callable[[], bool]) -> None:
-        """Calls `work` until the session is closed or it fails; waits where there was nothing to do."""
+        """Calls `work` until the session is closed or it fails; waits while there is nothing to do."""
         while not self._stopped:
             seen = self._events
             try:

@@ -76,7 +76,7 @@ def suggest(scene: Scene, count: int, by: str = "auto", seed: int = 0) -> list[S
 
 
 def _margin(scene: Scene) -> Tensor | None:
-    """(c) how far a guess is ahead of the next one, from 0 to 1; None where there are none, or they are numbers."""
+    """(c) how far a guess is ahead of the next one, from 0 to 1; None without guesses, and for numbers."""
     if scene.answers is None or scene.kind == "regression":
         return None
     if scene.kind == "multilabel":

@@ -31,7 +31,7 @@ from memoro.training.statistics import StatisticsReader
 LIKELY = 0.5
 """One of several labels is suspected if the answer without it gives it a smaller probability."""
 OVERLAP = 0.15
-"""Of the images of the smaller of two classes: from this share of confused ones on, the classes overlap."""
+"""Two classes overlap if at least this share of the images of the smaller one is confused."""
 LEAST_CONFUSED = 3
 CONTRADICTED = "contradicted by the answer without it"
 FAR = 3.0
@@ -46,7 +46,7 @@ class Suspect(NamedTuple):
     answer: str
     """What is answered without this label."""
     probability: float | None
-    """Of the label, by that answer; None for a number."""
+    """How probable the label is by that answer; None for a number."""
     reason: str = CONTRADICTED
 
 
@@ -125,7 +125,7 @@ def suspects(
     decisions = [(at, Decision("label", label)) for at, label in enumerate(labels)]
     labelled = LabelledImages.of(decisions, images.kind, images.labels)
     if labelled is None:
-        raise TeachError(f"{images.name}: labels can only be doubted where there are two classes, and images of each.")
+        raise TeachError(f"{images.name}: suspects can only be found among two or more classes with images.")
     groups = find_groups(replace(images, kind="regression"))  # whatever the labels
     learned = solve(labelled, lambda index: flat(index).flatten(1), ReadOut.of(chosen.anatomy), groups)
     return find_suspects(learned, [images.where(at) for at in range(len(images))], list(map(label_text, labels)))

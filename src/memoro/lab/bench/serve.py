@@ -30,7 +30,7 @@ from memoro.errors import ServeError
 from memoro.lab.bench.models import new_tasks
 from memoro.serve.options import ServeOptions
 from memoro.serve.server import address_of, listen, make_server
-from memoro.serve.store import TaskFiles, TaskStore
+from memoro.serve.store import TaskStore
 
 SEPARATE = 5
 """Separate models that are timed; the cost of more is extrapolated from them."""
@@ -142,7 +142,7 @@ def _run_http(
 
 @contextmanager
 def _server(model: Composition, options: ServeOptions) -> Iterator[str]:
-    store = TaskStore(model.backbone, TaskFiles({Path(): list(model.tasks.values())}))
+    store = TaskStore(model.backbone, {Path(): list(model.tasks.values())})
     server, listening = make_server(store, options), listen(options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
