@@ -184,3 +184,9 @@ def test_duplicates_from_the_shell(shell: Callable[..., Said], tmp_path: Path) -
     assert "give images and a folder" in shell("similar", "copies", code=2).err
     assert "give images and a folder" in shell("similar", "copies/a.png", "copies", "--duplicates", code=2).err
     assert "choose a name that ends with" in shell("similar", "copies/a.png", "copies", "-o", "x.gif", code=1).err
+
+
+def test_an_unreadable_image_is_named(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"junk")
+    with pytest.raises(memoro.ImageError, match=r"broken\.png: not a readable image \(no known format\)\.$"):
+        memoro.similar(tmp_path / "broken.png", photos)

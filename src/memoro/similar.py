@@ -24,7 +24,7 @@ from memoro.data.open import open_source
 from memoro.data.screening import drop_unreadable, find_connected, first_copies
 from memoro.data.source import Objects, Source
 from memoro.engine.answers import Pictures, list_pictures
-from memoro.errors import DataError, TaskFileError
+from memoro.errors import DataError, ImageError, TaskFileError
 from memoro.files import write_whole
 from memoro.tasks.record import read_backbone
 from memoro.tasks.ridge import MOST_DIMENSIONS, NEGLIGIBLE, Read, RidgeSystem
@@ -130,7 +130,9 @@ class ImageIndex:
         """For each image, the `top` most similar ones of the index, the most similar first."""
         if top < 1:
             raise DataError(f"top={top}: ask for one image at least.")
-        pictures = _list_images(images)
+        [pictures] = drop_unreadable([_list_images(images)], quiet=True)
+        if pictures.skipped:
+            raise ImageError(f"{pictures.skipped[0].where}: {pictures.skipped[0].reason}.")
         read = _statistics_of(pictures, self.backbone, image_size=self.image_size, cache=cache)
         best, place = search_vectors(self.vectors, _project(read, len(pictures), self.weight, self.bias).float(), top)
         rows = zip(place.tolist(), best.tolist(), strict=True)

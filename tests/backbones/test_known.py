@@ -61,4 +61,4 @@ def test_from_the_shell(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = json.loads(shell("backbones", "tiny", "--speed", "--json").out)
     assert [row["name"] for row in rows] == [TINY]
     assert rows[0]["images_per_second"] > 0
-    assert "no backbone of the list has resnet" in shell("backbones", "resnet", code=2).err
+    assert "no listed backbone has resnet in its name" in shell("backbones", "resnet", code=2).err

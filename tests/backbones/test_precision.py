@@ -219,7 +219,7 @@ def shell(*words: Any, code: int = 0) -> tuple[str, str]:
     return result.stdout, result.stderr
 
 
-CHOSEN = "computing in bfloat16, in which this device is faster (--precision float32 for full precision)."
+CHOSEN = "computing in bfloat16, which is faster on this device (--precision float32 for full precision)."
 
 
 @pytest.mark.parametrize("fast", [True, False])

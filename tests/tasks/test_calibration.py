@@ -157,7 +157,7 @@ def test_calibrate_adds_what_an_old_file_lacks(colours: Path, tmp_path: Path) ->
     path = memoro.save_task(task, tmp_path / "own.safetensors")
     assert "memoro calibrate" in run("inspect", path)
     said = run("calibrate", path, colours / "own", "-b", colours / "vit")
-    assert "they are the test split: evaluated on it, the calibration error is too low" in said
+    assert "they are the test split: from now on, the calibration error measured on it is too low" in said
     found = memoro.load_task(path)
     assert found.content_hash() == task.content_hash()
     assert found.spec.calibration is not None

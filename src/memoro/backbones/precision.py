@@ -17,7 +17,7 @@ from memoro.errors import BackboneError, TaskFileError
 from memoro.files import cache_folder, write_whole
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
-CHOSEN = "computing in bfloat16, in which this device is faster (`precision=float32` for full precision)."
+CHOSEN = "computing in bfloat16, which is faster on this device (`precision=float32` for full precision)."
 """Said once where `auto` chose it."""
 PRECISION_HELP = "What the backbone computes in; auto: bfloat16 if the device is faster in it, else float32."
 

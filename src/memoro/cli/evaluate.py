@@ -46,7 +46,7 @@ def evaluate_tasks(
     ] = None,
     false_alarms: Annotated[
         float,
-        typer.Option(min=0, max=1, help="With --others: share of own images that may be called unfamiliar."),
+        typer.Option(min=0, max=1, help="With --others: share of a task's own images that may count as unfamiliar."),
     ] = 0.01,
     together: Annotated[
         bool, typer.Option("--together", help="Also measure accuracy composed with all tasks, and routed by score.")
@@ -73,8 +73,7 @@ def evaluate_tasks(
     from memoro.evaluation.evaluate import evaluate, evaluation_tables
 
     changes = read_settings("eval", settings)
-    reading: dict[str, Any] = {"workers": None, **flags, **changes[DataOptions]}
-    reading["batch_size"] = AnswerOptions(**changes[AnswerOptions]).batch_size
+    reading = {**flags, **changes[DataOptions], "batch_size": AnswerOptions(**changes[AnswerOptions]).batch_size}
     frozen, loaded = load_models(tasks, backbone, device, precision)
     errors = plain_console(stderr=True, soft_wrap=True)
     log = shell_log(errors, context)
@@ -100,14 +99,20 @@ def calibrate_task(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="A task file.", show_default=False)],
     data: Annotated[
-        str, typer.Argument(help="Labelled images, not those of the training; of splits, test.", show_default=False)
+        str,
+        typer.Argument(
+            help="Labelled images that the task was not trained on; of a set with splits, the test split.",
+            show_default=False,
+        ),
     ],
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
     precision: PrecisionOption = "auto",
     extends: Annotated[
         list[str] | None,
-        typer.Option("--extends", help="Task file or hub id that it extends; repeat for more.", show_default=False),
+        typer.Option(
+            "--extends", help="Task file or hub id that the task extends; repeat for more.", show_default=False
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write.", show_default="the task file itself")
@@ -127,8 +132,7 @@ def calibrate_task(
     from memoro.tasks.taskfile import load_task, load_tasks, save_task
 
     changes = read_settings("calibrate", settings)
-    reading: dict[str, Any] = {**flags, **changes[DataOptions]}
-    reading["batch_size"] = AnswerOptions(**changes[AnswerOptions]).batch_size
+    reading = {**flags, **changes[DataOptions], "batch_size": AnswerOptions(**changes[AnswerOptions]).batch_size}
     file = find_task_file(file)  # of a folder, the file in it
     task = load_task(file)
     parents = [parent for path in extends or [] for parent in load_tasks(path)]

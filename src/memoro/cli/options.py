@@ -147,27 +147,14 @@ def read_data(arguments: Sequence[str]) -> str | dict[str, str]:
 
 
 def gather_tasks(files: Iterable[str], option: str = "-t") -> list[Task]:
-    """The tasks of some files or hub ids; raises an error for the shell if they do not go together.
+    """The tasks of some files or hub ids; an error if two have one name, or a task extends one that is missing.
 
-    `option` is what precedes a file there, nothing for an argument.
+    `option` is what precedes a file in the shell, nothing for an argument.
     """
     from memoro.tasks.hub import expand_task_arguments
     from memoro.tasks.taskfile import load_named
 
     found = [(file, task) for file, path, name in expand_task_arguments(files) for task in load_named(path, name)]
-    return _checked(found, option)
-
-
-def load_models(
-    files: Iterable[str], backbone: str | None, device: str | None, precision: Precision
-) -> tuple[Backbone, list[Task]]:
-    """The backbone of some files or hub ids, and their tasks."""
-    tasks = gather_tasks(files)
-    return load(backbone, device, tasks[0].spec.backbone, precision), tasks
-
-
-def _checked(found: Sequence[tuple[str, Task]], option: str) -> list[Task]:
-    """The tasks; an error where two have one name, or a task extends one that is missing."""
     places: dict[str, str] = {}
     counts = Counter(file for file, _ in found)
     for file, task in found:
@@ -187,6 +174,14 @@ def _checked(found: Sequence[tuple[str, Task]], option: str) -> list[Task]:
                     f"{task.name!r} extends {parent.name!r}, which was not given. Add {more}, or the path of its file."
                 )
     return [task for _, task in found]
+
+
+def load_models(
+    files: Iterable[str], backbone: str | None, device: str | None, precision: Precision
+) -> tuple[Backbone, list[Task]]:
+    """The backbone of some files or hub ids, and their tasks."""
+    tasks = gather_tasks(files)
+    return load(backbone, device, tasks[0].spec.backbone, precision), tasks
 
 
 def numbers(text: str, kind: type[Number] = int) -> list[Number]:

@@ -85,7 +85,9 @@ def predict(
     false_alarms: Annotated[
         float,
         typer.Option(
-            min=0, max=1, help="Familiarity below which an image is unfamiliar: the false-alarm rate on own images."
+            min=0,
+            max=1,
+            help="Familiarity below which an image counts as unfamiliar: about this share of a task's own images does.",
         ),
     ] = 0.01,
     embeddings: Annotated[
@@ -321,7 +323,7 @@ def _choose_form(form: str | None, out: Path | None, folder: bool) -> str:
 
 @app.command()
 def explain(
-    images: Annotated[list[str], typer.Argument(help="Files, folders or globs.", show_default=False)],
+    images: Annotated[list[str], typer.Argument(help="Images: files, folders or globs.", show_default=False)],
     tasks: TaskFiles,
     out: Annotated[Path, typer.Option("--out", "-o", help="The picture to write: .png, .jpg or .webp.")] = Path(
         "overlay.png"

@@ -24,7 +24,7 @@ def similar(
             show_default=False,
         ),
     ],
-    top: Annotated[int, typer.Option("--top", min=1, help="Number of images to find for each one.")] = 10,
+    top: Annotated[int, typer.Option("--top", min=1, help="Number of images to find for each image.")] = 10,
     find_duplicates: Annotated[
         bool, typer.Option("--duplicates", help="List groups of copies and near-duplicates instead.")
     ] = False,
@@ -33,7 +33,7 @@ def similar(
         typer.Option("--out", "-o", help="Picture to write, a row for each image: .png, .jpg or .webp."),
     ] = None,
     index: Annotated[
-        Path | None, typer.Option("--index", help="File to keep the index in (.safetensors), to search it again.")
+        Path | None, typer.Option("--index", help="File to write the index to (.safetensors), for later searches.")
     ] = None,
     backbone: BackboneOption = None,
     image_size: Annotated[int | None, typer.Option(min=16, help="Pixels of an image's edge.")] = None,

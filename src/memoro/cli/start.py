@@ -36,7 +36,8 @@ def demo(
 @app.command()
 def backbones(
     words: Annotated[
-        list[str] | None, typer.Argument(help="Parts of names: only these are listed.", show_default=False)
+        list[str] | None,
+        typer.Argument(help="List only backbones whose names contain one of these.", show_default=False),
     ] = None,
     speed: Annotated[bool, typer.Option("--speed", help="Measure images per second on this machine.")] = False,
     device: DeviceOption = None,
@@ -47,7 +48,7 @@ def backbones(
 
     List backbones that --backbone takes, small ones first.
 
-    Any other model of these families, and a folder, works the same. Speed is measured with random weights of the same
+    Other models of these families, and folders, work as well. Speed is measured with random weights of the same
     size, so nothing is downloaded. See docs/backbones.md.
     """
     share_cores()
@@ -57,7 +58,7 @@ def backbones(
     quiet_libraries()
     chosen = [one for one in KNOWN if not words or any(word.lower() in one.name.lower() for word in words)]
     if not chosen:
-        raise typer.BadParameter(f"no backbone of the list has {' or '.join(words or ())} in its name.")
+        raise typer.BadParameter(f"no listed backbone has {' or '.join(words or ())} in its name.")
     rates = measure_speed(chosen, str(own_device(device))) if speed else {}
     if as_json:
         measured = {name: {"images_per_second": rate} for name, rate in rates.items()}

@@ -29,7 +29,7 @@ app = typer.Typer()
 def inspect(
     file: Annotated[str, typer.Argument(help="A task file, bundle, folder of them or hub id.", show_default=False)],
     backbone: Annotated[
-        str | None, typer.Option("--backbone", "-b", help="Also check if the task fits this backbone.")
+        str | None, typer.Option("--backbone", "-b", help="Also check whether the task fits this backbone.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -89,7 +89,7 @@ def verify(
     The backbone's own output must be bitwise equal. A task's logits may differ by rounding, because sums are taken in a
     different order. The largest difference is shown with its bound.
 
-    Exits with 1 if the backbone's output differs, or a task by more than its bound. To compare accuracy, use
+    Exits with 1 if the backbone's output differs, or a task's by more than its bound. To compare accuracy, use
     memoro eval --together.
     """
     from memoro.engine.composition import compose

@@ -173,9 +173,9 @@ def calibrate(
         else:
             changes["calibration"] = calibration
             facts["calibration"] = describe_calibration(calibration, len(held))
-            log(f"calibration: from {format_count(calibration.images, 'image')} (the task must not be trained on them)")
+            log(f"calibration: from {format_count(calibration.images, 'image')} (do not train the task on them)")
             if splits.test is not None:
-                log("they are the test split: evaluated on it, the calibration error is too low from now on.")
+                log("they are the test split: from now on, the calibration error measured on it is too low.")
             former = measure_task(task, answers.logits[task.name], held)
             decided = decide_unseen(task.kind, answers.logits[task.name], held)
             after = {} if decided is None else measure(task.kind, task.labels, decided, held)
