@@ -1,4 +1,4 @@
-"""What the tests of `memoro lab reproduce` share: small sets, orders on them, and records without a run."""
+"""What the tests of `memoro lab reproduce` share: small sets, requests about them, and records without a run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ import pytest
 from PIL import Image
 
 from memoro.lab.reproduce.measure import Budget
-from memoro.lab.reproduce.methods import CLASS_FULL, FORKED, FORKED_SIZES, FULL, LORA, Method, memory, memory_full, side
-from memoro.lab.reproduce.plan import CPU, Job
+from memoro.lab.reproduce.methods import METHODS, Method
+from memoro.lab.reproduce.plan import CPU, Job, Request
 from memoro.lab.reproduce.records import Record
-from memoro.lab.reproduce.run import Order
-from memoro.lab.reproduce.runner import Runner
-from memoro.lab.reproduce.setup import make_order
+from memoro.lab.reproduce.runner import Runner, make_request
 
 COLOURS = ((200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40))
-METHODS = {
-    one.name: one
-    for one in (FULL, CLASS_FULL, LORA, *FORKED, *FORKED_SIZES, memory(10), side(), *map(memory_full, (1, 5, 10, 20)))
-}
 
 
 @pytest.fixture
@@ -45,11 +39,11 @@ def checkpoint(vit: Any, tmp_path: Path) -> Path:
     return tmp_path / "vit"
 
 
-def order_of(table: str, shapes: Path, checkpoint: Path, *sets: str, **changes: Any) -> tuple[Order, Runner]:
+def request_of(table: str, shapes: Path, checkpoint: Path, *sets: str, **changes: Any) -> tuple[Request, Runner]:
     data = [str(shapes / name) for name in sets or ("one",)]
     numbers = {"epochs": 1, "steps": 2, "seeds": 2, "batch_size": 16, **changes}
     out = shapes / "out"
-    return make_order(table, "cpu", data, [str(checkpoint)], out, command="memoro …", workers=0, changes=numbers)
+    return make_request(table, "cpu", data, [str(checkpoint)], out, command="memoro …", workers=0, changes=numbers)
 
 
 def record_of(

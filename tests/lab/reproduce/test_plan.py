@@ -8,23 +8,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
-from reproducing import METHODS, checkpoint, order_of, shapes
+from reproducing import checkpoint, request_of, shapes
 
 from memoro.backbones import Backbone
 from memoro.errors import DataError
-from memoro.lab.reproduce.counts import count_method, count_methods
+from memoro.lab.reproduce.costs import count_methods
 from memoro.lab.reproduce.measure import Budget
-from memoro.lab.reproduce.methods import FULL, HEAD
-from memoro.lab.reproduce.plan import CPU, MOST_RUNS, PAPER, TABLES, Job, Request, plan_table, runs_of
+from memoro.lab.reproduce.methods import METHODS
+from memoro.lab.reproduce.plan import CPU, MOST_RUNS, PAPER, TABLES, Job, Request, group_jobs, runs_of
 from memoro.lab.reproduce.records import Record, Records
 from memoro.lab.reproduce.run import dry_run, format_time, list_missing
-from memoro.lab.reproduce.runner import Runner
-from memoro.lab.reproduce.setup import make_order
+from memoro.lab.reproduce.runner import Runner, make_request
 from memoro.training import TrainOptions
 
 __all__ = ["checkpoint", "shapes"]  # fixtures
+
+
+HEAD, FULL = METHODS["head"], METHODS["full"]
+
+
+def plan_table(table: str, request: Request) -> list[Job]:
+    """The jobs of a table, with methods that share passes together."""
+    return [job for _, job in group_jobs(replace(request, tables=(table,)).jobs())]
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -147,12 +153,12 @@ def test_extension_pairs_sets() -> None:
 
 
 def test_what_is_left_of_several_jobs_shares_passes(shapes: Path, checkpoint: Path) -> None:
-    order, runner = order_of("table2", shapes, checkpoint, "one")
+    request, runner = request_of("table2", shapes, checkpoint, "one")
 
     def left(*recorded: str) -> list[tuple[str, ...]]:
-        parts = {part.methods[0].name: part for _, job in order.jobs() for part in job.parts()}
+        parts = {part.methods[0].name: part for _, part in request.jobs()}
         records = [Record.now("table2", runner.key(parts[name]), {}, 1.0, 1) for name in recorded]
-        jobs = list_missing(order, runner, Records(order.out, records))
+        jobs = list_missing(request, runner, Records(request.out, records))
         return [tuple(method.name for method in job.methods) for _, job in jobs]
 
     unmasked = [(name,) for name in ("full", "class-full", *(f"memory-full {n}" for n in (1, 5, 20)), "lora 8")]
@@ -190,35 +196,33 @@ def test_paper_scale_is_the_same_plan_with_other_numbers() -> None:
 def test_dry_run_of_the_paper_scale(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MEMORO_DATA", raising=False)
-    order, runner = make_order("all", "paper", [], [str(checkpoint)], None, command="memoro …")
+    request, runner = make_request("all", "paper", [], [str(checkpoint)], None, command="memoro …")
     told: list[str] = []
-    dry_run(order, runner, told.append)
+    dry_run(request, runner, told.append)
     text = "\n".join(told)
     assert "data: inaturalist2017: 579,184 training images, 95,986 to test (MISSING" in text
     assert re.search(r"backbone: vit \(.*5 layers of 24\), fingerprint [0-9a-f]{12} \(found\)", text)
     for table in TABLES:
         assert f"{table}: " in text
-    assert "masking: 0 jobs that no other table or record has, 0 optimiser steps" in text
+    assert "masking: 0 jobs that no other table or record has, about 0 s on this machine" in text
     assert "PFLOP" in text
-    memory = {line.split(": ")[0]: line.split("about ")[1] for line in told if line.startswith("memory of one run")}
-    assert set(memory) == {f"memory of one run, {name}" for name in ("full", "memory-full 5", "memory 5")}
     assert not (tmp_path / "results").exists()
 
 
 def test_all_leaves_out_a_table_that_cannot_be_planned(shapes: Path, checkpoint: Path) -> None:
-    order, runner = order_of("all", shapes, checkpoint, "one")
+    request, runner = request_of("all", shapes, checkpoint, "one")
     told: list[str] = []
-    dry_run(order, runner, told.append)
+    dry_run(request, runner, told.append)
     assert "naive-concat: skipped (naive-concat needs two sets or more: repeat --data.)" in told
     assert any(line.startswith("extension: ") for line in told)
     with pytest.raises(DataError, match="needs two sets"):
-        dry_run(replace(order, tables=("naive-concat",)), runner, told.append)
+        dry_run(replace(request, tables=("naive-concat",)), runner, told.append)
 
 
 def test_methods_can_be_chosen(shapes: Path, checkpoint: Path) -> None:
     def planned(table: str, *methods: str) -> list[tuple[str, ...]]:
-        order, _ = order_of(table, shapes, checkpoint, "one", "two")
-        jobs = replace(order, methods=frozenset(methods)).jobs()
+        request, _ = request_of(table, shapes, checkpoint, "one", "two")
+        jobs = group_jobs(replace(request, methods=frozenset(methods)).jobs())
         return [tuple(method.name for method in job.methods) for _, job in jobs]
 
     assert planned("table2", "full", "memory 5") == [("memory 5",)] * 2 + [("full",)] * 2
@@ -233,7 +237,7 @@ def test_methods_can_be_chosen(shapes: Path, checkpoint: Path) -> None:
 
 def test_cpu_scale_asks_for_data() -> None:
     with pytest.raises(DataError, match="needs sets of images: --data"):
-        make_order("table2", "cpu", [], [], None, command="")
+        make_request("table2", "cpu", [], [], None, command="")
 
 
 def test_times_are_readable() -> None:
@@ -243,23 +247,24 @@ def test_times_are_readable() -> None:
 def test_counts_follow_the_formulas(backbone: Backbone) -> None:
     """Parameters and FLOPs of the small ViT: 26 tokens of 24 in 5 layers, an MLP of 40."""
     dim, depth, tokens, cells, mlp = 24, 5, 26, 5, 40
-    pixels = torch.zeros(1, 3, 20, 20)
-    own = count_method(backbone, "memory", "memory-full", {"cells": cells}, pixels)
+
+    def count(regime: str, **sizes: int) -> tuple[int, int]:
+        [row] = count_methods(backbone, [("", regime, sizes)], (20, 20))
+        return row["parameters"], row["flops"]
+
     keys, attention = 2 * cells * dim * 2 * dim, 2 * 2 * tokens * cells * dim
-    assert (own.parameters, own.flops) == (dim + depth * cells * dim, depth * (keys + attention))
-    assert count_method(backbone, "class", "class-full", {}, pixels).flops == 0
-    adapter = count_method(backbone, "adapter", "adapter", {"width": 5}, pixels)
-    assert adapter.parameters == depth * 2 * 2 * dim * 5
-    assert adapter.flops == 2 * tokens * adapter.parameters
-    token = count_method(backbone, "token", "memory", {"cells": 0}, pixels)
+    assert count("memory-full", cells=cells) == (dim + depth * cells * dim, depth * (keys + attention))
+    assert count("class-full")[1] == 0
+    assert count("head") == (0, 0)
+    adapter = depth * 2 * 2 * dim * 5
+    assert count("adapter", width=5) == (adapter, 2 * tokens * adapter)
     # One more token; its score with itself is a sum of products, not a matrix product.
     layer = 2 * (4 * dim * dim + 2 * dim * mlp) + 2 * 2 * tokens * dim
-    assert (token.parameters, token.flops) == (dim, depth * layer)
-    head, early, late = count_methods(backbone, [HEAD, METHODS["memory 5"], METHODS["memory 5, fork 0.50"]], (20, 20))
-    assert (head["parameters"], head["flops"]) == (0, 0)
-    assert early["parameters"] == dim + depth * cells * dim
-    assert late["parameters"] == dim + 3 * cells * dim  # it leaves at layer 2 of 5
-    assert early["flops"] > late["flops"] > 0
-    full = count_method(backbone, "full", "full", {}, pixels)
-    assert full.parameters == sum(tensor.numel() for tensor in backbone.anatomy.tensors.values())
-    assert full.flops > depth * tokens * 2 * (4 * dim * dim + 2 * dim * mlp)
+    assert count("memory", cells=0) == (dim, depth * layer)
+    early, late = (count("memory", **METHODS[name].sizes_on(depth)) for name in ("memory 5", "memory 5, fork 0.50"))
+    assert early[0] == dim + depth * cells * dim
+    assert late[0] == dim + 3 * cells * dim  # it leaves at layer 2 of 5
+    assert early[1] > late[1] > 0
+    parameters, flops = count("full")
+    assert parameters == sum(tensor.numel() for tensor in backbone.anatomy.tensors.values())
+    assert flops > depth * tokens * 2 * (4 * dim * dim + 2 * dim * mlp)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reproducing import METHODS, record_of
+from reproducing import record_of
 
 from memoro.lab.reproduce.measure import Budget, summarise_answers
-from memoro.lab.reproduce.methods import ADAPTER, FORKED, FORKED_SIZES, STABLE, memory, memory_full, side
+from memoro.lab.reproduce.methods import FORKED, FORKED_SIZES, METHODS, STABLE
 from memoro.lab.reproduce.plan import CPU, TABLES, Job
 from memoro.lab.reproduce.records import Record, Records
 from memoro.lab.tables.compare import Comparison, average_comparisons, compare_pair
@@ -59,7 +59,7 @@ def test_earlier_weights_and_other_images_are_left_out(tmp_path: Path, change: d
 
     new = [record_of("head", [[1, 0]], set_name="dtd10"), record_of("head", [[1, 0]])]
     records = Records(tmp_path, [old("head"), old("side 8"), *new])
-    assert select(records, "accuracy", [METHODS["head"], METHODS["side 8"]], CPU) == new
+    assert select(records, "accuracy", ["head", "side 8"], CPU) == new
 
 
 def test_a_table_of_single_methods_has_no_figure(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_backbones_are_drawn_over_methods(tmp_path: Path) -> None:
 
 
 def test_table4_is_about_more_than_memory(tmp_path: Path) -> None:
-    both = [record_of(name, [[1, 0]] * 3, budget=CPU.unmasked) for name in ("memory-full 5", ADAPTER)]
+    both = [record_of(name, [[1, 0]] * 3, budget=CPU.unmasked) for name in ("memory-full 5", "adapter 5")]
     alone = record_of("memory-full 5", [[1, 0]] * 3, set_name="dtd10", budget=CPU.unmasked)
     text = write_table("table4", Records(tmp_path, [*both, alone]), "cpu", tmp_path).read_text()
     assert "(table4.png)" in text
@@ -94,7 +94,7 @@ def test_side_is_compared_in_a_table_of_its_own(tmp_path: Path) -> None:
 
 def test_only_runs_of_the_same_setting_are_compared(tmp_path: Path) -> None:
     right, wrong = [1] * 40, [1] * 10 + [0] * 30
-    short, old = CPU.unmasked, replace(memory(5), rates=(0.03, 0.1), recipe={})
+    short, old = CPU.unmasked, replace(METHODS["memory 5"], rates=(0.03, 0.1), recipe={})
     records = Records(tmp_path, [
         record_of("head", [wrong] * 3),
         record_of("class", [right] * 3),
@@ -120,7 +120,7 @@ def test_only_runs_of_the_same_setting_are_compared(tmp_path: Path) -> None:
 
 
 def test_concatenations_of_different_sets_are_not_averaged(tmp_path: Path) -> None:
-    methods = (memory_full(5), memory(5))
+    methods = (METHODS["memory-full 5"], METHODS["memory 5"])
 
     def record(sets: tuple[str, ...], right: int, number: int) -> Record:
         alone, others = ([1] * count + [0] * (10 - count) for count in (right, right - 4))
@@ -149,7 +149,9 @@ def test_extensions_of_different_settings_are_told_apart(tmp_path: Path) -> None
     def record(other: str, epochs: int, accuracy: float) -> Record:
         case = {"test": [accuracy] * 3, "correct": ["ff"] * 3, "curve": [(5, 0.1), (10, accuracy)]}
         result = {"sizes": {"40": {"memory 5, alone": case, "memory 5, another set": case}}, "test_images": 8}
-        cell = Job("extension", "vit", ("a", other), (memory(5), side()), replace(CPU.masked, epochs=epochs), 0)
+        cell = Job(
+            "extension", "vit", ("a", other), CPU.methods(["memory 5", "side 8"]), replace(CPU.masked, epochs=epochs), 0
+        )
         return Record.now("extension", cell.key("abc", 20), result, 1.0, 1)
 
     records = Records(tmp_path, [record("b", 10, 0.5), record("c", 10, 0.6), record("b", 2, 0.7)])
@@ -164,7 +166,7 @@ def test_gains_of_a_parent_have_a_mean_over_sets(tmp_path: Path) -> None:
             f"memory 5, {parent}": {"test": [0.5] * 3, "correct": [bits] * 3, "curve": [(5, 0.5), (10, 0.5)]}
             for parent, bits in (("alone", alone), ("sibling classes", extended))
         }
-        cell = Job("extension", "vit", (name,), (memory(5), side()), CPU.unmasked)
+        cell = Job("extension", "vit", (name,), CPU.methods(["memory 5", "side 8"]), CPU.unmasked)
         return Record.now("extension", cell.key("abc", 20), {"sizes": {"40": cases}, "test_images": 8}, 1.0, 1)
 
     start = "| vit, 20 px | 150 steps | classes | sibling classes | memory 5 | 40 |"
@@ -180,7 +182,7 @@ def test_gains_of_a_parent_have_a_mean_over_sets(tmp_path: Path) -> None:
 
 
 def test_forks_are_shown_with_their_cost(tmp_path: Path) -> None:
-    methods = (*FORKED, *FORKED_SIZES)
+    methods = CPU.methods((*FORKED, *FORKED_SIZES))
     counts = {"rows": [{"name": method.name, "parameters": 7, "head": 3, "flops": 2_500_000} for method in methods]}
     key = Job("counts", "vit", (), methods, Budget()).key("abc", 20)
     records = Records(tmp_path, [
@@ -199,7 +201,7 @@ def test_forks_are_shown_with_their_cost(tmp_path: Path) -> None:
 
 
 def test_table4_counts_the_parameters_on_every_backbone(tmp_path: Path) -> None:
-    budget, adapter = CPU.unmasked, record_of(ADAPTER, [[1, 1]], budget=CPU.unmasked, parameters=1234)
+    budget, adapter = CPU.unmasked, record_of("adapter 5", [[1, 1]], budget=CPU.unmasked, parameters=1234)
     elsewhere = {**adapter.key, "backbone": "deit", "fingerprint": "other"}
     records = Records(tmp_path, [
         record_of("memory-full 5", [[1, 0]], budget=budget, parameters=56),

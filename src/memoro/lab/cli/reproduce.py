@@ -94,7 +94,7 @@ def reproduce(
     from memoro.lab.reproduce.plan import TABLES
     from memoro.lab.reproduce.run import dry_run as run_dry
     from memoro.lab.reproduce.run import run_tables, write_reports
-    from memoro.lab.reproduce.setup import make_order
+    from memoro.lab.reproduce.runner import make_request
 
     quiet_libraries()
     console = plain_console(soft_wrap=True)
@@ -104,7 +104,7 @@ def reproduce(
         return
     changes: dict[str, Any] = {"most": most, "epochs": epochs, "steps": steps, "seeds": seeds, "folds": folds}
     changes["batch_size"] = batch_size
-    order, runner = make_order(
+    request, runner = make_request(
         table, scale, data or [], backbone or [], out,
         command=quoted("memoro", *map(_without_folder, sys.argv[1:])),
         image_size=image_size, workers=workers, device=device, methods=method or [],
@@ -116,13 +116,13 @@ def reproduce(
             console.print(text)
 
     if dry_run:
-        run_dry(order, runner, log)
-    else:
-        try:
-            run_tables(order, runner, log)
-        except KeyboardInterrupt:
-            log("stopped. Finished jobs are recorded, and this one has a checkpoint: the same command continues.")
-            raise typer.Exit(130) from None
+        run_dry(request, runner, log)
+        return
+    try:
+        run_tables(request, runner, log)
+    except KeyboardInterrupt:
+        log("stopped. Finished jobs are recorded, and this one has a checkpoint: the same command continues.")
+        raise typer.Exit(130) from None
 
 
 def _without_folder(word: str) -> str:

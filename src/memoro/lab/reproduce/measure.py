@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
@@ -27,6 +27,8 @@ from memoro.training.checkpoint import run_identity
 
 Correct = np.ndarray[Any, np.dtype[np.bool_]]
 """Whether each image was classified correctly."""
+Planned = tuple[Method, float, int, Index | None]
+"""A run: method, learning rate, seed, and the training images that are held out; None: the validation split."""
 
 FOLDS = 4
 JUDGES = 250
@@ -80,31 +82,29 @@ class Bench:
     options: TrainOptions = field(default_factory=lambda: TrainOptions(quiet=True))
     """With a `folder`, every training has a checkpoint in it and continues from that."""
 
-    def train(self, runs: Sequence[Run]) -> list[TrainResult]:
-        """All runs in one call; features are kept only for what composes."""
+    def train(
+        self, splits: Splits, runs: Sequence[Planned], budget: Budget, extends: Mapping[str, Sequence[Task]] = {}
+    ) -> list[TrainResult]:
+        """All runs in one call; features are kept only for what composes. `extends`: the parents of each method."""
+        built = [
+            Run(
+                method.build(self.backbone, splits, seed, extends.get(method.name, ())),
+                budget.recipe(method, lr, seed),
+                REGIMES[method.regime],
+                splits,
+                self.preprocessing,
+                held_out,
+            )
+            for method, lr, seed, held_out in runs
+        ]
         options = self.options
-        if not all(run.regime.composes for run in runs):
+        if not all(method.composes for method, *_ in runs):
             options = replace(options, cache=False)
         if options.folder is not None:
-            identity = json.dumps(run_identity(self.backbone, runs, options.wanted_cache))
+            identity = json.dumps(run_identity(self.backbone, built, options.wanted_cache))
             name = hashlib.sha256(identity.encode()).hexdigest()[:16]
             options = replace(options, folder=options.folder / name, resume=True)
-        return train_runs(self.backbone, runs, options)
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The rate of a method that held-out training images chose."""
-
-    lr: float
-    scores: dict[float, list[float]]
-    """By rate: the accuracy on all held-out images, for each seed; 0 where a run diverged."""
-    curve: list[tuple[int, float]]
-    """(step, held-out accuracy) at the chosen rate."""
-
-    def to_json(self) -> dict[str, Any]:
-        scores = {f"{rate:g}": [round(one, 4) for one in some] for rate, some in self.scores.items()}
-        return {"lr": self.lr, "scores": scores, "curve": [(at, round(one, 4)) for at, one in self.curve]}
+        return train_runs(self.backbone, built, options)
 
 
 def is_flat(curve: Sequence[tuple[int, float]]) -> bool:
@@ -127,81 +127,72 @@ def held_out_parts(splits: Splits, budget: Budget) -> list[Index | None]:
 
 def select_rates(
     bench: Bench, splits: Splits, methods: Sequence[Method], budget: Budget, extends: Mapping[str, Sequence[Task]] = {}
-) -> dict[str, Selection]:
-    """The best rate of each method by name. Methods must all compose, or none; the test split is not touched."""
+) -> dict[str, dict[str, Any]]:
+    """How held-out training images chose the rate of each method, by name; the test split is not touched.
+
+    `lr`: the rate; `scores`: the accuracy on all held-out images by rate, for each seed, 0 where a run diverged;
+    `curve`: (step, held-out accuracy) at the chosen rate. Methods must all compose, or none.
+    """
     parts = held_out_parts(splits, budget)
     if not parts:
         raise DataError(f"{splits.name}: no class has two training images, so none can be held out: add images.")
-    unseen = replace(splits, test=None)
-    keys = [
-        (method, lr, seed, part)
-        for method in methods
-        for lr in method.rates
-        for seed in range(budget.judging_seeds)
-        for part in parts
-    ]
-    runs = [
-        make_run(bench, unseen, method, budget, lr, seed, part, extends.get(method.name, ()))
-        for method, lr, seed, part in keys
-    ]
-    gathered: dict[tuple[str, float, int], list[TrainResult]] = {}
-    for (method, lr, seed, _), result in zip(keys, bench.train(runs), strict=True):
-        gathered.setdefault((method.name, lr, seed), []).append(result)
-    return {method.name: _choose(method, gathered) for method in methods}
+    keys = [(method, lr, seed) for method in methods for lr in method.rates for seed in range(budget.judging_seeds)]
+    runs = [(*key, part) for key in keys for part in parts]
+    results = bench.train(replace(splits, test=None), runs, budget, extends)
+    gathered: dict[str, dict[tuple[float, int], list[TrainResult]]] = {method.name: {} for method in methods}
+    for (method, lr, seed, _), result in zip(runs, results, strict=True):
+        gathered[method.name].setdefault((lr, seed), []).append(result)
+    return {name: _choose(some) for name, some in gathered.items()}
 
 
-def _choose(method: Method, gathered: Mapping[tuple[str, float, int], list[TrainResult]]) -> Selection:
+def _choose(gathered: Mapping[tuple[float, int], list[TrainResult]]) -> dict[str, Any]:
     scores: dict[float, list[float]] = {}
-    for (name, lr, _), results in gathered.items():
-        if name == method.name:
-            scores.setdefault(lr, []).append(_accuracy(results))
+    for (lr, _), results in gathered.items():
+        scores.setdefault(lr, []).append(_accuracy(results))
     best = max(scores, key=lambda lr: mean(scores[lr]))
-    histories = [result.history for result in gathered[method.name, best, 0]]
+    histories = [result.history for result in gathered[best, 0]]
     curve = [
-        (entries[0]["step"], mean(entry["val_accuracy"] for entry in entries))
+        (entries[0]["step"], round(mean(entry["val_accuracy"] for entry in entries), 4))
         for entries in zip(*histories, strict=False)
     ]
-    return Selection(best, scores, curve)
+    rounded = {f"{lr:g}": [round(one, 4) for one in some] for lr, some in scores.items()}
+    return {"lr": best, "scores": rounded, "curve": curve}
 
 
 def _accuracy(results: Sequence[TrainResult]) -> float:
     """Over the images of all folds; 0 if a run diverged."""
     if not all(result.metrics for result in results):
         return 0.0
-    right = sum(float(correct_of(result).sum()) for result in results)
-    return right / sum(len(correct_of(result)) for result in results)
+    return float(np.concatenate([correct_of(result) for result in results]).mean())
 
 
 def train_seeds(
     bench: Bench,
     splits: Splits,
-    rates: Sequence[tuple[Method, float]],
+    rates: Mapping[str, float],
+    methods: Sequence[Method],
     budget: Budget,
     extends: Mapping[str, Sequence[Task]] = {},
-    seeds: Iterable[int] | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> dict[str, list[TrainResult]]:
     """Each method's runs on all training images at its rate, one per seed, measured on the test split.
 
-    An ensemble has several runs per seed, and a method may have several rates: the logits of all its runs of a seed
-    are averaged.
+    An ensemble has several runs per seed, whose logits are averaged.
     """
     if splits.test is None:
         raise DataError(f"{splits.name} has no test split: add a test/ folder beside train/.")
-    chosen = list(range(budget.seeds) if seeds is None else seeds)
-    keys = [
-        (method, lr, seed, seed * method.ensemble + member)
-        for method, lr in rates
-        for seed in chosen
-        for member in range(method.ensemble)
-    ]
-    runs = [
-        make_run(bench, splits, method, budget, lr, own, extends=extends.get(method.name, ()))
-        for method, lr, _, own in keys
-    ]
-    found: dict[str, dict[int, list[TrainResult]]] = {method.name: {} for method, _ in rates}
-    for (method, _, seed, _), result in zip(keys, bench.train(runs) if runs else [], strict=True):
-        found[method.name].setdefault(seed, []).append(result)
-    return {name: [_average(results) for results in some.values()] for name, some in found.items()}
+    chosen = range(budget.seeds) if seeds is None else seeds
+    members = [(method, seed, number) for method in methods for seed in chosen for number in range(method.ensemble)]
+    runs = [(method, rates[method.name], seed * method.ensemble + number, None) for method, seed, number in members]
+    found: dict[str, list[TrainResult]] = {method.name: [] for method in methods}
+    together: list[TrainResult] = []
+    for (method, _, number), result in zip(
+        members, bench.train(splits, runs, budget, extends) if runs else [], strict=True
+    ):
+        together = [*together, result] if number else [result]
+        if number == method.ensemble - 1:
+            found[method.name].append(_average(together))
+    return found
 
 
 def _average(results: Sequence[TrainResult]) -> TrainResult:
@@ -210,49 +201,30 @@ def _average(results: Sequence[TrainResult]) -> TrainResult:
     return replace(results[0], logits=torch.stack(logits).mean(dim=0)) if logits else results[0]
 
 
-def make_run(
-    bench: Bench,
-    splits: Splits,
-    method: Method,
-    budget: Budget,
-    lr: float,
-    seed: int,
-    held_out: Index | None = None,
-    extends: Sequence[Task] = (),
-) -> Run:
-    task = method.build(bench.backbone, splits, seed, extends)
-    recipe = budget.recipe(method, lr, seed)
-    return Run(task, recipe, REGIMES[method.regime], splits, bench.preprocessing, held_out)
-
-
 def measure_methods(
-    bench: Bench, splits: Splits, methods: Sequence[Method], budget: Budget
+    bench: Bench, splits: Splits, methods: Sequence[Method], budget: Budget, extends: Mapping[str, Sequence[Task]] = {}
 ) -> dict[str, dict[str, Any]]:
-    """What is recorded of each method: its rate and how it was chosen, and the test accuracy of every seed."""
-    selected = select_rates(bench, splits, methods, budget)
-    rates = [(method, selected[method.name].lr) for method in methods]
-    trained = train_seeds(bench, splits, rates, budget) if budget.seeds else {}
-    records = {}
-    for method in methods:
-        task = method.build(bench.backbone, splits, 0)
-        head = sum(parameter.numel() for parameter in task.head.parameters())
-        total = sum(parameter.numel() for parameter in REGIMES[method.regime].trains(task).values())
-        records[method.name] = {
-            **selected[method.name].to_json(),
-            **describe_splits(splits),
-            **summarise(trained.get(method.name, [])),
-            "parameters": total - head,
-            "head": head,
-        }
-    return records
-
-
-def summarise(results: Sequence[TrainResult]) -> dict[str, Any]:
-    """The test accuracy of each run, which images each got right, and how many runs diverged."""
+    """What is recorded of each method: its rate and how it was chosen, the test accuracy of every seed, which images
+    each got right, and how many runs diverged."""
+    selected = select_rates(bench, splits, methods, budget, extends)
+    rates = {name: found["lr"] for name, found in selected.items()}
+    trained = train_seeds(bench, splits, rates, methods, budget, extends) if budget.seeds else {}
     return {
-        **summarise_answers([correct_of(result) for result in results]),
-        "diverged": sum(not result.metrics for result in results),
+        name: {
+            **found,
+            **summarise_answers([correct_of(result) for result in trained.get(name, [])]),
+            "diverged": sum(not result.metrics for result in trained.get(name, [])),
+        }
+        for name, found in selected.items()
     }
+
+
+def count_parameters(bench: Bench, splits: Splits, method: Method) -> dict[str, int]:
+    """How many parameters it trains, without the head and in the head."""
+    task = method.build(bench.backbone, splits, 0)
+    head = sum(parameter.numel() for parameter in task.head.parameters())
+    total = sum(parameter.numel() for parameter in REGIMES[method.regime].trains(task).values())
+    return {"parameters": total - head, "head": head}
 
 
 def summarise_answers(rights: Sequence[Correct]) -> dict[str, Any]:

@@ -48,69 +48,69 @@ class Method:
 
 
 ADAMW = {"optimizer": "adamw", "weight_decay": 0.01}
-
-HEAD = Method("head", "head", (0.01, 0.03, 0.1, 0.3, 1.0))
-
-
 MEMORY_RATES = (0.003, 0.01)
 """With AdamW, as for memory without the mask. In short trainings with SGD, some seeds collapse at 0.3."""
 UNMASKED_RATES = (0.001, 0.003)
 """With AdamW, for cells that all tokens see: at 0.01, two of three seeds collapsed on rsscn7."""
+FORKS = (1 / 3, 1 / 2, 2 / 3, 5 / 6)
 
 
-def memory(cells: int) -> Method:
+def _with_forks(method: Method, forks: Sequence[float] = FORKS) -> list[Method]:
+    return [method, *(replace(method, name=f"{method.name}, fork {fork:.2f}", fork=fork) for fork in forks)]
+
+
+def _memory(cells: int) -> Method:
     """The paper's memory with its mask; with 0 cells, a new class token alone."""
     return Method(f"memory {cells}" if cells else "class", "memory", MEMORY_RATES, {"cells": cells}, recipe=ADAMW)
 
 
-def memory_full(cells: int) -> Method:
-    """Memory that all tokens attend to."""
-    return Method(f"memory-full {cells}", "memory-full", UNMASKED_RATES, {"cells": cells}, recipe=ADAMW)
+def _unmasked(name: str, regime: str, rates: tuple[float, ...] = UNMASKED_RATES, **sizes: int) -> Method:
+    return Method(name, regime, rates, sizes, recipe=ADAMW)
 
 
-def side(rank: int = 8, fork: float | None = None) -> Method:
-    name = f"side {rank}" + ("" if fork is None else f", fork {fork:.2f}")
-    return Method(name, "side", (0.001, 0.003), {"rank": rank}, fork, ADAMW)
+METHODS = {
+    method.name: method
+    for method in (
+        Method("head", "head", (0.01, 0.03, 0.1, 0.3, 1.0)),
+        *(_memory(cells) for cells in (0, 10)),
+        *(method for cells in (1, 5, 20) for method in _with_forks(_memory(cells))),
+        *(
+            method
+            for rank in (2, 8)
+            for method in _with_forks(
+                Method(f"side {rank}", "side", (0.001, 0.003), {"rank": rank}, recipe=ADAMW), (0.0, *FORKS)
+            )
+        ),
+        _unmasked("full", "full", (3e-5, 1e-4)),
+        _unmasked("class-full", "class-full", MEMORY_RATES),
+        *(_unmasked(f"memory-full {cells}", "memory-full", cells=cells) for cells in (1, 5, 10, 20)),
+        _unmasked("lora 8", "lora", (0.001, 0.002), rank=8),
+        *(_unmasked(f"adapter {width}", "adapter", width=width) for width in (5, 20)),
+        _unmasked("adapter 5 + memory-full 5", "adapter+memory-full", width=5, cells=5),
+        _unmasked("propagated 5", "propagated", cells=5),
+        _unmasked("propagated-additive 5", "propagated-additive", cells=5),
+    )
+}
 
-
-def forked(cells: int, fork: float) -> Method:
-    return replace(memory(cells), name=f"memory {cells}, fork {fork:.2f}", fork=fork)
-
-
-FULL = Method("full", "full", (3e-5, 1e-4), recipe=ADAMW)
-CLASS_FULL = Method("class-full", "class-full", MEMORY_RATES, recipe=ADAMW)
-LORA = Method("lora 8", "lora", (0.001, 0.002), {"rank": 8}, recipe=ADAMW)
-ADAPTER = Method("adapter 5", "adapter", (0.001, 0.003), {"width": 5}, recipe=ADAMW)
-ADAPTER_WIDE = replace(ADAPTER, name="adapter 20", sizes={"width": 20})
-ADAPTER_MEMORY = Method(
-    "adapter 5 + memory-full 5", "adapter+memory-full", UNMASKED_RATES, {"width": 5, "cells": 5}, recipe=ADAMW
-)
-PROPAGATED = Method("propagated 5", "propagated", UNMASKED_RATES, {"cells": 5}, recipe=ADAMW)
-ADDITIVE = Method("propagated-additive 5", "propagated-additive", UNMASKED_RATES, {"cells": 5}, recipe=ADAMW)
-
-MASKED = (HEAD, memory(0), memory(1), memory(5), memory(10), memory(20), side())
-
-FORKS = (1 / 3, 1 / 2, 2 / 3, 5 / 6)
-FORKED = (
-    HEAD, memory(0), memory(5), *(forked(5, fork) for fork in FORKS), *(side(8, fork) for fork in (0.0, *FORKS)),
-)  # fmt: skip
+MASKED = ("head", "class", "memory 1", "memory 5", "memory 10", "memory 20", "side 8")
+FORKED = ("head", "class", *(name for name in METHODS if name.startswith(("memory 5", "side 8, fork"))))
 """The usual sizes over the layer of the fork."""
 FORKED_SIZES = (
-    *(side(2, fork) for fork in (0.0, *FORKS)),
-    *(method for cells in (1, 20) for method in (memory(cells), *(forked(cells, fork) for fork in FORKS))),
+    *(name for name in METHODS if name.startswith("side 2, fork")),
+    *(name for name in METHODS if name.partition(",")[0] in {"memory 1", "memory 20"}),
 )
 """Other ranks and cells."""
 
 DECADES = (0.001, 0.01, 0.1, 1.0, 10.0)
 """Learning rates for SGD. AdamW's useful rates are a hundred times lower: its steps do not grow with the gradient."""
 STABLE = (
-    replace(HEAD, rates=DECADES),
-    replace(memory(5), rates=DECADES, recipe={}),
-    replace(side(), rates=tuple(rate / 100 for rate in DECADES)),
+    replace(METHODS["head"], rates=DECADES),
+    replace(METHODS["memory 5"], rates=DECADES, recipe={}),
+    replace(METHODS["side 8"], rates=tuple(rate / 100 for rate in DECADES)),
 )
 STABLE_FULL = (
-    replace(FULL, rates=tuple(rate / 10 for rate in DECADES), recipe={}),  # 0.001 was the best of DECADES
-    replace(memory_full(5), rates=DECADES, recipe={}),
+    replace(METHODS["full"], rates=tuple(rate / 10 for rate in DECADES), recipe={}),  # 0.001 was the best of DECADES
+    replace(METHODS["memory-full 5"], rates=DECADES, recipe={}),
 )
 
 PAPER_RATES = (0.003, 0.01, 0.03, 0.1, 0.3)

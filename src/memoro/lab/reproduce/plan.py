@@ -1,51 +1,43 @@
-"""What each table measures, as a list of jobs. A job is one call of training, recorded as a whole when it is done."""
+"""What each table measures, as a list of jobs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
 from typing import Any, Literal
 
 from memoro.backbones.load import TINY
 from memoro.errors import DataError
 from memoro.lab.reproduce.measure import Budget
 from memoro.lab.reproduce.methods import (
-    ADAPTER,
-    ADAPTER_MEMORY,
-    ADAPTER_WIDE,
-    ADDITIVE,
-    CLASS_FULL,
     FORKED,
     FORKED_SIZES,
-    FULL,
-    HEAD,
-    LORA,
     MASKED,
-    PROPAGATED,
+    METHODS,
     STABLE,
     STABLE_FULL,
     Method,
     as_in_paper,
-    memory,
-    memory_full,
-    side,
 )
 
-Kind = Literal["accuracy", "concat", "extension", "counts"]
 Key = dict[str, Any]
 CHILDREN = ("classes", "groups")
 """The task that extends another: half of a set's classes, or two groups of its classes."""
-
 MOST_RUNS = 24
 """Runs of a job that share a pass; more of them are several jobs, so that none takes much longer than 15 minutes."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A set, a backbone and a group of methods that are measured together."""
+    """What is measured in one call of training: a set, a backbone, and methods that share its passes.
 
-    kind: Kind
+    Plans have a job for each method of `accuracy`; `group_jobs` puts them together.
+    """
+
+    kind: Literal["accuracy", "concat", "extension", "counts"]
     backbone: str
     sets: tuple[str, ...]
     """Names of the sets; all kinds but `accuracy` use several."""
@@ -92,10 +84,16 @@ class Scale:
     backbones: tuple[str, ...]
     cells: tuple[int, ...]
     """Memory cells of regimes that change base tokens."""
-    adjust: Callable[[Method], Method] = field(default=lambda method: method, repr=False)
 
-    def budget(self, masked: bool, name: str) -> Budget:
-        return (self.masked if masked else self.unmasked).on_set(name)
+    def methods(self, names: Iterable[str | Method]) -> tuple[Method, ...]:
+        """The methods as this scale has them."""
+        methods = (METHODS[name] if isinstance(name, str) else name for name in names)
+        return tuple(as_in_paper(method) if self.name == "paper" else method for method in methods)
+
+    @property
+    def unmasked_memory(self) -> list[str]:
+        """Class token and memory without the mask."""
+        return ["class-full", *(f"memory-full {cells}" for cells in self.cells)]
 
 
 CPU = Scale(
@@ -115,18 +113,23 @@ PAPER = Scale(
     *(("sun397", "inaturalist2017", "cifar100", "places365"),) * 2,
     ("google/vit-base-patch32-224-in21k",),
     (1, 5, 10, 20),
-    as_in_paper,
 )
 SCALES = {scale.name: scale for scale in (CPU, PAPER)}
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is made for."""
+    """What a command asks for: tables at a scale, of which sets and backbones, and where results are."""
 
     scale: Scale
     sets: tuple[str, ...]
     backbones: tuple[str, ...]
+    tables: tuple[str, ...] = ()
+    out: Path = Path()
+    command: str = ""
+    """As the user typed it, for the records."""
+    methods: frozenset[str] = frozenset()
+    """The only ones to measure; empty: all."""
 
     @property
     def few_sets(self) -> tuple[str, ...]:
@@ -143,40 +146,51 @@ class Request:
         """The one that they run on."""
         return TINY if TINY in self.backbones else self.backbones[0]
 
-    @property
-    def at_unmasked_budget(self) -> Request:
-        """For methods with the mask that are compared with those without it: trained as long, on the same sets."""
-        scale = replace(self.scale, masked=self.scale.unmasked)
-        return replace(self, scale=scale, sets=self.few_sets, backbones=(self.main_backbone,))
+    def accuracy(
+        self,
+        methods: Iterable[str | Method],
+        budget: Budget,
+        sets: Sequence[str] | None = None,
+        backbones: Sequence[str] | None = None,
+    ) -> Iterator[Job]:
+        """A job for each backbone, set and method: on the main backbone and few sets unless others are given."""
+        chosen = self.scale.methods(methods)
+        for backbone in backbones or [self.main_backbone]:
+            for name in self.few_sets if sets is None else sets:
+                yield from (Job("accuracy", backbone, (name,), (one,), budget.on_set(name)) for one in chosen)
 
-    def masked(self, methods: Sequence[Method], sets: Sequence[str] | None = None, **changes: Any) -> Iterator[Job]:
-        """Cells of methods that share passes, over all backbones and sets."""
-        for backbone in self.backbones:
-            for name in self.sets if sets is None else sets:
-                budget = replace(self.scale.budget(True, name), **changes)
-                for group in group_methods([self.scale.adjust(method) for method in methods], budget):
-                    yield Job("accuracy", backbone, (name,), group, budget)
+    def jobs(self) -> list[tuple[str, Job]]:
+        """The jobs of each table, in order; only those whose methods were all asked for."""
+        jobs = [(table, job) for table in self.tables for job in TABLES[table](self)]
+        if not self.methods:
+            return jobs
+        known = dict.fromkeys(method.name for _, job in jobs for method in job.methods)
+        if unknown := sorted(self.methods - known.keys()):
+            there = f"choose from {', '.join(known)}" if known else "this table has no choice of methods"
+            raise DataError(f"{', '.join(self.tables)}: no method {unknown[0]!r}; {there}.")
+        chosen = [(table, job) for table, job in jobs if self.methods >= {method.name for method in job.methods}]
+        if not chosen:
+            raise DataError(f"{', '.join(self.tables)} compares {', '.join(known)}: name all of them, or none.")
+        return chosen
 
-    def unmasked(self, methods: Sequence[Method], sets: Sequence[str] | None = None, **changes: Any) -> Iterator[Job]:
-        """Cells of one method each, on the main backbone."""
-        for name in self.few_sets if sets is None else sets:
-            for method in methods:
-                budget = replace(self.scale.budget(False, name), **changes)
-                yield Job("accuracy", self.main_backbone, (name,), (self.scale.adjust(method),), budget)
 
-
-def group_methods(methods: Sequence[Method], budget: Budget) -> Iterator[tuple[Method, ...]]:
-    """The methods in order, in groups that share passes, cut where a group would have too many runs."""
-    group: list[Method] = []
-    for method in methods:
-        both = [*group, method]
-        shared = all(one.composes for one in both) and sum(runs_of(one, budget) for one in both) <= MOST_RUNS
-        if group and not shared:
-            yield tuple(group)
-            group = []
-        group.append(method)
-    if group:
-        yield tuple(group)
+def group_jobs(jobs: Iterable[tuple[str, Job]]) -> list[tuple[str, Job]]:
+    """The jobs of each table, with methods that share passes together, unless they would have too many runs."""
+    grouped = []
+    for (table, blank), some in groupby(jobs, key=lambda one: (one[0], replace(one[1], methods=()))):
+        groups: list[list[Method]] = []
+        for methods in ([*job.methods] for _, job in some):
+            both = [*groups[-1], *methods] if groups and blank.kind == "accuracy" else []
+            if (
+                both
+                and all(one.composes for one in both)
+                and sum(runs_of(one, blank.budget) for one in both) <= MOST_RUNS
+            ):
+                groups[-1] = both
+            else:
+                groups.append(methods)
+        grouped += [(table, replace(blank, methods=tuple(group))) for group in groups]
+    return grouped
 
 
 def runs_of(method: Method, budget: Budget) -> int:
@@ -185,23 +199,26 @@ def runs_of(method: Method, budget: Budget) -> int:
 
 
 def _table2(request: Request) -> Iterator[Job]:
-    yield from request.masked(MASKED)
-    yield from request.unmasked([FULL, CLASS_FULL, *map(memory_full, request.scale.cells)])
-    yield from request.unmasked([LORA], request.few_sets if request.scale.name == "paper" else request.one_set)
-    yield from request.at_unmasked_budget.masked([HEAD])  # the paper's ordering ends with it
-    if request.scale.name == "cpu":  # the larger backbones have time for one set and fewer steps
-        budget = replace(request.scale.unmasked, steps=max(1, 2 * (request.scale.unmasked.steps or 0) // 3))
-        larger = tuple(name for name in request.backbones if name != request.main_backbone)
-        for backbone in larger:
-            yield Job("accuracy", backbone, request.one_set, (FULL,), budget)
-        shorter = replace(request, scale=replace(request.scale, masked=budget), backbones=larger)
-        yield from shorter.masked([HEAD, memory(0), memory(5), side()], request.one_set)
+    scale = request.scale
+    yield from request.accuracy(MASKED, scale.masked, request.sets, request.backbones)
+    yield from request.accuracy(["full", *scale.unmasked_memory], scale.unmasked)
+    yield from request.accuracy(["lora 8"], scale.unmasked, None if scale.name == "paper" else request.one_set)
+    yield from request.accuracy(["head"], scale.unmasked)  # the paper's ordering ends with it
+    larger = [name for name in request.backbones if name != request.main_backbone]
+    if scale.name == "cpu" and larger:  # they have time for one set and fewer steps
+        budget = replace(scale.unmasked, steps=max(1, 2 * (scale.unmasked.steps or 0) // 3))
+        for methods in (["full"], ["head", "class", "memory 5", "side 8"]):
+            yield from request.accuracy(methods, budget, request.one_set, larger)
 
 
 def _table4(request: Request) -> Iterator[Job]:
     sets = request.one_set if request.scale.name == "cpu" else ("inaturalist2017",)
-    methods = (memory_full(5), ADAPTER, ADAPTER_WIDE, ADAPTER_MEMORY, PROPAGATED, ADDITIVE)
-    yield from request.unmasked(methods, [name for name in sets if name in request.sets])
+    yield from request.accuracy(ADAPTERS, request.scale.unmasked, [name for name in sets if name in request.sets])
+
+
+ADAPTERS = (
+    "memory-full 5", "adapter 5", "adapter 20", "adapter 5 + memory-full 5", "propagated 5", "propagated-additive 5",
+)  # fmt: skip
 
 
 def _table5(request: Request) -> Iterator[Job]:
@@ -216,18 +233,19 @@ def _naive(request: Request) -> Iterator[Job]:
         sets = request.few_sets[-3:]  # two models that are added show whether it goes on falling
     if len(sets) < 2:
         raise DataError("naive-concat needs two sets or more: repeat --data.")
-    methods = (request.scale.adjust(memory_full(5)), request.scale.adjust(memory(5)))
-    for seed in range(request.scale.unmasked.seeds):
-        yield Job("concat", request.main_backbone, sets, methods, request.scale.unmasked, seed)
+    methods, budget = request.scale.methods(["memory-full 5", "memory 5"]), request.scale.unmasked
+    for seed in range(budget.seeds):
+        yield Job("concat", request.main_backbone, sets, methods, budget, seed)
 
 
 def _masking(request: Request) -> Iterator[Job]:
-    yield from request.at_unmasked_budget.masked([HEAD, *map(memory, (0, *request.scale.cells))])
-    yield from request.unmasked([CLASS_FULL, *map(memory_full, request.scale.cells)])
+    scale = request.scale
+    yield from request.accuracy(["head", "class", *(f"memory {cells}" for cells in scale.cells)], scale.unmasked)
+    yield from request.accuracy(scale.unmasked_memory, scale.unmasked)
 
 
 def _extension(request: Request) -> Iterator[Job]:
-    methods = tuple(map(request.scale.adjust, (memory(5), side())))
+    methods = request.scale.methods(["memory 5", "side 8"])
     # Steps, because ten epochs of 40 images are twenty of them; small sets need all folds to choose a rate.
     budget = replace(request.scale.unmasked, folds=request.scale.masked.folds)
     names = request.few_sets[-2:]  # each is the other one's parent
@@ -238,21 +256,22 @@ def _extension(request: Request) -> Iterator[Job]:
 
 
 def _fork(request: Request) -> Iterator[Job]:
+    budget, few = request.scale.masked, request.few_sets
     for backbone in request.backbones:
-        yield Job("counts", backbone, (), (*FORKED, *FORKED_SIZES), Budget())
-    yield from request.masked(FORKED, request.few_sets[-3:])
-    yield from replace(request, backbones=(request.main_backbone,)).masked(FORKED_SIZES, request.few_sets[-2:])
+        yield Job("counts", backbone, (), tuple(METHODS[name] for name in (*FORKED, *FORKED_SIZES)), Budget())
+    yield from request.accuracy(FORKED, budget, few[-3:], request.backbones)
+    yield from request.accuracy(FORKED_SIZES, budget, few[-2:])
 
 
 def _models(request: Request) -> Iterator[Job]:
-    yield from request.masked((HEAD, memory(0), memory(5), side()))
+    methods = ["head", "class", "memory 5", "side 8"]
+    yield from request.accuracy(methods, request.scale.masked, request.sets, request.backbones)
 
 
 def _stability(request: Request) -> Iterator[Job]:
-    here = replace(request, backbones=(request.main_backbone,), scale=replace(request.scale, adjust=lambda one: one))
-    sets = request.one_set if request.scale.name == "cpu" else request.few_sets
-    yield from here.masked(STABLE, sets, seeds=0, folds=1, judging_seeds=3)
-    yield from here.unmasked(STABLE_FULL, sets, seeds=0, folds=1)
+    scale, sets = request.scale, request.one_set if request.scale.name == "cpu" else request.few_sets
+    yield from request.accuracy(STABLE, replace(scale.masked, seeds=0, folds=1, judging_seeds=3), sets)
+    yield from request.accuracy(STABLE_FULL, replace(scale.unmasked, seeds=0, folds=1), sets)
 
 
 TABLES: dict[str, Callable[[Request], Iterator[Job]]] = {
@@ -267,8 +286,3 @@ TABLES: dict[str, Callable[[Request], Iterator[Job]]] = {
     "table5": _table5,
 }
 """In order of value: `all` runs them in this order."""
-
-
-def plan_table(table: str, request: Request) -> list[Job]:
-    """All jobs of a table. Tables may share measurements: one that is recorded is not repeated."""
-    return list(TABLES[table](request))

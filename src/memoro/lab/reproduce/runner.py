@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,20 +15,26 @@ import torch
 
 from memoro.backbones import load_backbone
 from memoro.backbones.load import TINY, own_device
+from memoro.clock import best_times
 from memoro.data import Splits, load_data
 from memoro.data.hub import KNOWN, find_known
-from memoro.errors import DataError
+from memoro.errors import DataError, need
 from memoro.images import output_size
 from memoro.lab.bench.models import random_vit
-from memoro.lab.reproduce.concat import measure_concat
-from memoro.lab.reproduce.counts import count_costs, count_methods
-from memoro.lab.reproduce.estimate import Size, base_passes, seconds_per_pass
-from memoro.lab.reproduce.extension import measure_extension
-from memoro.lab.reproduce.measure import Bench, Budget, limit_training, measure_methods
-from memoro.lab.reproduce.plan import CHILDREN, CPU, Job, Key
+from memoro.lab.reproduce.costs import Size, base_passes, count_methods, count_vit
+from memoro.lab.reproduce.measure import (
+    Bench,
+    Budget,
+    count_parameters,
+    describe_splits,
+    limit_training,
+    measure_methods,
+)
+from memoro.lab.reproduce.plan import CHILDREN, CPU, SCALES, TABLES, Job, Key, Request
 from memoro.lab.reproduce.records import Records
+from memoro.lab.reproduce.several import measure_concat, measure_extension
 from memoro.processes import Processes, find_processes
-from memoro.training import TrainOptions
+from memoro.training import Cache, TrainOptions
 from memoro.training.runfolder import lock_folder
 
 MOST_PIXELS = 112
@@ -58,9 +64,42 @@ def _sets_inside(folder: Path) -> list[Path]:
     return known or others
 
 
-def name_backbone(source: str) -> str:
-    """The name that `load_backbone` gives it."""
-    return Path(source).resolve().name if source != TINY and Path(source).is_dir() else source
+def make_request(
+    table: str,
+    scale_name: str,
+    data: Sequence[str],
+    backbones: Sequence[str],
+    out: Path | None,
+    *,
+    command: str,
+    image_size: int | None = None,
+    workers: int | None = None,
+    device: str | None = None,
+    methods: Sequence[str] = (),
+    changes: Mapping[str, Any] = {},
+) -> tuple[Request, Runner]:
+    """What to run and what with. `changes` are fields of `Budget`: epochs of masked regimes, steps of the others."""
+    need("accelerate", "matplotlib", "datasets")
+    scale, small = SCALES[scale_name], scale_name == "cpu"
+    kept = {name: value for name, value in changes.items() if name != "steps" or scale.masked.steps is not None}
+    others = {name: value for name, value in changes.items() if name != "epochs"}
+    scale = replace(scale, masked=replace(scale.masked, **kept), unmasked=replace(scale.unmasked, **others))
+    sets = find_sets(data) if data or small else {name: name for name in scale.sets}
+    if not sets and table != "table5":
+        raise DataError(
+            "--scale cpu needs sets of images: --data FOLDER or --data SET.zip, each with train/ and test/."
+        )
+    names = [*(name for name in scale.sets if name in sets), *(name for name in sets if name not in scale.sets)]
+    # The names that `load_backbone` gives them.
+    sources = {
+        Path(source).resolve().name if source != TINY and Path(source).is_dir() else source: source
+        for source in backbones or scale.backbones
+    }
+    tables, folder = tuple(TABLES) if table == "all" else (table,), out or Path("results") / scale.name
+    request = Request(scale, tuple(names), tuple(sources), tables, folder, command, frozenset(methods))
+    # Kept features serve every job of a set. At the paper's scale every epoch has new views, so nothing is kept.
+    options = TrainOptions(cache=Cache() if small else False, folder=folder / "runs", workers=workers, quiet=True)
+    return request, Runner(sets, sources, options, image_size, MOST_PIXELS if small else None, device)
 
 
 @dataclass
@@ -118,8 +157,7 @@ class Runner:
         key = name, budget.val_fraction
         if key not in self._splits:
             how: dict[str, Any] = {"quiet": True, "workers": self.options.workers}
-            found = load_data(self.sets[name], val_fraction=budget.val_fraction, **how)
-            self._splits[key] = found
+            self._splits[key] = load_data(self.sets[name], val_fraction=budget.val_fraction, **how)
         return limit_training(self._splits[key], budget.most)
 
     def size(self, name: str) -> Size:
@@ -158,25 +196,39 @@ class Runner:
         if not job.backbone:
             return 5.0
         if job.backbone not in self._speeds:
-            bench = self.bench(job.backbone)
-            self._speeds[job.backbone] = seconds_per_pass(bench.backbone, bench.preprocessing)
+            backbone, pixels = self.bench(job.backbone).backbone, self.zeros(job.backbone, 8)
+            with torch.no_grad():
+                best = best_times({"base": lambda: backbone.original(pixels)}, rounds=3)
+            self._speeds[job.backbone] = best["base"] / len(pixels)
         return base_passes(job, sizes) * self._speeds[job.backbone]
+
+    def zeros(self, name: str, batch: int = 1) -> torch.Tensor:
+        """Images for a backbone, to time or to count a pass."""
+        bench = self.bench(name)
+        pixels = torch.zeros(batch, bench.backbone.channels, *output_size(bench.preprocessing))
+        return pixels.to(bench.backbone.device, bench.backbone.dtype)
 
     def run(self, job: Job, records: Records) -> dict[str, dict[str, Any]]:
         """The results of the job's parts, by the name of the method; a job with one result has it under ``."""
-        if job.kind == "counts":
-            return {"": self._count(job) if job.backbone else count_costs()}
+        if job.kind == "counts" and not job.backbone:
+            return {"": count_vit()}
         bench = self.bench(job.backbone)
+        if job.kind == "counts":
+            rows = [(one.name, one.regime, one.sizes_on(bench.backbone.depth)) for one in job.methods]
+            return {"": {"rows": count_methods(bench.backbone, rows, output_size(bench.preprocessing))}}
         bench = replace(bench, options=replace(bench.options, folder=self.checkpoints(job)))
-        sets = [self.splits(name, job.budget) for name in job.sets]
+        splits, *others = (self.splits(name, job.budget) for name in job.sets)
         if job.kind == "accuracy":
-            return measure_methods(bench, sets[0], job.methods, job.budget)
+            found = measure_methods(bench, splits, job.methods, job.budget)
+            return {
+                one.name: {**found[one.name], **describe_splits(splits), **count_parameters(bench, splits, one)}
+                for one in job.methods
+            }
         if job.kind == "concat":
             known = _known_rates(self.key(job), records)
-            return {"": measure_concat(bench, sets, job.methods, job.budget, job.number, known)}
-        other = sets[1] if len(sets) > 1 else None
-        child = CHILDREN[job.number]
-        return {"": measure_extension(bench, sets[0], other, job.methods, job.budget, child)}
+            return {"": measure_concat(bench, [splits, *others], job.methods, job.budget, job.number, known)}
+        other = others[0] if others else None
+        return {"": measure_extension(bench, splits, other, job.methods, job.budget, CHILDREN[job.number])}
 
     def checkpoints(self, job: Job) -> Path | None:
         """The folder of a job's checkpoints."""
@@ -192,10 +244,6 @@ class Runner:
             with suppress(OSError):  # other jobs have checkpoints
                 folder.parent.rmdir()
 
-    def _count(self, job: Job) -> dict[str, Any]:
-        bench = self.bench(job.backbone)
-        return {"rows": count_methods(bench.backbone, job.methods, output_size(bench.preprocessing))}
-
 
 def _hash(splits: Splits) -> str:
     whole = hashlib.sha256(json.dumps(splits.labels).encode())
@@ -208,16 +256,6 @@ def _hash(splits: Splits) -> str:
 
 
 def _known_rates(key: Key, records: Records) -> dict[str, Any]:
-    """Rates by set and method that an earlier seed of a job chose, or table 2 for the same method and budget."""
-    found: dict[str, Any] = {}
-    for record in records.entries:
-        own = record.key
-        if own["kind"] == "concat" and {**own, "number": 0} == {**key, "number": 0}:
-            return dict(record.result["rates"])
-        same = all(own[name] == key[name] for name in ("backbone", "fingerprint", "image_size"))
-        same = same and own["images"].items() <= key["images"].items()
-        # `Budget.on_set` gives a set its augmentation, here and there.
-        same = same and {**own["budget"], "augment": None} == {**key["budget"], "augment": None}
-        if own["kind"] == "accuracy" and same and own["methods"][0] in key["methods"]:
-            found.setdefault(own["sets"][0], {})[record.method] = record.result["lr"]
-    return found
+    """Rates by set and method that an earlier seed of the same job chose."""
+    same = (one for one in records.entries if {**one.key, "number": 0} == {**key, "number": 0})
+    return next((dict(record.result["rates"]) for record in same), {})

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from memoro.lab.reproduce.extension import ALONE
 from memoro.lab.reproduce.measure import is_flat
-from memoro.lab.reproduce.methods import FORKED, FORKED_SIZES, HEAD, memory, side
+from memoro.lab.reproduce.methods import FORKED, FORKED_SIZES, METHODS
 from memoro.lab.reproduce.plan import CHILDREN, Scale
 from memoro.lab.reproduce.records import Record, Records
-from memoro.lab.tables.claims import INTRO
-from memoro.lab.tables.compare import LEAST_PAIRS, Comparison, average_comparisons, compare_pair
-from memoro.lab.tables.judge import add_comparisons
+from memoro.lab.reproduce.several import ALONE
+from memoro.lab.tables.compare import LEAST_PAIRS, Comparison, add_comparisons, average_comparisons, compare_pair
 from memoro.lab.tables.plots import Point
 from memoro.lab.tables.report import (
     NOT_FLAT,
@@ -23,24 +21,38 @@ from memoro.lab.tables.report import (
     Row,
     accuracies,
     accuracy_rows,
+    figures_of,
     format_accuracy,
     format_values,
     legend_of,
     markdown_table,
     panels_of,
+    point_of,
     select,
-    spread,
     without_short,
+)
+
+FORKS = (
+    "Accuracy over the layer at which a task leaves the backbone (its fork), as a fraction of the depth: 0 "
+    "is the paper, 1 a linear head. A task's cost, file and cached features shrink to 1 − fork of those of a "
+    "task from layer 0. Not in the paper."
+)
+EXTENSION = (
+    "A task that extends another (it attends to the other's class token and memory) against the same task "
+    "alone, over the number of its training images. Child `classes`: every second class of a set; its "
+    "parent knows the classes between them (`sibling classes`), or another set. Child `groups`: whether the"
+    " number of an image's class is odd; its parent was trained to tell the classes, on other images. The "
+    "paper shows that tasks can be extended, not when it helps."
 )
 
 
 def report_forks(records: Records, scale: Scale) -> Report:
     methods = (*FORKED, *FORKED_SIZES)
-    between = {method.name for method in methods if method.fork}
+    between = {name for name in methods if METHODS[name].fork}
     measured = without_short(accuracies(records, methods, scale), scale)
     found = {row: cells for row, cells in measured.items() if between & cells.keys()}
     used = [record for cells in found.values() for record in cells.values()]
-    report = Report("Forks", [INTRO["fork"]], accuracy_rows(found), used=used)
+    report = Report("Forks", [FORKS], accuracy_rows(found), used=used)
     if not found:
         return report
     counted = [record for record in records.current("counts") if record.key["backbone"]]
@@ -50,7 +62,7 @@ def report_forks(records: Records, scale: Scale) -> Report:
         for record in counted
         for row in record.result["rows"]
     }
-    forks = {method.name: 1.0 if method is HEAD else method.fork or 0.0 for method in methods}
+    forks = {name: 1.0 if name == "head" else METHODS[name].fork or 0.0 for name in methods}
     for line in report.rows:
         line["fork"] = round(forks[line["method"]], 2)
         line["mflop"] = costs.get((line["backbone"], line["image_size"], line["method"]), "")
@@ -59,9 +71,9 @@ def report_forks(records: Records, scale: Scale) -> Report:
         "Parameters without the head. MFLOP: what a task adds to one pass of the backbone for one image.",
     ]  # fmt: skip
     lines: dict[str, list[str]] = {}
-    for method in methods:
-        if method not in (HEAD, memory(0)):
-            lines.setdefault(method.name.partition(",")[0], []).append(method.name)
+    for name in methods:
+        if name not in ("head", "class"):
+            lines.setdefault(name.partition(",")[0], []).append(name)
     by_fork: dict[str, Any] = {}
     by_cost: dict[str, Any] = {}
     for row, cells in found.items():
@@ -84,8 +96,8 @@ def report_forks(records: Records, scale: Scale) -> Report:
 def _mean_panels(found: Found, lines: Mapping[str, Sequence[str]], forks: Mapping[str, float]) -> dict[str, Any]:
     """A panel for each backbone with several sets: lines of methods that all of its sets have."""
     panels: dict[str, Any] = {}
-    for group in dict.fromkeys(row._replace(name="") for row in found):
-        sets = [cells for row, cells in found.items() if row._replace(name="") == group]
+    for group in dict.fromkeys(row.group for row in found):
+        sets = [cells for row, cells in found.items() if row.group == group]
         drawn: dict[str, list[Point]] = {}
         for line, names in lines.items():
             known = [name for name in (*names, "head") if all(name in cells for cells in sets)]
@@ -101,7 +113,7 @@ def _fork_table(found: Found, forks: Mapping[str, float], costs: Mapping[tuple[s
     """A row for each method: there are more of them than sets."""
     sets = sorted({row.name for row in found})
     rows: list[list[Any]] = []
-    for group in dict.fromkeys(row._replace(name="") for row in found):
+    for group in dict.fromkeys(row.group for row in found):
         for name, fork in sorted(forks.items(), key=_line_and_fork):
             cells = [found.get(group._replace(name=one), {}).get(name) for one in sets]
             first = next((record for record in cells if record is not None), None)
@@ -121,21 +133,20 @@ def _line_and_fork(one: tuple[str, float]) -> tuple[str, int, str, float]:
 
 
 def report_extension(records: Records, scale: Scale) -> Report:
-    intro = [INTRO["extension"]]
     found: dict[tuple[Row, str, str], Record] = {}
-    for record in select(records, "extension", (memory(5), side()), scale):
+    for record in select(records, "extension", ("memory 5", "side 8"), scale):
         child = CHILDREN[record.key["number"]]
         other = (
             "" if child == "groups" else ", ".join(record.key["sets"][1:])
         )  # groups have one parent, of their own set
         found[Row.of(record, scale), child, other] = record
-    report = Report("Extension: does a parent help?", intro, used=[*found.values()])
+    report = Report("Extension: does a parent help?", [EXTENSION], used=[*found.values()])
     rows: list[list[Any]] = []
     panels: dict[str, Any] = {}
     gains: dict[tuple[Row, str, str, str], dict[int, dict[str, Comparison]]] = {}
     for (row, child, other), record in found.items():
         test_images = record.result["test_images"]
-        lines: dict[str, list[tuple[float, float, float]]] = {}
+        lines: dict[str, list[Point]] = {}
         for size, cases in record.result["sizes"].items():
             for case, result in cases.items():
                 test = result["test"]
@@ -148,16 +159,15 @@ def report_extension(records: Records, scale: Scale) -> Report:
                         (case, {**result, "test_images": test_images}), (ALONE, {**alone, "test_images": test_images})
                     )
                 if link is not None:
-                    sizes = gains.setdefault((row._replace(name=""), child, kind, method), {})
+                    sizes = gains.setdefault((row.group, child, kind, method), {})
                     sizes.setdefault(int(size), {})[row.name] = link
                 mark = "" if is_flat(result["curve"]) else NOT_FLAT
                 shown = [child, size, method, parent, f"{format_values(test)}{mark}", "" if link is None else str(link)]
                 rows.append([row.where, row.name, row.training, *shown])
-                lines.setdefault(case, []).append((float(size), mean(test), spread(test)))
+                lines.setdefault(case, []).append(point_of(float(size), test))
                 report.rows.append({
-                    "backbone": row.backbone, "image_size": row.pixels, "set": row.name, "training": row.training,
-                    "child": child, "images": int(size), "method": method, "parent": parent,
-                    "accuracy": round(mean(test), 4), "spread": round(spread(test), 4), "seeds": len(test),
+                    **row.columns, "child": child, "images": int(size), "method": method, "parent": parent,
+                    **figures_of(test),
                     "gain": "" if link is None else round(link.difference, 4),
                     "error": "" if link is None else round(link.error, 4),
                 })  # fmt: skip
@@ -169,7 +179,7 @@ def report_extension(records: Records, scale: Scale) -> Report:
     columns = ["backbone", "set", "training", "child", "images", "method", "parent", "test accuracy", "gain"]
     averaged = ["backbone", "training", "child", "parent", "method", "images", "sets", "gain", "verdict"]
     report.lines = [
-        *intro, "", *(["Means over sets:", "", *markdown_table(averaged, means), ""] if means else ()),
+        EXTENSION, "", *(["Means over sets:", "", *markdown_table(averaged, means), ""] if means else ()),
         "Each set by itself:", "", *markdown_table(columns, rows), "",
         "`gain`: over the same method alone, same seeds and images, ± half of the 95 % interval, which does not "
         "include other runs of the parent. A parent helps (holds) or hurts (fails) if the interval does not include "

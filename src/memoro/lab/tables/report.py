@@ -33,6 +33,15 @@ def format_values(values: Sequence[float]) -> str:
     return f"{mean(values):.3f}" + (f" ± {spread(values):.3f}" if len(values) > 1 else "")
 
 
+def figures_of(values: Sequence[float]) -> dict[str, Any]:
+    """As a CSV file has them."""
+    return {"accuracy": round(mean(values), 4), "spread": round(spread(values), 4), "seeds": len(values)}
+
+
+def point_of(x: float, values: Sequence[float]) -> Point:
+    return (x, mean(values), spread(values))
+
+
 class Row(NamedTuple):
     """Measurements that may be compared with each other."""
 
@@ -46,6 +55,16 @@ class Row(NamedTuple):
     def of(cls, record: Record, scale: Scale) -> Row:
         key = record.key
         return cls(key["backbone"], key["image_size"], key["sets"][0], describe_training(key["budget"], scale))
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """As a CSV file has it."""
+        return {"backbone": self.backbone, "image_size": self.pixels, "set": self.name, "training": self.training}
+
+    @property
+    def group(self) -> Row:
+        """What it has in common with rows of other sets."""
+        return self._replace(name="")
 
     @property
     def where(self) -> str:
@@ -73,9 +92,9 @@ def steps_of(record: Record) -> int:
     return int(budget["steps"] or budget["epochs"] * math.ceil(record.result["train_images"] / budget["batch_size"]))
 
 
-def select(records: Records, kind: str, methods: Iterable[Method], scale: Scale) -> list[Record]:
+def select(records: Records, kind: str, methods: Iterable[str | Method], scale: Scale) -> list[Record]:
     """The newest record of every measurement of a kind whose methods are defined as the scale's plan has them now."""
-    planned = json.loads(json.dumps([scale.adjust(method).to_json() for method in methods]))
+    planned = json.loads(json.dumps([method.to_json() for method in scale.methods(methods)]))
     return records.current(kind, planned)
 
 
@@ -179,7 +198,7 @@ Found = Mapping[Row, Mapping[str, Record]]
 """Records by row and method."""
 
 
-def accuracies(records: Records, methods: Iterable[Method], scale: Scale) -> dict[Row, dict[str, Record]]:
+def accuracies(records: Records, methods: Iterable[str], scale: Scale) -> dict[Row, dict[str, Record]]:
     """The newest record of each method in each row, for methods that were measured on the test split."""
     found: dict[Row, dict[str, Record]] = {}
     for record in select(records, "accuracy", methods, scale):
@@ -198,22 +217,7 @@ def format_accuracy(record: Record | None) -> str:
 
 
 def was_flat(record: Record) -> bool:
-    return is_flat([(step, accuracy) for step, accuracy in record.result["curve"]])
-
-
-def accuracy_lines(found: Found, methods: Sequence[str]) -> list[str]:
-    """The table of accuracies and its legend."""
-    there = [name for name in methods if any(name in row for row in found.values())]
-    rows = []
-    for row, cells in found.items():
-        first = next(iter(cells.values()))
-        images = f"{first.result['train_images']} / {first.result['test_images']}"
-        training = row.training if first.key["budget"]["steps"] else f"{row.training} ({steps_of(first)} steps)"
-        rows.append([row.where, row.name, images, training, *(format_accuracy(cells.get(one)) for one in there)])
-    missing = [name for name in methods if name not in there]
-    not_run = ["", f"Not run yet: {', '.join(missing)}."] if missing else []
-    columns = ["backbone", "set", "train / test", "training", *there]
-    return [*markdown_table(columns, rows), *not_run, "", legend_of(found)]
+    return is_flat(record.result["curve"])
 
 
 def legend_of(found: Found) -> str:
@@ -234,8 +238,7 @@ def accuracy_rows(found: Found) -> list[dict[str, Any]]:
             "set": row.name, "method": method, "training": row.training, "steps": steps_of(record),
             "train_images": record.result["train_images"],
             "test_images": record.result["test_images"], "lr": record.result["lr"],
-            "accuracy": round(mean(record.result["test"]), 4), "spread": round(spread(record.result["test"]), 4),
-            "seeds": len(record.result["test"]), "flat": was_flat(record),
+            **figures_of(record.result["test"]), "flat": was_flat(record),
             "parameters_without_head": record.result["parameters"], "seconds_of_job": record.seconds,
         }
         for row, cells in found.items()
@@ -246,12 +249,21 @@ def accuracy_rows(found: Found) -> list[dict[str, Any]]:
 def accuracy_report(title: str, intro: str, found: Found, methods: Sequence[str]) -> Report:
     """A report with one table of accuracies."""
     used = [record for cells in found.values() for record in cells.values()]
-    lines = [intro, "", *(accuracy_lines(found, methods) if found else ())]
-    return Report(title, lines, accuracy_rows(found), used=used)
-
-
-def point_of(x: float, record: Record) -> Point:
-    return (x, mean(record.result["test"]), spread(record.result["test"]))
+    report = Report(title, [intro, ""], accuracy_rows(found), used=used)
+    if not found:
+        return report
+    there = [name for name in methods if any(name in row for row in found.values())]
+    rows = []
+    for row, cells in found.items():
+        first = next(iter(cells.values()))
+        images = f"{first.result['train_images']} / {first.result['test_images']}"
+        training = row.training if first.key["budget"]["steps"] else f"{row.training} ({steps_of(first)} steps)"
+        rows.append([row.where, row.name, images, training, *(format_accuracy(cells.get(one)) for one in there)])
+    report.lines += markdown_table(["backbone", "set", "train / test", "training", *there], rows)
+    if missing := [name for name in methods if name not in there]:
+        report.lines += ["", f"Not run yet: {', '.join(missing)}."]
+    report.lines += ["", legend_of(found)]
+    return report
 
 
 def panels_of(found: Found, lines: Mapping[str, Sequence[tuple[str, float]]]) -> dict[str, dict[str, list[Point]]]:
@@ -259,7 +271,7 @@ def panels_of(found: Found, lines: Mapping[str, Sequence[tuple[str, float]]]) ->
     panels = {}
     for row, cells in found.items():
         drawn = {
-            line: [point_of(x, cells[method]) for method, x in places if method in cells]
+            line: [point_of(x, cells[method].result["test"]) for method, x in places if method in cells]
             for line, places in lines.items()
         }
         drawn = {line: points for line, points in drawn.items() if points}
