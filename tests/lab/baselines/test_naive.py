@@ -14,7 +14,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.errors import CompositionError
 from memoro.lab.baselines import BASELINES, BaselinePlan
-from memoro.lab.baselines.naive import NaiveConcatenation
+from memoro.lab.baselines.dense import NaiveConcatenation
 
 
 @families

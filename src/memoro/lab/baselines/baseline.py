@@ -22,18 +22,17 @@ from memoro.engine.answers import (
     read_predictions,
 )
 from memoro.errors import TrainingError
-from memoro.lab.baselines.dense import Weights, run_copy
+from memoro.lab.baselines.dense import Weights
 from memoro.regimes.regime import RATES, Regime, TaskPlan, all_parameters
 from memoro.tasks.spec import INIT_STD, MAX_CELLS, ModelSpec, TaskModule
 from memoro.tasks.task import Task, new_task
 
 LIMITS = {"cells": (0, MAX_CELLS), "width": (1, 4096), "rank": (1, 1024)}
 """What the sizes of a plan may be."""
-
 DEFAULTS = {"cells": 5, "rank": 8}
 
+ELSEWHERE = "save it with save_baseline, and load it with load_baseline for the other backbone."
 Shapes = dict[str, tuple[int, ...]]
-Encode = Callable[[Anatomy, Weights, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,11 @@ class BaselineRegime:
     """The sizes of a `BaselinePlan` that it reads."""
     shapes: Callable[[Backbone, Mapping[str, int]], Shapes]
     """What is trained, and stored in a file, besides the head."""
-    encode: Encode
+    encode: Callable[..., Tensor]
     """Anatomy, trained parameters and pixels to the final-normed token (b, dim) that the head reads."""
     copy: Callable[[Backbone, TaskPlan, torch.dtype], Parts] | None = None
-    """For methods that train a copy of the backbone; the others add parameters to the frozen one."""
+    """For methods that train a copy of the backbone, and have `run_copy` as `encode`; the others add parameters to the
+    frozen one."""
     rates: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: RATES)
     recipe: str = "paper"
 
@@ -120,24 +120,15 @@ class BaselineRegime:
             if not isinstance(size, int) or not low <= size <= high:
                 raise TrainingError(f"{plan.name!r}: {name} must be between {low} and {high}, not {size!r}.")
         start = new_task(backbone, plan.name, plan.labels, cells=sizes.get("cells", 0), head=plan.head, seed=plan.seed)
-        spec = BaselineSpec(
-            name=start.name,
-            labels=start.spec.labels,
-            kind=start.kind,
-            backbone=start.spec.backbone,
-            regime=self.name,
-            sizes=sizes,
-        )
-        encode = self.encode
-        if plan.checkpointing:
-            if self.copy is None:
-                raise TrainingError(f"regime {self.name!r} trains no copy of the backbone: leave out `checkpointing`.")
-            encode = partial(run_copy, checkpointing=True)
+        common = {name: getattr(start.spec, name) for name in ("name", "labels", "kind", "backbone")}
+        spec = BaselineSpec(**common, regime=self.name, sizes=sizes)
         if self.copy is not None:
-            parts = self.copy(backbone, plan, start.head.weight.dtype)
-        else:
-            parts = Parts(backbone.anatomy, _start_values(self.shapes(backbone, sizes), start, plan.seed))
-        return Baseline(spec, encode, backbone, parts, start.head)
+            encode = partial(self.encode, checkpointing=plan.checkpointing)
+            return Baseline(spec, encode, backbone, self.copy(backbone, plan, start.head.weight.dtype), start.head)
+        if plan.checkpointing:
+            raise TrainingError(f"regime {self.name!r} trains no copy of the backbone: leave out `checkpointing`.")
+        parts = Parts(backbone.anatomy, _start_values(self.shapes(backbone, sizes), start, plan.seed))
+        return Baseline(spec, self.encode, backbone, parts, start.head)
 
 
 def _start_values(shapes: Shapes, start: Task, seed: int) -> dict[str, nn.Parameter]:
@@ -166,14 +157,6 @@ class BaselineSpec(ModelSpec):
         sizes: dict[str, Any] = dict(self.sizes)
         return BaselinePlan(self.name, self.labels, self.kind, **sizes)
 
-    @property
-    def not_composable(self) -> str:
-        """Why it cannot be composed."""
-        return (
-            f"{self.name!r} was trained with regime {self.regime!r}, which changes the backbone's own tokens, so it "
-            "needs a separate pass and cannot be composed with tasks. To compose it, train it with 'side' or 'memory'."
-        )
-
     def hash(self, tensors: Weights) -> str:
         """The content hash of the baseline with these weights."""
         return self.hash_content(tensors, regime=self.regime, sizes=dict(self.sizes))
@@ -182,21 +165,28 @@ class BaselineSpec(ModelSpec):
 class Baseline(TaskModule[BaselineSpec]):
     """A head over a backbone whose tokens the regime changes. Its own state is what the regime trains, no more."""
 
-    def __init__(self, spec: BaselineSpec, encode: Encode, backbone: Backbone, parts: Parts, head: nn.Linear) -> None:
+    def __init__(
+        self, spec: BaselineSpec, encode: Callable[..., Tensor], backbone: Backbone, parts: Parts, head: nn.Linear
+    ) -> None:
         super().__init__(spec)
         self._encode = encode
         self.backbone = backbone
         for name, parameter in parts.parameters.items():
-            _register(self, name, parameter)
+            self.register_parameter(name.replace(".", "/"), parameter)  # torch allows no dots
         self.head = head
-        self._names = tuple(parts.parameters)
-        self._anatomy = parts.anatomy
-        self._stored = parts.stored
-        self.not_composable = spec.not_composable
+        self._parts = parts
 
     @property
     def regime(self) -> str:
         return self.spec.regime
+
+    @property
+    def not_composable(self) -> str:
+        """Why it cannot be composed."""
+        return (
+            f"{self.name!r} was trained with regime {self.regime!r}, which changes the backbone's own tokens, so it "
+            "needs a separate pass and cannot be composed with tasks. To compose it, train it with 'side' or 'memory'."
+        )
 
     @property
     def cells(self) -> int:
@@ -208,7 +198,7 @@ class Baseline(TaskModule[BaselineSpec]):
 
     def features(self, pixel_values: Tensor) -> Tensor:
         """The final-normed token (b, dim) that the head reads; the mean of tokens where there is no class token."""
-        return self._encode(self._anatomy, self._weights(), self.backbone.check_pixels(pixel_values))
+        return self._encode(self._parts.anatomy, self._parts.parameters, self.backbone.check_pixels(pixel_values))
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Logits (b, labels) for a batch of normalised images."""
@@ -232,7 +222,7 @@ class Baseline(TaskModule[BaselineSpec]):
 
     def stored(self) -> dict[str, Tensor]:
         """What a file holds: views of the trained values, under names that no library decides."""
-        own = self._weights() if self._stored is None else self._stored
+        own = self._parts.parameters if self._parts.stored is None else self._parts.stored
         both = {**own, "head.weight": self.head.weight, "head.bias": self.head.bias}
         return {name: tensor.detach() for name, tensor in both.items()}
 
@@ -248,51 +238,12 @@ class Baseline(TaskModule[BaselineSpec]):
             for name, tensor in self.stored().items():
                 tensor.copy_(tensors[name])
 
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: self.get_parameter(name) for name in self._names}
-
-    def on(self, backbone: Backbone) -> Baseline:
-        """A copy on the same backbone, which may be on another device."""
-        return _rebuild(backbone, self.regime, self.spec, self.stored())
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NoReturn:
         # What to(), cuda(), half() and the like call.
         raise TrainingError(
-            f"{self.name!r} reads the weights of its backbone, so it cannot be moved alone: use "
-            "model.on(backbone.to(device, dtype))."
+            f"{self.name!r} reads the weights of its backbone, so it cannot be moved alone: {ELSEWHERE}"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Its backbone is pickled, and all else is built on it again.
-        return _rebuild, (self.backbone, self.regime, self.spec, self.stored())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Baseline:
-        # Built anew: a copied anatomy would go on reading the old parameters.
-        copy = self.on(self.backbone)
-        flags = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
-        for name, parameter in copy.named_parameters():
-            parameter.requires_grad_(flags[name])
-        return copy
-
-    def extra_repr(self) -> str:
-        sizes = "".join(f", {size} {name}" for name, size in self.spec.sizes.items())
-        return f"{self.name!r}, {len(self.labels)} labels, regime {self.regime!r}{sizes}"
-
-
-def _rebuild(backbone: Backbone, regime: str, spec: BaselineSpec, stored: Weights) -> Baseline:
-    from memoro.lab.baselines.methods import BASELINES
-
-    model = BASELINES[regime].build(backbone, spec.plan)
-    model.spec = spec
-    model.fill(stored)
-    return model
-
-
-def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Registers a parameter under a name with dots."""
-    *path, leaf = name.split(".")
-    for step in path:
-        if step not in module._modules:
-            module.add_module(step, nn.Module())
-        module = module.get_submodule(step)
-    module.register_parameter(leaf, parameter)
+    def __reduce__(self) -> NoReturn:
+        # A copied anatomy would go on reading the old parameters.
+        raise TrainingError(f"{self.name!r} is a part of its backbone, so it cannot be copied or pickled: {ELSEWHERE}")

@@ -13,7 +13,7 @@ from memoro.data.splits import strata, stratified_split
 from memoro.engine.composition import compose
 from memoro.errors import DataError
 from memoro.evaluation.logits import collect_logits
-from memoro.lab.baselines.naive import NaiveConcatenation
+from memoro.lab.baselines.dense import NaiveConcatenation
 from memoro.lab.reproduce.measure import (
     Bench,
     Budget,
