@@ -22,7 +22,7 @@ from squares import save_squares
 import memoro
 from memoro.backbones import Backbone
 from memoro.console import bar, make_table, plain_console, printable
-from memoro.demo.demo_page import Cost, DemoResult, write_page
+from memoro.demo.demo import Cost, DemoResult, write_page
 from memoro.errors import ImageError
 from memoro.evaluation.metrics import decide, measure, warn_of
 from memoro.heads import HEADS

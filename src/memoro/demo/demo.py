@@ -3,24 +3,61 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from rich.console import Console
 
+from memoro.answer import AnswerDict
 from memoro.backbones import load_backbone
 from memoro.clock import best_times
-from memoro.console import bar, make_table, quoted
-from memoro.data import Augment, Splits, load_columns, load_data
-from memoro.demo.demo_page import RESULT_COLUMNS, SAME_IMAGES, Cost, DemoResult, result_rows, write_page
+from memoro.console import bar, format_bytes, make_table, quoted
+from memoro.data import Augment, ImageSet, Splits, load_columns, load_data
 from memoro.demo.drawings import COLUMNS, draw_letters, write_digits, write_parity_table
 from memoro.engine.composition import Composition, compose
 from memoro.engine.verify import sample_pixels
 from memoro.errors import need
 from memoro.evaluation.evaluate import evaluate
+from memoro.files import write_whole
+from memoro.pages.charts import Points, bar_chart, line_chart, meter
+from memoro.pages.elements import Html, picture, render_page, table, tag
 from memoro.tasks.taskfile import load_task, save_task
 from memoro.training import Cache, TrainResult, train
+
+SAME_IMAGES = (("letter", "style", "case"), ("digit", "parity"))
+"""Tasks that label the same images."""
+SAMPLES = 8
+"""Images shown of each set."""
+
+RESULT_COLUMNS = ("task", "classes", "alone", "composed", "head", "unfamiliar", "layer", "file")
+"""Short, so that the table fits into 80 columns. `unfamiliar`: see `DemoResult.noticed`; `layer`: that of the fork."""
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """One task of the demo and its accuracy."""
+
+    file: Path
+    splits: Splits
+    result: TrainResult
+    composed: float
+    head: float
+    """The accuracy of a linear head on the frozen backbone."""
+    noticed: float
+    """The share of the other set's images that the task calls unfamiliar."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """In plain base passes."""
+
+    composed: float
+    separate: float
+    """One pass per task, as separate models would need."""
 
 
 def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int = 1000, epochs: int = 14) -> Path:
@@ -32,11 +69,11 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
     backbone = load_backbone("memoro-tiny")
     console.print(f"[bold]{backbone}[/], shipped with memoro. Its own classifier: {len(backbone.labels)} classes.")
     with bar("drawing images", 2) as tick:
-        table = draw_letters(folder / "letters", letters)
+        drawn = draw_letters(folder / "letters", letters)
         tick()
         images = write_digits(folder / "digits", digits)
         tick()
-    sets = {**load_columns(table, COLUMNS, quiet=True), "digit": load_data(images, quiet=True)}
+    sets = {**load_columns(drawn, COLUMNS, quiet=True), "digit": load_data(images, quiet=True)}
     parity = {"parity": load_data(write_parity_table(images), quiet=True)}
 
     def sweep(regime: str, sets: dict[str, Splits], **settings: Any) -> dict[str, TrainResult]:
@@ -80,7 +117,7 @@ def run_demo(console: Console, folder: Path, *, letters: int = 1400, digits: int
         )
         for name, swept in found.items()
     }
-    samples = [*sorted(table.parent.glob("*.png"))[:8], *sorted(images.rglob("*.png"))[:8]]
+    samples = [*sorted(drawn.parent.glob("*.png"))[:8], *sorted(images.rglob("*.png"))[:8]]
     pixels = sample_pixels(backbone, samples)
     receipt = model.verify(pixels)
     same = "bitwise equal" if receipt.base_equal else f"DIFFERENT by {receipt.base_difference:.2g}"
@@ -122,3 +159,96 @@ def _measure_cost(model: Composition, pixels: torch.Tensor) -> Cost:
             5,
         )
     return Cost(best["composed"] / best["base"], best["separate"] / best["base"])
+
+
+def result_rows(results: dict[str, DemoResult]) -> list[list[str]]:
+    """A row for each task, under `RESULT_COLUMNS`."""
+    rows = []
+    for name, found in results.items():
+        task = found.result.task
+        accuracies = (found.result.metrics["accuracy"], found.composed, found.head)
+        rows.append([
+            name,
+            str(len(task.labels)),
+            *(f"{accuracy:.3f}" for accuracy in accuracies),
+            f"{found.noticed:.0%}",
+            str(task.from_layer),
+            format_bytes(found.file.stat().st_size),
+        ])  # fmt: skip
+    return rows
+
+
+def write_page(path: Path, model: Composition, results: dict[str, DemoResult], cost: Cost, same: str) -> Path:
+    """Writes the page; returns its path. `same` says whether the backbone's own output is unchanged."""
+    curves = [
+        tag("figure", tag("figcaption", name), line_chart([("", _curve(found))], "epoch", "validation accuracy"))
+        for name, found in results.items()
+    ]
+    costs = {
+        "the backbone alone": 1.0,
+        f"all {len(results)} tasks in one pass": cost.composed,
+        "one pass per task": cost.separate,
+    }
+    parts = [
+        tag("h1", f"{len(results)} tasks on one frozen backbone"),
+        tag("p", f"{model.backbone}. With all tasks attached, its own output is ", tag("b", same),
+            f". One pass for all tasks costs {cost.composed:.2f} plain passes; one pass per task costs "
+            f"{cost.separate:.2f}."),
+        table(RESULT_COLUMNS, result_rows(results)),
+        tag("h2", "Answers of all tasks to some test images, from one pass"),
+        tag("p", "Green: correct. Red: wrong. Grey: the task was not trained on this kind of image; “unfamiliar” means "
+            "that it detected this."),
+        tag("div", *_cards(model, results), class_="cards"),
+        tag("h2", "Cost, in plain passes of the backbone"),
+        bar_chart(costs, ""),
+        tag("h2", "Training"),
+        tag("p", "Validation accuracy of each task's best run over its epochs."),
+        tag("div", *curves, class_="charts"),
+    ]  # fmt: skip
+    write_whole(path, render_page("memoro demo", *parts).encode())
+    return path
+
+
+def _cards(model: Composition, results: dict[str, DemoResult]) -> list[Html]:
+    """Some test images of both sets with every task's answer, all from one pass."""
+    labels = {name: _labels(found) for name, found in results.items()}
+    images, targets = [], []
+    for names in SAME_IMAGES:
+        test = _test(results[names[0]])
+        for at in (number * len(test) // SAMPLES for number in range(SAMPLES)):
+            images.append(test.open(at))
+            targets.append({name: labels[name][test.key(at)] for name in names})
+    answered = zip(images, model.predict(images), targets, strict=True)
+    return [_card(image, answers, target) for image, answers, target in answered]
+
+
+def _card(image: Image.Image, answers: Mapping[str, AnswerDict], target: dict[str, str]) -> Html:
+    """An image with the answers of all tasks, of which those in `target` were trained on such images."""
+    lines = []
+    for name, answer in answers.items():
+        look, status, text = "other", "other", f"{name}: {answer['label']} {answer['probability']:.0%}"
+        if answer.get("unfamiliar"):
+            text = f"{name}: unfamiliar ({answer['label']}?)"
+        elif name in target and target[name] != answer["label"]:
+            look, status, text = "wrong", "bad", f"{text} (is {target[name]})"
+        elif name in target:
+            look, status = "right", "good"
+        lines.append(tag("li", tag("span", text, class_=status), meter(answer["probability"], look)))
+    bars = tag("ul", *lines, class_="bars")
+    return tag("div", picture(image, "test image", form="PNG", class_="pixels"), bars, class_="card")
+
+
+def _test(found: DemoResult) -> ImageSet:
+    assert found.splits.test is not None
+    return found.splits.test
+
+
+def _labels(found: DemoResult) -> dict[str, str]:
+    """The label of each test image, by the hash of its content."""
+    test = _test(found)
+    return {test.key(at): test.labels[int(test.targets[at])] for at in range(len(test))}
+
+
+def _curve(found: DemoResult) -> Points:
+    """Validation accuracy of the best run."""
+    return [(entry["epoch"], entry["val_accuracy"]) for entry in found.result.history]

@@ -25,11 +25,12 @@ from memoro.errors import MemoroError, ServeError
 from memoro.pages.drawing import draw_apple, draw_digit, draw_landscape, draw_letter
 from memoro.pages.elements import page_policy, read_style, render_page, table, tag
 from memoro.serve import schemas
+from memoro.serve.batching import Question
 from memoro.serve.bodies import first_problem, read_images
 from memoro.serve.guard import BODIES, INTERNAL, Guard, Metrics, Sending, error_response, unless_gone
 from memoro.serve.open_inference import add_open_inference
 from memoro.serve.options import BUSY, NO_TOKEN, ServeOptions
-from memoro.serve.service import Service, json_response
+from memoro.serve.service import Service, choose_tasks, json_response
 from memoro.serve.store import OFF, Attached, TaskStore
 from memoro.tasks.taskfile import task_bytes
 
@@ -49,12 +50,13 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def create_app(store: TaskStore, options: ServeOptions, extend: Callable[[FastAPI], None] | None = None) -> ASGIApp:
     """The server as an ASGI app; `extend` adds the routes of `memoro teach`."""
     metrics = Metrics()
+    service = Service(store, options, metrics)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.service = Service(store, options, metrics)
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.batcher.start()
         yield
-        await app.state.service.close()
+        await service.close()
 
     app = FastAPI(
         title="memoro",
@@ -67,11 +69,10 @@ def create_app(store: TaskStore, options: ServeOptions, extend: Callable[[FastAP
         redirect_slashes=False,
     )
     _add_errors(app)
-    _add_predictions(app)
-    _add_tasks(app)
-    add_open_inference(app)
-    add_page(app)
-    app.state.teaching = extend is not None
+    _add_predictions(app, service)
+    _add_tasks(app, service, teaching=extend is not None)
+    add_open_inference(app, service)
+    _add_page(app)
     if extend is not None:
         extend(app)
 
@@ -93,12 +94,12 @@ def create_app(store: TaskStore, options: ServeOptions, extend: Callable[[FastAP
     return Guard(Sending(app, BODIES * options.max_body), options, metrics)
 
 
-def _add_predictions(app: FastAPI) -> None:
+def _add_predictions(app: FastAPI, service: Service) -> None:
     async def predict(request: Request, asked: schemas.PredictQuery, explain: bool) -> Response:
-        service: Service = app.state.service
         service.batcher.check_room()
-        routing = Routing(asked.unfamiliar, asked.false_alarms)
-        question = service.ask(asked.tasks, top=asked.top_k, base=asked.base, explain=explain, routing=routing)
+        attached, routing = service.store.current, Routing(asked.unfamiliar, asked.false_alarms)
+        tasks = choose_tasks(attached, asked.tasks)
+        question = Question(attached, tasks, asked.top_k, asked.base, explain, routing)
         uploads = await read_images(request, service)
         if explain and len(uploads) * len(question.tasks) > service.options.max_images:
             raise ServeError(
@@ -124,23 +125,22 @@ def _add_predictions(app: FastAPI) -> None:
         return await predict(request, asked, explain=True)
 
 
-def _add_tasks(app: FastAPI) -> None:
+def _add_tasks(app: FastAPI, service: Service, teaching: bool) -> None:
+    store, options = service.store, service.options
+
     def find(name: str) -> Attached:
-        attached: Attached = app.state.service.store.current
+        attached = store.current
         if name not in attached.info:
             raise ServeError(f"there is no task {name!r}.", 404)
         return attached
 
     async def attach(request: Request, name: str | None) -> Response:
-        service: Service = app.state.service
-        tasks = await service.change(service.store.attach, await request.body(), name)
+        tasks = await service.change(store.attach, await request.body(), name)
         return json_response({"tasks": tasks}, 201 if any(one["changed"] for one in tasks.values()) else 200)
 
     @app.get("/v1/tasks", response_model=schemas.TaskList, summary="All tasks")
     async def list_tasks() -> Response:
-        store: TaskStore = app.state.service.store
-        attached, options = store.current, app.state.service.options
-        backbone = attached.model.backbone
+        attached, backbone = store.current, store.current.model.backbone
         reason = OFF if not store.writable else None if options.may_write else NO_TOKEN
         return json_response(
             {
@@ -149,7 +149,7 @@ def _add_tasks(app: FastAPI) -> None:
                     "fingerprint": backbone.fingerprint.digest,
                     "preprocessing": backbone.preprocessing.to_json(),
                 },
-                "teaching": app.state.teaching,
+                "teaching": teaching,
                 "writable": reason is None,
                 "reason": reason,
                 "token_needed": reason is None and options.write_token is not None,
@@ -179,16 +179,15 @@ def _add_tasks(app: FastAPI) -> None:
 
     @app.delete("/v1/tasks/{name}", status_code=204, summary="Detach a task")
     async def detach_task(name: str) -> Response:
-        service: Service = app.state.service
-        await service.change(service.store.detach, name)
+        await service.change(store.detach, name)
         return Response(status_code=204)
 
     @app.get("/v1/tasks/{name}/file", summary="A task as a file", response_class=Response)
     async def download_task(name: str) -> Response:
         task = find(name).model.tasks[name]
         headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}.safetensors"}
-        async with app.state.service.making_file:
-            data = await app.state.service.in_pool(task_bytes, task)
+        async with service.making_file:
+            data = await service.in_pool(task_bytes, task)
         return Response(data, media_type="application/octet-stream", headers=headers)
 
 
@@ -257,9 +256,7 @@ def draw_sample(name: str) -> bytes:
     return buffer.getvalue()
 
 
-def add_page(app: FastAPI) -> None:
-    """Adds the routes of the page."""
-
+def _add_page(app: FastAPI) -> None:
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def index() -> Response:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Group = Preprocessing | None
-"""Tasks that share a pass; None for a tensor from a client, which has been preprocessed by it."""
+"""Images that share a pass are prepared alike: by this, or by the client."""
 
 
 class PassTime(NamedTuple):
@@ -67,7 +67,7 @@ class Item:
 
     question: Question
     images: Mapping[Any, Tensor]
-    """By `Group`: bytes (height, width, 3), or pixels (3, height, width) that a client has prepared."""
+    """By `Group`: bytes (height, width, 3), or pixels (3, height, width) that the client has prepared."""
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     arrived: float = field(default_factory=perf_counter)
     started: float = 0.0
@@ -90,8 +90,7 @@ class Item:
 class Batcher:
     """Gathers items up to `max_batch` or for `max_delay_ms`, and runs them in one thread: one pass at a time.
 
-    The items of a pass all have the composition that was current when their request came in. It belongs to one event
-    loop.
+    The items of a pass all have the composition that was current when their request came in.
     """
 
     def __init__(self, options: ServeOptions, metrics: Metrics) -> None:
@@ -101,6 +100,9 @@ class Batcher:
         self._changed = asyncio.Event()
         self._closing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memoro-pass")
+
+    def start(self) -> None:
+        """Starts the work, in the event loop that serves the requests."""
         self._worker = asyncio.create_task(self._work())
 
     @contextmanager
@@ -184,14 +186,15 @@ def run_batch(batch: Sequence[Item], metrics: Metrics) -> None:
         item.started = start
         metrics.stage_seconds.labels("queue").observe(start - item.arrived)
         for group, image in item.images.items():
-            size = image.shape[:2] if _is_bytes(image) else image.shape[1:]
-            members.setdefault((group, tuple(size)), []).append(item)
+            members.setdefault((group, tuple(image.shape)), []).append(item)
     for (group, _), items in members.items():
         model = items[0].model
         asked = Counter(name for item in items for name in item.names(group))
         names = [name for name in model.names if name in asked]
+        stacked = torch.stack([item.images[group] for item in items])
         try:
-            outputs, spent = run_pass(model, _stack([item.images[group] for item in items], group, model), names)
+            pixels = stacked if group is None else group.on(stacked, model.backbone.device)
+            outputs, spent = run_pass(model, pixels, names)
         except Exception as error:  # one request must not stop the server for all others
             for item in items:
                 item.error = error
@@ -214,20 +217,6 @@ def run_batch(batch: Sequence[Item], metrics: Metrics) -> None:
         metrics.batch_size.observe(len(items))
         metrics.stage_seconds.labels("backbone").observe(spent.backbone)
         metrics.stage_seconds.labels("tasks").observe(spent.tasks)
-
-
-def _is_bytes(image: Tensor) -> bool:
-    return image.dtype == torch.uint8
-
-
-def _stack(images: list[Tensor], group: Group, model: Composition) -> Tensor:
-    """Pixels (b, 3, height, width) of a pass; tensors of clients may be among them."""
-    device = model.backbone.device
-    if group is None or not any(map(_is_bytes, images)):
-        return torch.stack(images)
-    if all(map(_is_bytes, images)):
-        return group.on(torch.stack(images), device)
-    return torch.stack([(group.normalise(one) if _is_bytes(one) else one).to(device) for one in images])
 
 
 def run_pass(model: Composition, pixels: Tensor, names: Sequence[str]) -> tuple[Outputs, PassTime]:

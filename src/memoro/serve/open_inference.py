@@ -33,11 +33,11 @@ LENGTH = "inference-header-content-length"
 ModelName = Annotated[str, Path(description="A task, or `all` for all tasks.")]
 
 
-def add_open_inference(app: FastAPI) -> None:
+def add_open_inference(app: FastAPI, service: Service) -> None:
     """Adds the routes; those of a model with and without a version in the path."""
 
     def find(model: str, version: str | None) -> Attached:
-        attached: Attached = app.state.service.store.current
+        attached = service.store.current
         if model != ALL and model not in attached.info:
             raise ServeError(f"there is no model {model!r}; GET /v1/tasks lists the tasks.", 404)
         if version is not None and version != attached.version(model):
@@ -59,7 +59,7 @@ def add_open_inference(app: FastAPI) -> None:
 
     @app.post("/v2/repository/index", summary="All models")
     async def index() -> Response:
-        attached: Attached = app.state.service.store.current
+        attached = service.store.current
         names = [ALL, *attached.info]
         return json_response([{"name": name, "version": attached.version(name), "state": "READY"} for name in names])
 
@@ -77,15 +77,15 @@ def add_open_inference(app: FastAPI) -> None:
     @app.get("/v2/models/{model}/config", summary="Configuration of a model")
     @app.get("/v2/models/{model}/versions/{version}/config", summary="Configuration of a version")
     async def config(model: ModelName, version: str | None = None) -> Response:
-        return json_response(configure_model(find(model, version), model, app.state.service.options.max_images))
+        return json_response(configure_model(find(model, version), model, service.options.max_images))
 
     @app.post("/v2/models/{model}/infer", summary="Ask a model", openapi_extra=INFER)
     @app.post("/v2/models/{model}/versions/{version}/infer", summary="Ask a version of a model", openapi_extra=INFER)
     async def infer(request: Request, model: ModelName, version: str | None = None) -> Response:
         """Inputs: `pixel_values` (FP32, preprocessed by the client) or `image` (BYTES, encoded files; base64 in JSON).
         Outputs: logits under the task's name, `NAME.probabilities`, `NAME.label`; `base` on request."""
-        app.state.service.batcher.check_room()
-        return await infer_model(app.state.service, find(model, version), request, model)
+        service.batcher.check_room()
+        return await infer_model(service, find(model, version), request, model)
 
 
 def list_outputs(attached: Attached, model: str) -> dict[str, tuple[str, str]]:

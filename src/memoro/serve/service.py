@@ -17,14 +17,13 @@ import torch
 from starlette.responses import Response
 from torch import Tensor
 
-from memoro.engine.answers import Routing
 from memoro.engine.explain import Explanation
 from memoro.errors import ImageError, ServeError
 from memoro.images import Decoder, Preprocessing
-from memoro.serve.batching import Batcher, Group, Item, Question
+from memoro.serve.batching import Batcher, Item, Question
 from memoro.serve.guard import Metrics
 from memoro.serve.options import BUSY, MAX_INPUT_SIDE, ServeOptions
-from memoro.serve.store import TaskStore
+from memoro.serve.store import Attached, TaskStore
 
 T = TypeVar("T")
 DESCRIPTORS = 8
@@ -38,7 +37,7 @@ Upload = tuple[str, bytes]
 
 
 class Service:
-    """What the routes call. Built inside the event loop that serves them."""
+    """What the routes call."""
 
     def __init__(self, store: TaskStore, options: ServeOptions, metrics: Metrics) -> None:
         self.store, self.options, self.metrics = store, options, metrics
@@ -71,25 +70,6 @@ class Service:
             return function(*arguments)
 
         return await asyncio.get_running_loop().run_in_executor(self._changes, run)
-
-    def ask(
-        self,
-        tasks: Sequence[str] | None,
-        *,
-        top: int | None = None,
-        base: bool = False,
-        explain: bool = False,
-        routing: Routing = Routing(),  # noqa: B008
-    ) -> Question:
-        """A question to the tasks of this moment. A name may be several, separated by commas."""
-        attached = self.store.current
-        names = attached.model.names
-        if tasks is not None:
-            asked = {part for name in tasks for part in ([name] if name in attached.info else name.split(","))}
-            if unknown := sorted(asked - set(attached.info)):
-                raise ServeError(f"there is no task {unknown[0]!r}; GET /v1/tasks lists them.", 404)
-            names = [name for name in names if name in asked]
-        return Question(attached, names, top, base, explain, routing)
 
     async def predict(self, question: Question, uploads: Sequence[Upload]) -> bytes:
         """The JSON document that answers the question for each image."""
@@ -136,7 +116,10 @@ class Service:
     async def _prepare(self, question: Question, images: Sequence[Upload] | Tensor) -> Sequence[Item | ImageError]:
         """An item for each image, or why it cannot be read."""
         if isinstance(images, Tensor):
-            return _raw_items(question, images)
+            model = question.attached.model
+            model.backbone.check_pixels(images)
+            model.check_size(question.tasks, (images.shape[-2], images.shape[-1]))
+            return [Item(question, {None: pixels}) for pixels in images]
 
         async def decode(upload: Upload) -> Item | ImageError:
             start = perf_counter()
@@ -148,6 +131,16 @@ class Service:
             return Item(question, images)
 
         return await asyncio.gather(*map(decode, images))
+
+
+def choose_tasks(attached: Attached, asked: Sequence[str] | None) -> list[str]:
+    """The tasks that a request asks, in the order of the composition. A name may be several, separated by commas."""
+    if asked is None:
+        return attached.model.names
+    names = {part for name in asked for part in ([name] if name in attached.info else name.split(","))}
+    if unknown := sorted(names - set(attached.info)):
+        raise ServeError(f"there is no task {unknown[0]!r}; GET /v1/tasks lists them.", 404)
+    return [name for name in attached.model.names if name in names]
 
 
 def check_descriptors() -> None:
@@ -176,16 +169,6 @@ def prepare(upload: Upload, question: Question, max_pixels: int) -> dict[Preproc
                 f"{name}: {size} pixels after resizing; the model takes {least} to {MAX_INPUT_SIDE} a side."
             )
     return images
-
-
-def _raw_items(question: Question, pixels: Tensor) -> list[Item]:
-    """Items for pixels that a client has preprocessed. They share a pass with others if the preprocessing is clear."""
-    model = question.attached.model
-    model.backbone.check_pixels(pixels)
-    model.check_size(question.tasks, (pixels.shape[-2], pixels.shape[-1]))
-    groups = list(model.passes(question.tasks))
-    group: Group = groups[0] if len(groups) == 1 else None
-    return [Item(question, {group: one}) for one in pixels]
 
 
 def _write_answers(

@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from memoro.data.columns import Annotation, parse
 from memoro.errors import DataError, TeachError
 from memoro.evaluation.predictions import no_formula
+from memoro.files import sync_folder
 from memoro.heads import HeadKind
 
 State = Literal["label", "keep", "accept", "none", "skip", "clear"]
@@ -114,6 +115,7 @@ class LabelTable:
         if not data:
             if self.writable:
                 self._write([("path", COLUMN[self.kind], "decision")])
+                sync_folder(self.path.parent)
             return
         lines = csv.reader(io.StringIO(data.decode("utf-8-sig", "surrogateescape"), newline=""))
         header = next(lines, [])

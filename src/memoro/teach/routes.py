@@ -6,12 +6,12 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, FastAPI, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
+from starlette.concurrency import run_in_threadpool
 
 from memoro.console import printable
 from memoro.errors import ServeError, TeachError
@@ -119,7 +119,7 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
     @router.post("/images")
     async def add_image(request: Request, label: str) -> Response:
         data = await request.body()
-        at = await app.state.service.in_pool(partial(session.add, data, read_label(label, session.kind)))
+        at = await run_in_threadpool(session.add, data, read_label(label, session.kind))
         return json_response({"key": session.photos.keys[at], "path": printable(session.photos.paths[at])})
 
     @router.post("/train")
@@ -141,9 +141,10 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
 
     @router.get("/report")
     def report() -> Response:
-        if finishing.report is None:
+        file = finishing.report
+        if file is None:
             raise ServeError("there is no report: train the task first.", 404)
-        return Response(finishing.report.read_bytes(), media_type="text/html", headers=ATTACHED)
+        return Response(file.read_bytes(), media_type="text/html", headers=ATTACHED)
 
     app.include_router(router)
 
