@@ -19,10 +19,10 @@ from torch.nn.functional import linear, normalize
 
 from memoro.backbones import Backbone, BackboneRecord, load_backbone
 from memoro.backbones.load import TINY
-from memoro.data.dataset import ImageSet, Skipped, as_rows
+from memoro.data.dataset import ImageSet, Skipped, unlabelled
 from memoro.data.open import open_source
 from memoro.data.screening import drop_unreadable, find_connected, first_copies
-from memoro.data.source import Objects, Source
+from memoro.data.source import Objects
 from memoro.engine.answers import Pictures, list_pictures
 from memoro.errors import DataError, ImageError, TaskFileError
 from memoro.files import write_whole
@@ -234,18 +234,13 @@ def _statistics_of(
 
 def _list_images(images: Pictures) -> ImageSet:
     """Images of any kind as a set without labels."""
-    return _unlabelled("images", Objects(tuple(picture for _, picture in list_pictures(images))))
-
-
-def _unlabelled(name: str, source: Source) -> ImageSet:
-    rows = as_rows(list(source.keys()))
-    return ImageSet(name, (), "regression", source, rows, torch.zeros(len(rows), 0, device="cpu"))
+    return unlabelled("images", Objects(tuple(picture for _, picture in list_pictures(images))))
 
 
 def _open(photos: Any, workers: int | None) -> ImageSet:
     """The readable images; the others are `skipped`."""
     place = str(photos) if isinstance(photos, (str, Path)) else None
-    named = _list_images(photos) if place is None else _unlabelled(place, open_source([place]))
+    named = _list_images(photos) if place is None else unlabelled(place, open_source([place]))
     [images] = drop_unreadable([named], workers, quiet=True)
     if not len(images):
         raise DataError("none of the images can be read.")

@@ -312,10 +312,10 @@ def test_zip_handle_of_another_process_is_not_used(tmp_path: Path) -> None:
     source = train.source
     assert isinstance(source, Zip)
     assert source._open is not None
-    process, archive, directory = source._open
+    process, archive = source._open
     assert process == os.getpid()
     archive.close()  # useless now, as an inherited one is
-    source._open = (process + 1, archive, directory)
+    source._open = (process + 1, archive)
     assert train.read(1) == expected
 
 

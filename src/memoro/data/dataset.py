@@ -186,6 +186,12 @@ def as_rows(keys: Sequence[Any]) -> npt.NDArray[Any]:
     return np.fromiter(keys, dtype=object, count=len(keys))
 
 
+def unlabelled(name: str, source: Source) -> ImageSet:
+    """All images of a source, which has an end."""
+    rows = as_rows(list(source.keys()))
+    return ImageSet(name, (), "regression", source, rows, torch.zeros(len(rows), 0, device="cpu"))
+
+
 def digest_keys(images: ImageSet) -> npt.NDArray[np.bytes_]:
     """(n,) SHA-256 of each image."""
     assert images.digests is not None

@@ -235,7 +235,7 @@ class Zip(Tree):
 
     positions: tuple[int, ...]
     """In the archive's directory."""
-    _open: tuple[int, zipfile.ZipFile, list[zipfile.ZipInfo]] | None = field(default=None, repr=False, compare=False)
+    _open: tuple[int, zipfile.ZipFile] | None = field(default=None, repr=False, compare=False)
 
     def _encoded(self, content: Any, name: str) -> Picture:
         if content in self.bad:
@@ -251,10 +251,9 @@ class Zip(Tree):
         try:
             # A handle that was inherited by a fork shares its file offset with the parent: never use it.
             if self._open is None or self._open[0] != os.getpid():
-                archive = zipfile.ZipFile(self.place)
-                self._open = (os.getpid(), archive, archive.infolist())
-            _, archive, directory = self._open
-            info = directory[self.positions[key]]
+                self._open = (os.getpid(), zipfile.ZipFile(self.place))
+            archive = self._open[1]
+            info = archive.infolist()[self.positions[key]]
             with archive.open(info) as member:
                 # Never more than the size that was checked: without a limit, all that is packed would be unpacked.
                 return member.read(info.file_size if most < 0 else min(most, info.file_size))

@@ -11,8 +11,8 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
 
-from memoro.data.columns import PATH_COLUMNS, RawDataset, RawSplit, find_image_column, first_few, split_name
-from memoro.data.dataset import DataOptions, DataSettings, ImageSet, Splits
+from memoro.data.columns import PATH_COLUMNS, RawDataset, find_image_column, first_few, split_name
+from memoro.data.dataset import DataOptions, DataSettings, ImageSet, Splits, unlabelled
 from memoro.data.folders import open_archive, open_folder, read_tree
 from memoro.data.hub import (
     INATURALIST,
@@ -25,6 +25,7 @@ from memoro.data.hub import (
     is_dataset_id,
     is_saved,
 )
+from memoro.data.screening import drop_unreadable
 from memoro.data.source import Chain, Files, Objects, ParquetImages, Paths, Places, Source, is_endless
 from memoro.data.splits import build_splits, hold_out
 from memoro.data.tables import (
@@ -132,17 +133,13 @@ def load_columns(source: Any, columns: str | Sequence[str], **options: Unpack[Da
 def load_any(source: Any, workers: int | None, cache: Path | bool = True, **reading: Any) -> tuple[ImageSet, int]:
     """The readable test images of a set, whatever its labels; all of them if it has no test split, or no labels. And
     how many cannot be read."""
-    how: dict[str, Any] = {"val_fraction": 0, "max_unreadable": 1.0, "workers": workers, "quiet": True, "cache": cache}
-    if isinstance(source, Splits):
-        splits = source
-    else:
-        try:
-            splits = load_data(source, measured_only=True, **how, **reading)
-        except DataError:  # there are no labels, or they are not those of one task
-            images = open_source([source], **reading)
-            keys = list(images.keys())
-            raw = RawDataset("regression", {"train": RawSplit(images, keys, [()] * len(keys))}, ())
-            splits = build_splits(raw, str(source), DataOptions(**how))
+    how: dict[str, Any] = {"workers": workers, "quiet": True, "cache": cache}
+    most: dict[str, Any] = {"val_fraction": 0, "max_unreadable": 1.0, "measured_only": True}
+    try:
+        splits = source if isinstance(source, Splits) else load_data(source, **most, **how, **reading)
+    except DataError:  # there are no labels, or they are not those of one task
+        [images] = drop_unreadable([unlabelled(str(source), open_source([source], **reading))], **how)
+        return images, len(images.skipped)
     return splits.to_measure()[1], len(splits.skipped)
 
 
