@@ -69,8 +69,9 @@ class Gallery:
         return torch.nn.functional.normalize(torch.from_numpy(self.rows[:, last : last + dim]).float(), dim=1)
 
     def read(self, index: Tensor) -> Tensor:
-        """(b, features) the statistics of some images."""
-        return torch.from_numpy(self.rows[index.numpy()])
+        """(b, layers, features) the statistics of some images."""
+        layers = self.backbone.depth - self.reads.from_layer
+        return torch.from_numpy(self.rows[index.numpy()]).reshape(len(index), layers, -1)
 
     def add(self, data: bytes) -> int:
         """Adds an image to the photographs, if there is room, and returns its position; raises if it cannot be read."""

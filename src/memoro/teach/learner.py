@@ -104,7 +104,9 @@ class Learner:
             answers[index] = known.learned.answer(self._gallery.read, index)
         elif self._start is not None and self._start.readout is not None and self._start.spec.readout is not None:
             with torch.no_grad():  # the read-out is a part of the answers, and the only one that needs no pass
-                logits = self._start.readout(self._gallery.read(index).float()) / self._start.spec.readout.share
+                logits = (
+                    self._start.readout(self._gallery.read(index).float().flatten(1)) / self._start.spec.readout.share
+                )
             answers[index] = HEADS[self._kind].probabilities(logits)
         return answers
 

@@ -85,7 +85,7 @@ class Learned:
     def answer(self, read: Read, index: Tensor) -> Tensor:
         """(b, labels) probabilities, or numbers, for any images; labelled ones are not left out."""
         weight, bias = self.readout.weight, self.readout.bias
-        parts = [read(block).float() @ weight.T + bias for block in torch.split(index, BLOCK)]
+        parts = [read(block).float().flatten(1) @ weight.T + bias for block in torch.split(index, BLOCK)]
         return HEADS[self.images.kind].probabilities(torch.cat(parts) if parts else bias.new_zeros(0, len(bias)))
 
     def compared(self) -> tuple[Tensor, Tensor]:

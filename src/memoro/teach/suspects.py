@@ -120,14 +120,14 @@ def suspects(
     source = known.spec.backbone if backbone is None and known is not None else backbone
     chosen: Backbone = load_backbone(*([] if source is None else [source]), device=device, precision=precision)
     steps = chosen.preprocessing if known is None else known.spec.preprocessing
-    flat = StatisticsReader(chosen, TrainOptions(quiet=True)).read(images, steps or chosen.preprocessing)
+    read = StatisticsReader(chosen, TrainOptions(quiet=True)).read(images, steps or chosen.preprocessing)
     labels = [label_of(images, at) for at in range(len(images))]
     decisions = [(at, Decision("label", label)) for at, label in enumerate(labels)]
     labelled = LabelledImages.of(decisions, images.kind, images.labels)
     if labelled is None:
         raise TeachError(f"{images.name}: suspects can only be found among two or more classes with images.")
     groups = find_groups(replace(images, kind="regression"))  # whatever the labels
-    learned = solve(labelled, lambda index: flat(index).flatten(1), ReadOut.of(chosen.anatomy), groups)
+    learned = solve(labelled, read, ReadOut.of(chosen.anatomy), groups)
     return find_suspects(learned, [images.where(at) for at in range(len(images))], list(map(label_text, labels)))
 
 

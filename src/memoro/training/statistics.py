@@ -123,22 +123,18 @@ class ReadOuts:
                 return solved.held_out[torch.from_numpy(run.held_out)]
             if images is run.train:
                 return solved.held_out
-        read = self._flat(images, run.preprocessing)
+        read = self._reader.read(images, run.preprocessing)
         blocks = torch.split(torch.arange(len(images), device="cpu"), 1024)
-        return torch.cat([read(block).float() @ solved.weight.T + solved.bias for block in blocks])
+        return torch.cat([read(block).float().flatten(1) @ solved.weight.T + solved.bias for block in blocks])
 
     def _factorise(self, images: ImageSet, preprocessing: Preprocessing, weights: Tensor | None) -> RidgeSystem:
         """The system of these images; without weights, columns of labels share one."""
         if weights is not None:
-            return RidgeSystem(len(images), self._flat(images, preprocessing), weights)
+            return RidgeSystem(len(images), self._reader.read(images, preprocessing), weights)
         key = content_key(images), preprocessing
         if key not in self._systems:
-            self._systems[key] = RidgeSystem(len(images), self._flat(images, preprocessing))
+            self._systems[key] = RidgeSystem(len(images), self._reader.read(images, preprocessing))
         return self._systems[key]
-
-    def _flat(self, images: ImageSet, preprocessing: Preprocessing) -> Read:
-        read = self._reader.read(images, preprocessing)
-        return lambda index: read(index).flatten(1)
 
 
 class Describer:
