@@ -188,8 +188,8 @@ def test_a_model_that_torch_cannot_export_says_why(backbone: memoro.Backbone, tm
 def test_bench_rows() -> None:
     backbone = memoro.load_backbone(CASES[0].model(num_hidden_layers=1))
     (row,) = bench_export(backbone, counts=[2], cells=1, batch=3, rounds=1, seconds=60)
-    assert row.tasks == 2
-    assert row.torch > 0
-    assert row.onnx > 0
-    assert 0 < row.difference < TOLERANCE
-    assert row.bytes > 10_000
+    assert row["tasks"] == 2
+    assert row["torch"] > 0
+    assert row["onnx"] > 0
+    assert 0 < row["difference"] < TOLERANCE
+    assert row["bytes"] > 10_000

@@ -4,17 +4,7 @@
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from memoro.lab.baselines import BASELINES as BASELINES
-    from memoro.lab.baselines import Baseline as Baseline
-    from memoro.lab.baselines import NaiveConcatenation as NaiveConcatenation
-    from memoro.lab.baselines import evaluate_baseline as evaluate_baseline
-    from memoro.lab.baselines import fit_baseline as fit_baseline
-    from memoro.lab.baselines import load_baseline as load_baseline
-    from memoro.lab.baselines import save_baseline as save_baseline
-    from memoro.lab.baselines import train_baseline as train_baseline
+from typing import Any
 
 __all__ = [
     "BASELINES",
@@ -28,10 +18,8 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        # They import torch, which reads settings that some commands of `memoro lab` make first.
-        if name not in __all__:
-            raise AttributeError(f"module 'memoro.lab' has no attribute {name!r}")
-        return getattr(import_module("memoro.lab.baselines"), name)
+def __getattr__(name: str) -> Any:
+    # They import torch, which reads settings that some commands of `memoro lab` make first.
+    if name not in __all__:
+        raise AttributeError(f"module 'memoro.lab' has no attribute {name!r}")
+    return getattr(import_module("memoro.lab.baselines"), name)

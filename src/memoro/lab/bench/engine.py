@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,29 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from memoro.backbones import Backbone
 from memoro.engine.composition import compose
 from memoro.engine.forward import ReadOutBank
-from memoro.lab.bench.models import LABELS, new_tasks, time_candidates
+from memoro.lab.bench.models import LABELS, Row, new_tasks, time_candidates
 from memoro.tasks.familiarity import FamiliarityBank, Others, fit_familiarity
 from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
-
-
-@dataclass(frozen=True)
-class EngineRow:
-    """One measurement. All costs are in plain base passes."""
-
-    tasks: int
-    fork: int
-    engine: float
-    limit: float
-    """What the extra tokens would cost at the base's own price per token."""
-    dense: float | None
-    """One sequence with a dense mask (fork 0 only, without low-rank weights)."""
-    separate: float
-    """One pass per task, extrapolated from one."""
-    familiarity: float
-    """What it adds to judge how familiar the images are to all tasks; it is not part of `engine`."""
-    readouts: float
-    """What a read-out of each task adds, pooling included; it is not part of `engine`."""
 
 
 class DenseMask:
@@ -84,8 +64,14 @@ def bench_engine(
     batch: int,
     rounds: int,
     quiet: bool = True,
-) -> list[EngineRow]:
-    """Times base pass, engine and dense mask side by side."""
+) -> list[Row]:
+    """Times base pass, engine and dense mask side by side. All costs are in plain base passes.
+
+    `limit`: what the extra tokens would cost at the base's own price per token. `dense`: one sequence with a dense mask
+    (fork 0 only, without low-rank weights). `separate`: one pass per task, extrapolated from one. `familiarity`: what
+    it adds to judge how familiar the images are to all tasks; `readouts`: what a read-out of each adds, pooling
+    included. Both are not part of `engine`.
+    """
     anatomy, (height, width) = backbone.anatomy, backbone.image_size
     pixels = torch.randn(batch, backbone.channels, height, width).to(backbone.device, backbone.dtype)
     grid = (height // anatomy.patch[0], width // anatomy.patch[1])
@@ -123,16 +109,16 @@ def bench_engine(
         best = time_candidates("timing", candidates, rounds, quiet=quiet)
     cost = {name: seconds / best["base"] for name, seconds in best.items()}
     return [
-        EngineRow(
-            tasks=count,
-            fork=fork,
-            engine=cost[f"engine {fork} {count}"],
-            limit=1 + count * (backbone.depth - fork) / backbone.depth / tokens,
-            dense=cost.get(f"dense {fork} {count}"),
-            separate=count * cost[f"engine {fork} 1"],
-            familiarity=cost[f"familiarity {count}"],
-            readouts=cost[f"readouts {count}"],
-        )
+        {
+            "tasks": count,
+            "fork": fork,
+            "engine": cost[f"engine {fork} {count}"],
+            "limit": 1 + count * (backbone.depth - fork) / backbone.depth / tokens,
+            "dense": cost.get(f"dense {fork} {count}"),
+            "separate": count * cost[f"engine {fork} 1"],
+            "familiarity": cost[f"familiarity {count}"],
+            "readouts": cost[f"readouts {count}"],
+        }
         for fork in forks
         for count in counts
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,20 +13,7 @@ from memoro.backbones import Backbone
 from memoro.console import bar, format_count
 from memoro.engine.composition import Composition, compose
 from memoro.errors import need
-from memoro.lab.bench.models import new_tasks, time_candidates
-
-
-@dataclass(frozen=True)
-class ExportRow:
-    """One number of tasks. Speeds are in images per second."""
-
-    tasks: int
-    torch: float
-    onnx: float
-    difference: float
-    """The largest between the two, over all logits and the base's output."""
-    bytes: int
-    """Size of the file."""
+from memoro.lab.bench.models import Row, new_tasks, time_candidates
 
 
 def bench_export(
@@ -39,8 +25,9 @@ def bench_export(
     rounds: int,
     seconds: float,
     quiet: bool = True,
-) -> list[ExportRow]:
-    """Exports compositions of untrained tasks, and times both on the CPU with torch's number of threads.
+) -> list[Row]:
+    """Exports compositions of untrained tasks, and times both on the CPU with torch's number of threads: images per
+    second, the largest difference between their logits and base outputs, and the size of the file.
 
     Most of the time goes into exporting: tens of seconds, and more with many tasks, each of which has a head in the
     graph. The timing ends after `rounds` or, with one round at least, after this many `seconds`.
@@ -49,31 +36,27 @@ def bench_export(
     backbone = backbone.to("cpu")
     height, width = backbone.preprocessing.size or backbone.image_size
     pixels = torch.randn(batch, backbone.channels, height, width)
-    sizes, differences = {}, {}
+    rows: list[Row] = []
     candidates: dict[str, Callable[[], object]] = {}
     with torch.no_grad():
         for count in counts:
             model = compose(backbone, new_tasks(backbone, count, cells=cells))
             with bar(f"exporting {format_count(count, 'task')}", 1, quiet=quiet) as tick:
-                session, sizes[count] = _open(model)
+                session, size = _open(model)
                 tick()
             feed = {session.get_inputs()[0].name: pixels.numpy()}
             expected = model(pixels)
             found = dict(zip(expected, session.run(list(expected), feed), strict=True))
-            differences[count] = max(
+            difference = max(
                 float((torch.from_numpy(found[name]) - out.float()).abs().max()) for name, out in expected.items()
             )
+            rows.append({"tasks": count, "difference": difference, "bytes": size})
             candidates[f"torch {count}"] = lambda model=model: model(pixels)  # type: ignore[misc]
             candidates[f"onnx {count}"] = lambda session=session, feed=feed, names=list(expected): session.run(  # type: ignore[misc]
                 names, feed
             )
         best = time_candidates("timing", candidates, rounds, quiet=quiet, seconds=seconds)
-    return [
-        ExportRow(
-            count, batch / best[f"torch {count}"], batch / best[f"onnx {count}"], differences[count], sizes[count]
-        )
-        for count in counts
-    ]
+    return [{**row, **{kind: batch / best[f"{kind} {row['tasks']}"] for kind in ("torch", "onnx")}} for row in rows]
 
 
 def _open(model: Composition) -> tuple[Any, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from memoro.console import bar
 from memoro.data import Augment, load_data
 from memoro.errors import TrainingError
 from memoro.lab.baselines import REGIMES, BaselinePlan
+from memoro.lab.bench.models import Row
 from memoro.lab.bench.train import RANK
 from memoro.lab.tables.plots import Point, draw_panels
 from memoro.training.cached import Cache, CachedLoader, fill_caches
@@ -27,10 +28,10 @@ class Approach:
     """A regime with an optimiser and a learning rate that suit it."""
 
     name: str
-    regime: str = field(repr=False)
+    regime: str
     optimizer: OptimizerName
     lr: float
-    cached: bool = field(default=False, repr=False)
+    cached: bool = False
 
     def most_epochs(self, epochs: int) -> int:
         """Epochs from the cache are so much shorter that there are four times as many of them."""
@@ -45,19 +46,6 @@ APPROACHES = (
     *(Approach("lora-all", "lora-all", "adamw", lr) for lr in (0.0005, 0.001)),
     *(Approach("full", "full", "adamw", lr) for lr in (0.00003, 0.0001)),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GoalRow(Approach):
-    """The result of one approach."""
-
-    curve: list[tuple[float, float]] = field(repr=False)
-    """Seconds of training so far and accuracy, after each epoch. The first includes the time to compute cached
-    features; evaluation is not counted."""
-    seconds: float | None
-    """Until the goal; None if it was not reached."""
-    best: float | None
-    """The best accuracy; None for a run that diverged in its first epoch."""
 
 
 @dataclass
@@ -97,11 +85,13 @@ def bench_goal(
     image_size: int | None = None,
     workers: int | None = None,
     quiet: bool = True,
-) -> list[GoalRow]:
+) -> list[Row]:
     """Trains each approach on the unaugmented training images of `data`, until the goal or the last epoch.
 
     Accuracy is on the test images (the validation images where there are none): this measures time and selects
-    nothing.
+    nothing. `curve`: seconds of training so far and accuracy, after each epoch; the first includes the time to compute
+    cached features, and evaluation is not counted. `seconds`: until the goal, None if it was not reached. `best`: None
+    for a run that diverged in its first epoch.
     """
     splits = load_data(data, workers=workers, quiet=True)
     if splits.kind != "softmax" or splits.train is None:
@@ -119,9 +109,10 @@ def bench_goal(
             planned = Run(task, recipe, regime, splits, preprocessing)
             curve = _train(backbone, planned, one.cached, goal, workers, tick)
             tick(most - len(curve))
-            seconds = next((seconds for seconds, accuracy in curve if accuracy >= goal), None)
-            best = max((accuracy for _, accuracy in curve), default=None)
-            rows.append(GoalRow(**asdict(one), curve=curve, seconds=seconds, best=best))
+            row: Row = {"name": one.name, "optimizer": one.optimizer, "lr": one.lr, "curve": curve}
+            row["seconds"] = next((seconds for seconds, accuracy in curve if accuracy >= goal), None)
+            row["best"] = max((accuracy for _, accuracy in curve), default=None)
+            rows.append(row)
     return rows
 
 
@@ -144,13 +135,13 @@ def _train(
         return watch.curve
 
 
-def draw_goal(path: Path, title: str, goal: float, rows: Sequence[GoalRow]) -> Path:
+def draw_goal(path: Path, title: str, goal: float, rows: Sequence[Row]) -> Path:
     """Plots accuracy over seconds of training, a line for each approach."""
     lines: dict[str, list[Point]] = {
-        f"{row.name}, lr {row.lr:g}": [(seconds, accuracy, 0.0) for seconds, accuracy in row.curve]
+        f"{row['name']}, lr {row['lr']:g}": [(seconds, accuracy, 0.0) for seconds, accuracy in row["curve"]]
         for row in rows
-        if row.curve
+        if row["curve"]
     }
-    last = max((seconds for row in rows for seconds, _ in row.curve), default=1.0)
+    last = max((seconds for row in rows for seconds, _ in row["curve"]), default=1.0)
     lines["goal"] = [(0.0, goal, 0.0), (last, goal, 0.0)]
     return draw_panels(path, {title: lines}, "seconds of training", "test accuracy", level=["goal"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -13,7 +12,7 @@ from memoro.backbones import load_backbone
 from memoro.backbones.precision import Precision
 from memoro.console import bar
 from memoro.engine.composition import compose
-from memoro.lab.bench.models import MODELS, new_tasks, time_candidates
+from memoro.lab.bench.models import MODELS, Row, new_tasks, time_candidates
 from memoro.tasks.calibration import fit_calibration
 from memoro.tasks.readout import solve_readout
 from memoro.tasks.ridge import RidgeSystem
@@ -21,36 +20,6 @@ from memoro.tasks.spec import ReadOut
 
 CELLS = 5
 """Of each task."""
-
-
-@dataclass(frozen=True)
-class PassRow:
-    """Images per second of one backbone in one precision."""
-
-    model: str
-    side: int
-    precision: str
-    batch: int
-    plain: float
-    tasks: dict[int, float]
-    """By number of tasks."""
-    bytes: int | None
-    """The most memory of the GPU that was in use; None on other devices."""
-
-
-@dataclass(frozen=True)
-class SolveRow:
-    """Seconds that a read-out takes, from statistics that are there."""
-
-    images: int
-    classes: int
-    features: int
-    solve: float
-    calibrate: float
-    exponent: float | None
-    """How both grow from the smallest number of images of the same classes; None for that one itself."""
-    bytes: int
-    """Of the statistics on disk."""
 
 
 def bench_passes(
@@ -61,8 +30,9 @@ def bench_passes(
     counts: Sequence[int],
     batch: int,
     rounds: int,
-) -> list[PassRow]:
-    """The passes of each backbone in each precision, in turn."""
+) -> list[Row]:
+    """Images per second of each backbone in each precision, alone (`plain`) and by number of `tasks`; `bytes`: the most
+    memory of the GPU that was in use, None on other devices."""
     rows = []
     for name in models:
         build, side = MODELS[name]
@@ -81,12 +51,17 @@ def bench_passes(
                 best = time_candidates(f"{name}, {precision}", candidates, rounds, quiet=False)
             most = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
             speeds = {count: batch / best[str(count)] for count in counts}
-            rows.append(PassRow(name, side, precision, batch, batch / best["plain"], speeds, most))
+            row = {"model": name, "side": side, "precision": precision, "batch": batch, "plain": batch / best["plain"]}
+            rows.append({**row, "tasks": speeds, "bytes": most})
     return rows
 
 
-def bench_solving(images: Sequence[int], classes: Sequence[int], features: int) -> list[SolveRow]:
-    """Read-outs of synthetic statistics, which take no memory: only what is made of them does."""
+def bench_solving(images: Sequence[int], classes: Sequence[int], features: int) -> list[Row]:
+    """Seconds of read-outs of synthetic statistics, which take no memory: only what is made of them does.
+
+    `exponent`: how the time grows from the smallest number of images of the same classes. `bytes`: what the statistics
+    would take on disk.
+    """
     rows = []
     with bar("read-outs", len(images) * len(classes)) as tick:
         for labels in classes:
@@ -96,7 +71,8 @@ def bench_solving(images: Sequence[int], classes: Sequence[int], features: int) 
                 first = first or (count, solve + calibrate)
                 grown = count / first[0]
                 exponent = math.log((solve + calibrate) / first[1]) / math.log(grown) if grown > 1 else None
-                rows.append(SolveRow(count, labels, features, solve, calibrate, exponent, count * features * 2))
+                row = {"images": count, "classes": labels, "features": features, "solve": solve}
+                rows.append({**row, "calibrate": calibrate, "exponent": exponent, "bytes": 2 * count * features})
                 tick()
     return rows
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,8 @@ from memoro.console import bar, format_bytes, make_table
 from memoro.tasks.task import Task, new_task
 
 LABELS = [str(number) for number in range(10)]
+Row = dict[str, Any]
+"""A measurement, as it is printed with `--json`."""
 
 
 def random_vit(patch: int) -> Any:
@@ -61,12 +62,11 @@ def time_candidates(
         return best_times(candidates, rounds, tick, seconds=seconds)
 
 
-def rows_table(title: str, rows: Sequence[Any], *, sideways: bool = False) -> Table:
-    """A row for each of some dataclasses of one type, with a column for each field that its repr shows; `sideways`:
-    the reverse."""
-    names = [field.name for field in fields(rows[0]) if field.repr]
+def rows_table(title: str, rows: Sequence[Row], *, sideways: bool = False) -> Table:
+    """A column for each value of the rows that is no list; `sideways`: a line for each."""
+    names = [name for name, value in rows[0].items() if not isinstance(value, list)]
     columns = [name.replace("_", " ") for name in names]
-    cells = [[_cell(name, getattr(row, name)) for name in names] for row in rows]
+    cells = [[_cell(name, row[name]) for name in names] for row in rows]
     if not sideways:
         return make_table(columns, cells, title)
     lines = [list(line) for line in zip(columns, *cells, strict=True)]

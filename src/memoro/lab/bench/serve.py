@@ -5,7 +5,6 @@ The clients are a process of their own: python -m memoro.lab.bench.serve URL CLI
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import statistics
@@ -13,11 +12,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from time import perf_counter
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import torch
 from PIL import Image
@@ -27,34 +28,13 @@ from memoro.clock import read_clock
 from memoro.console import bar
 from memoro.engine.composition import Composition, compose
 from memoro.errors import ServeError
-from memoro.lab.bench.models import new_tasks
+from memoro.lab.bench.models import Row, new_tasks
 from memoro.serve.options import ServeOptions
 from memoro.serve.server import address_of, listen, make_server
 from memoro.serve.store import TaskStore
 
 SEPARATE = 5
 """Separate models that are timed; the cost of more is extrapolated from them."""
-
-
-@dataclass(frozen=True)
-class ServeRow:
-    """What one model achieved, in images per second and milliseconds."""
-
-    model: str
-    tasks: int
-    batch: int
-    clients: int
-    requests: int
-    engine: float
-    """The engine alone: passes over pixels that are ready, at the same batch size."""
-    http: float
-    ratio: float
-    """HTTP to engine."""
-    p50_ms: float
-    p99_ms: float
-    mean_batch: float
-    separate: float
-    """One model per task, extrapolated from five: images per second for all tasks' answers."""
 
 
 def bench_serve(
@@ -68,11 +48,12 @@ def bench_serve(
     requests: int,
     seconds: float,
     quiet: bool = True,
-) -> ServeRow:
+) -> Row:
     """Measures engine, server, engine again (their mean counts, against drift), and separate models.
 
     The server stops after `requests`, or after `seconds`. Each client has one connection, sends one JPEG per request,
-    and a new request as soon as the last one is answered.
+    and a new request as soon as the last one is answered. Speeds are in images per second: of the engine alone on
+    pixels that are ready, at the same batch size; through HTTP; and of one model per task, extrapolated from five.
     """
     steps = backbone.preprocessing.at(side)
     untrained = new_tasks(backbone, tasks)
@@ -91,20 +72,20 @@ def bench_serve(
         single = _throughput(lambda: [one(pixels) for one in own], batch, seconds / 6) * len(own)
         tick()
     engine, http = (first + second) / 2, len(times) / wall
-    return ServeRow(
-        model=name,
-        tasks=tasks,
-        batch=batch,
-        clients=clients,
-        requests=len(times),
-        engine=engine,
-        http=http,
-        ratio=http / engine,
-        p50_ms=1000 * statistics.median(times),
-        p99_ms=1000 * sorted(times)[int(0.99 * len(times))],
-        mean_batch=mean_batch,
-        separate=single / tasks,
-    )
+    return {
+        "model": name,
+        "tasks": tasks,
+        "batch": batch,
+        "clients": clients,
+        "requests": len(times),
+        "engine": engine,
+        "http": http,
+        "ratio": http / engine,
+        "p50_ms": 1000 * statistics.median(times),
+        "p99_ms": 1000 * sorted(times)[int(0.99 * len(times))],
+        "mean_batch": mean_batch,
+        "separate": single / tasks,
+    }
 
 
 def _jpeg(side: int) -> bytes:
@@ -154,52 +135,40 @@ def _server(model: Composition, options: ServeOptions) -> Iterator[str]:
         listening.close()
 
 
-async def send_requests(
+def send_requests(
     url: str, image: bytes, clients: int, requests: int, seconds: float
 ) -> tuple[list[float], float, float]:
     """Seconds of each request, seconds in all, and the server's mean batch."""
-    host, port = str(urlsplit(url).hostname), int(urlsplit(url).port or 80)
-    head = f"POST /v1/predict HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-length: {len(image)}\r\n\r\n".encode()
-    times: list[float] = []
-    left = requests + clients  # the first of each client warms up
-    begin = 0.0
+    connections = [HTTPConnection(urlsplit(url).netloc) for _ in range(clients)]
+    left = iter(range(requests))
 
-    async def client() -> None:
-        nonlocal left, begin
-        reader, writer = await asyncio.open_connection(host, port)
-        sent = 0
-        while left > 0 and (sent < 2 or perf_counter() - begin < seconds):
-            left -= 1
+    def run_client(connection: HTTPConnection) -> list[float]:
+        times: list[float] = []
+        while next(left, None) is not None and (not times or perf_counter() - begin < seconds):
             start = perf_counter()
-            writer.write(head + image)
-            await _read_answer(reader)
-            if sent:
-                times.append(perf_counter() - start)
-            begin = begin or perf_counter()
-            sent += 1
-        writer.close()
+            _send(connection, image)
+            times.append(perf_counter() - start)
+        return times
 
-    await asyncio.gather(*(client() for _ in range(clients)))
-    wall = perf_counter() - begin
-    reader, writer = await asyncio.open_connection(host, port)
-    writer.write(f"GET /metrics HTTP/1.1\r\nhost: {host}:{port}\r\n\r\n".encode())
-    lines = (await _read_answer(reader)).decode().splitlines()
-    writer.close()
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(lambda connection: _send(connection, image), connections))  # warms up
+        begin = perf_counter()
+        times = [one for some in pool.map(run_client, connections) for one in some]
+        wall = perf_counter() - begin
+    lines = urlopen(f"{url}/metrics").read().decode().splitlines()
     value = {row.rpartition(" ")[0]: float(row.rpartition(" ")[2]) for row in lines if not row.startswith("#")}
     return times, wall, value["memoro_batch_size_sum"] / value["memoro_batch_size_count"]
 
 
-async def _read_answer(reader: asyncio.StreamReader) -> bytes:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-    status = head.split(" ", 2)[1]
-    length = next(int(line.partition(":")[2]) for line in head.splitlines() if line.startswith("content-length:"))
-    body = await reader.readexactly(length)
-    if status != "200":
-        raise RuntimeError(f"status {status}: {body[:200].decode(errors='replace')}")
-    return body
+def _send(connection: HTTPConnection, image: bytes) -> None:
+    connection.request("POST", "/v1/predict", image)
+    response = connection.getresponse()
+    body = response.read()
+    if response.status != 200:
+        raise RuntimeError(f"status {response.status}: {body[:200].decode(errors='replace')}")
 
 
 if __name__ == "__main__":
     where, clients, requests, seconds = sys.argv[1:]
-    found = asyncio.run(send_requests(where, sys.stdin.buffer.read(), int(clients), int(requests), float(seconds)))
+    found = send_requests(where, sys.stdin.buffer.read(), int(clients), int(requests), float(seconds))
     sys.stdout.write(json.dumps(found))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,9 @@ from PIL import Image
 from memoro.backbones import load_backbone
 from memoro.clock import best_times
 from memoro.console import bar
-from memoro.data import Augment, ImageSet, Loader, load_data
-from memoro.images import Preprocessing
+from memoro.data import Splits, load_data
 from memoro.lab.baselines import BASELINES, REGIMES, BaselinePlan
-from memoro.lab.bench.models import LABELS, MODELS
+from memoro.lab.bench.models import LABELS, MODELS, Row
 from memoro.lab.tables.plots import Point, draw_panels
 from memoro.training.cached import Cache
 from memoro.training.loop import Trainer
@@ -37,27 +35,14 @@ class Candidate:
     """A method to time. `regime` is a regime's name, or `base` for a plain pass without gradients."""
 
     name: str
-    regime: str = field(repr=False)
-    model: str = field(repr=False)
+    regime: str
+    model: str
     """A key of `MODELS`."""
-    batch: int = field(repr=False)
-    cells: int = field(repr=False)
-    runs: int = field(default=1, repr=False)
-    fork: int = field(default=0, repr=False)
-    cached: bool = field(default=False, repr=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainRow(Candidate):
-    """One training step of one candidate."""
-
-    step: float
-    """In plain base passes without gradients."""
-    steps_per_second: float
-    megabytes: float | None
-    """Peak memory above that of the loaded model."""
-    trained: int
-    """Trainable parameters of one run."""
+    batch: int
+    cells: int
+    runs: int = 1
+    fork: int = 0
+    cached: bool = False
 
 
 def list_candidates(
@@ -87,9 +72,7 @@ def build_step(candidate: Candidate, folder: Path) -> tuple[Callable[[], object]
         pixels = torch.randn(candidate.batch, 3, side, side)
         return torch.no_grad()(lambda: model(pixels)), 0
     backbone, regime = load_backbone(model), REGIMES[candidate.regime]
-    # At least as many images as a batch has, with every label.
-    save_noise(folder / "images", -(-candidate.batch // len(LABELS)) * len(LABELS), (side, side))
-    splits = load_data(folder / "images", val_fraction=0, screen=False, quiet=True)
+    splits = _save_noise(folder / "images", candidate.batch, side)
     cells, rank = (0, RANK) if candidate.regime == "side" else (candidate.cells, None)
     plan = BaselinePlan("bench", splits.labels, cells=cells, rank=rank, from_layer=candidate.fork)
     recipe = replace(find_recipe(None, regime)[1], steps=1_000_000, batch_size=candidate.batch, views=1)
@@ -103,20 +86,21 @@ def build_step(candidate: Candidate, folder: Path) -> tuple[Callable[[], object]
     return lambda: trainer.step([(group, batches)]), sum(one.numel() for one in group.runs[0].trained.values())
 
 
-def save_noise(folder: Path, count: int, size: tuple[int, int]) -> None:
-    """Images of noise in class folders, as JPEG files."""
+def _save_noise(folder: Path, batch: int, side: int) -> Splits:
+    """Images of noise, at least as many as a batch has, with every label."""
     generator = np.random.default_rng(0)
-    for number in range(count):
-        path = folder / LABELS[number % len(LABELS)] / f"{number}.jpg"
+    for number in range(-(-batch // len(LABELS)) * len(LABELS)):
+        path = folder / LABELS[number % len(LABELS)] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        small = Image.fromarray(generator.integers(0, 256, (24, 32, 3), dtype=np.uint8))
-        small.resize(size, Image.Resampling.BICUBIC).save(path, quality=90)
+        Image.fromarray(generator.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(path)
+    return load_data(folder, val_fraction=0, screen=False, quiet=True)
 
 
-def bench_train(candidates: Sequence[Candidate], *, rounds: int, memory: bool, quiet: bool = True) -> list[TrainRow]:
+def bench_train(candidates: Sequence[Candidate], *, rounds: int, memory: bool, quiet: bool = True) -> list[Row]:
     """Times each candidate in this process, alternating with the base pass, which is the first candidate.
 
-    Peak memory is measured in a process of its own for each.
+    `step`: the cost of one training step in plain base passes without gradients. `megabytes`: its peak memory above
+    that of the loaded model, measured in a process of its own. `trained`: trainable parameters of one run.
     """
     rows = []
     title, steps = candidates[0].model, 2 * rounds * len(candidates)
@@ -129,8 +113,9 @@ def bench_train(candidates: Sequence[Candidate], *, rounds: int, memory: bool, q
             if memory:
                 with multiprocessing.get_context("spawn").Pool(1) as pool:
                     peak = pool.apply(_peak_megabytes, (one,))
-            cost, speed = best["step"] / best["base"], 1 / best["step"]
-            rows.append(TrainRow(**asdict(one), step=cost, steps_per_second=speed, megabytes=peak, trained=trained))
+            row: Row = {"name": one.name, "runs": one.runs, "fork": one.fork, "cached": one.cached}
+            row |= {"step": best["step"] / best["base"], "steps_per_second": 1 / best["step"]}
+            rows.append({**row, "megabytes": peak, "trained": trained})
     return rows
 
 
@@ -153,35 +138,16 @@ def _kilobytes(status: Path, field: str) -> int:
     return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(f"{field}:"))
 
 
-def bench_loader(workers: Sequence[int] = (0, 1, 2), count: int = 384, side: int = 224) -> dict[str, float]:
-    """Images per second that the loader decodes, augments and normalises, from JPEGs of 500 x 375 pixels to `side`."""
-    speeds: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        save_noise(Path(folder), count, (500, 375))
-        images = load_data(folder, val_fraction=0, screen=False, quiet=True).train
-        assert isinstance(images, ImageSet)
-        for number in workers:
-            size = Preprocessing(resize=(side, side))
-            loader = Loader(images, size, batch_size=32, augment=Augment(), shuffle=True, workers=number)
-            for _ in loader.epoch(0):  # starts the processes
-                pass
-            start = time.perf_counter()
-            done = sum(len(batch.targets) for batch in loader.epoch(1))
-            speeds[f"{number} workers"] = done / (time.perf_counter() - start)
-            loader.close()
-    return speeds
-
-
-def draw_growth(path: Path, results: Mapping[str, Sequence[TrainRow]]) -> Path:
+def draw_growth(path: Path, results: Mapping[str, Sequence[Row]]) -> Path:
     """Plots a step's cost over the number of runs in one pass: a panel per model, a line per fork and source."""
     panels: dict[str, dict[str, list[Point]]] = {}
     for model, rows in results.items():
         lines = panels.setdefault(model, {})
-        for row in (row for row in rows if row.name.startswith("memory,")):
-            name = f"from layer {row.fork}" + (", from cache" if row.cached else "")
-            lines.setdefault(name, []).append((row.runs, row.step, 0.0))
-        most = max((row.runs for row in rows), default=1)
-        for row in (row for row in rows if row.name in ONE_RUN):
-            lines[f"one {row.name} run"] = [(runs, row.step, 0.0) for runs in (1, most)]
+        for row in (row for row in rows if row["name"].startswith("memory,")):
+            name = f"from layer {row['fork']}" + (", from cache" if row["cached"] else "")
+            lines.setdefault(name, []).append((row["runs"], row["step"], 0.0))
+        most = max(row["runs"] for row in rows)
+        for row in (row for row in rows if row["name"] in ONE_RUN):
+            lines[f"one {row['name']} run"] = [(runs, row["step"], 0.0) for runs in (1, most)]
     level = [f"one {name} run" for name in ONE_RUN]
     return draw_panels(path, panels, "runs in one pass", "base passes per step", level=level)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -45,7 +44,7 @@ def bench_engine_command(
     for size in patch:
         backbone = load_backbone(random_vit(size), precision=precision, device=own_device(device))
         rows = bench_engine(backbone, batch=batch, rounds=rounds, quiet=False, **sizes)
-        results[f"ViT-B/{size}"] = [asdict(row) for row in rows]
+        results[f"ViT-B/{size}"] = rows
         own = f"{cells} cells" + (f", rank {rank}" if rank else "")
         setting = f"ViT-B/{size} at 224, batch {batch}, {precision}, {own}"
         _print(f"{setting}: cost of one pass, in plain base passes", rows, as_json)
@@ -89,8 +88,7 @@ def bench_gpu_command(
     _print(f"Images per second (tasks: by their number, of {CELLS} cells)", passes, as_json)
     _print("Read-outs from kept statistics: seconds, exponent of growth", solved, as_json)
     if as_json:
-        both = {"passes": [asdict(row) for row in passes], "read-outs": [asdict(row) for row in solved]}
-        print_json({"device": str(place), **both})
+        print_json({"device": str(place), "passes": passes, "read-outs": solved})
 
 
 @bench.command("export")
@@ -114,7 +112,7 @@ def bench_export_command(
     rows = bench_export(frozen, counts=counts, seconds=seconds, quiet=False, **sizes)
     _print(f"{frozen.name}, batch {batch}: images per second", rows, as_json)
     if as_json:
-        print_json([asdict(row) for row in rows])
+        print_json(rows)
 
 
 @bench.command("train")
@@ -150,7 +148,7 @@ def bench_train_command(
     memoro lab bench train --no-steps --data photos.zip --goal 0.85 -b facebook/dinov2-small
     """
     from memoro.lab.bench.goal import bench_goal, draw_goal
-    from memoro.lab.bench.train import bench_loader, bench_train, draw_growth, list_candidates
+    from memoro.lab.bench.train import bench_train, draw_growth, list_candidates
 
     names = model.split(",")
     _check_models(names)
@@ -165,11 +163,7 @@ def bench_train_command(
             _print(f"{name}, batch {batch}: one training step, in plain base passes", results[name], as_json)
         if plot is not None:
             draw_growth(plot, results)
-        record["steps"] = {name: [asdict(row) for row in rows] for name, rows in results.items()}
-        record["loader_images_per_second"] = bench_loader()
-        if not as_json:
-            shown = ", ".join(f"{name}: {speed:.0f}" for name, speed in record["loader_images_per_second"].items())
-            plain_console().print(f"loader, images per second (JPEG, 500 x 375 to 224): {shown}")
+        record["steps"] = results
     if data is not None:
         frozen = load(backbone)
         sizes: dict[str, Any] = {"cells": cells, "epochs": epochs, "batch": batch, "image_size": image_size}
@@ -178,7 +172,7 @@ def bench_train_command(
         _print(title, reached, as_json)
         if plot is not None:
             draw_goal(plot.with_name(f"{plot.stem}-goal.png"), title, goal, reached)
-        record["time_to_accuracy"] = [asdict(row) for row in reached]
+        record["time_to_accuracy"] = reached
     if as_json:
         print_json(record)
 
@@ -222,7 +216,7 @@ def bench_serve_command(
         rows.append(bench_serve(name, backbone, image_size or side, seconds=seconds, quiet=False, **how))
     _print("Through HTTP on loopback: images per second, milliseconds", rows, as_json, sideways=True)
     if as_json:
-        print_json([asdict(row) for row in rows])
+        print_json(rows)
 
 
 def _check_models(names: Sequence[str]) -> None:
