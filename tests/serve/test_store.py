@@ -21,7 +21,7 @@ from serving import Running, backbone, contents, file_of, fill, in_folder, know,
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import ServeError
-from memoro.evaluation.inspect import inspect_file
+from memoro.evaluation.inspect import inspect_tasks
 from memoro.serve.store import TaskStore, open_store
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.taskfile import load_tasks
@@ -70,7 +70,7 @@ def test_the_size_of_a_task_is_that_of_its_file(server: Running, tmp_path: Path)
     for name, size in sizes.items():
         assert len(server.request("GET", f"/v1/tasks/{name}/file")[2]) == size
         if (file := tmp_path / "tasks" / f"{name}.safetensors").exists():  # the others are in a bundle
-            assert inspect_file(file)["bytes"] == size
+            assert inspect_tasks(file, memoro.load_tasks(file))["bytes"] == size
     assert len(set(sizes.values())) > 3
 
 

@@ -19,7 +19,7 @@ from test_train_told import rendered
 import memoro
 from memoro.backbones import Backbone
 from memoro.errors import CompositionError, TaskError, TaskFileError, TrainingError
-from memoro.evaluation.inspect import describe_task, inspect_file, inspect_tables
+from memoro.evaluation.inspect import describe_task, inspect_tables, inspect_tasks
 from memoro.lab.baselines import BASELINES
 from memoro.regimes.start import start_from
 from memoro.tasks.mask import trace_lineage
@@ -227,7 +227,7 @@ def test_a_bundle_of_an_ensemble_and_a_plain_task_is_inspected(backbone: Backbon
     tasks = [join_members(members_of(backbone)), random_task(backbone, "plain", seed=5)]
     for order in (tasks, tasks[::-1]):
         file = memoro.save_tasks(order, tmp_path / "both.safetensors")
-        [table] = inspect_tables({**inspect_file(file), "file": "both"})
+        [table] = inspect_tables({**inspect_tasks(file, memoro.load_tasks(file)), "file": "both"})
         assert "3 members" in rendered(table)
 
 

@@ -37,11 +37,13 @@ def inspect(
 
     Show what is in a task file: labels, memory, parents, backbone, training and metrics.
     """
-    from memoro.evaluation.inspect import inspect_file, inspect_tables
+    from memoro.evaluation.inspect import inspect_tables, inspect_tasks
     from memoro.tasks.hub import find_task_file, find_task_files
+    from memoro.tasks.taskfile import load_tasks
 
     against = None if backbone is None else load(backbone, "cpu")
-    records = [{**inspect_file(find_task_file(one), against), "file": one} for one in find_task_files(file)]
+    files = {name: find_task_file(name) for name in find_task_files(file)}
+    records = [{**inspect_tasks(path, load_tasks(path), against), "file": name} for name, path in files.items()]
     if as_json:
         print_json(records if len(records) > 1 else records[0])
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,6 @@ from memoro.tasks.familiarity import Familiarity
 from memoro.tasks.record import SKETCH, describe_fact
 from memoro.tasks.spec import ModelSpec
 from memoro.tasks.task import Task
-from memoro.tasks.taskfile import load_tasks
 
 SIDE_BY_SIDE = 2
 MAX_LABELS = 6
@@ -31,20 +31,18 @@ PARTS = {
 """The parts of a task in words, by the first name of their parameters."""
 
 
-def inspect_file(path: Path, backbone: Backbone | None = None) -> dict[str, Any]:
-    """What a file records, JSON-ready; with a backbone also whether it was made for that one."""
-    return inspect_tasks(path, load_tasks(path), backbone)
-
-
 def inspect_tasks(path: Path, tasks: Sequence[Task], backbone: Backbone | None = None) -> dict[str, Any]:
-    """The same for tasks that have been loaded from the file."""
+    """What the file of these tasks records, JSON-ready; with a backbone also whether it was made for that one."""
     entries = [describe_task(task, backbone) for task in tasks]
     return {"file": str(path), "bytes": path.stat().st_size, "tasks": entries}
 
 
 def describe_task(task: Task, backbone: Backbone | None = None) -> dict[str, Any]:
     """Everything that is known of a task but its weights and the hashes of its images, JSON-ready."""
-    spec = task.spec
+    spec, parts = task.spec, Counter[str]()
+    for name, tensor in task.stored_tensors().items():
+        if tensor.numel():
+            parts[PARTS[name.split(".")[0]]] += tensor.numel() * tensor.element_size()
     own = {
         "cells": spec.cells,
         "rank": spec.rank,
@@ -54,35 +52,24 @@ def describe_task(task: Task, backbone: Backbone | None = None) -> dict[str, Any
         "readout": None if spec.readout is None else asdict(spec.readout),
         "parents": [parent.name for parent in task.parents],
         "parameters": sum(parameter.numel() for parameter in task.parameters()),
-        "parts": _part_bytes(task),
+        "parts": parts,
         "calibration": None if spec.calibration is None else spec.calibration.to_json(),
-        "familiarity": None if spec.familiarity is None else _familiarity(spec.familiarity),
+        "familiarity": None if spec.familiarity is None else _describe_familiarity(spec.familiarity),
         "content": task.content_hash(),
     }
     return describe_model(spec, own, backbone)
 
 
-def _familiarity(found: Familiarity) -> dict[str, Any]:
-    sizes = {"directions": len(found.directions), "classes": len(found.means), "bytes": found.bytes}
-    step = 1 / min(found.images, len(found.held_out))
-    against = {"photographs": len(found.reader) > 0, "coarse": found.coarse}
-    return {**sizes, "images": found.images, **against, "step": step}
-
-
-def _readout_text(found: dict[str, Any] | None) -> str:
-    if found is None:
-        return "none"
-    share = "" if found["share"] == 1 else f", {found['share']:.0%} of the answer"
-    return f"statistics of the tokens after layer {found['from_layer']} and later ones{share}"
-
-
-def _part_bytes(task: Task) -> dict[str, int]:
-    """The bytes of each part of a task."""
-    parts: dict[str, int] = {}
-    for name, tensor in task.stored_tensors().items():
-        part = PARTS[name.split(".")[0]]
-        parts[part] = parts.get(part, 0) + tensor.numel() * tensor.element_size()
-    return {part: size for part, size in parts.items() if size}
+def _describe_familiarity(found: Familiarity) -> dict[str, Any]:
+    return {
+        "directions": len(found.directions),
+        "classes": len(found.means),
+        "bytes": found.bytes,
+        "images": found.images,
+        "photographs": len(found.reader) > 0,
+        "coarse": found.coarse,
+        "step": 1 / min(found.images, len(found.held_out)),
+    }
 
 
 def describe_model(spec: ModelSpec, own: dict[str, Any], backbone: Backbone | None) -> dict[str, Any]:
@@ -127,19 +114,24 @@ def inspect_tables(record: dict[str, Any]) -> list[Table]:
 
 def _rows(entry: dict[str, Any]) -> dict[str, Cell]:
     """The cells of one column, by the names of their rows."""
-    backbone, labels, training = entry["backbone"], entry["labels"], entry["training"]
+    backbone, labels, training, readout = (entry[name] for name in ("backbone", "labels", "training", "readout"))
     more = ", …" if len(labels) > MAX_LABELS else ""
-    rows: dict[str, Cell] = {"labels": f"{len(labels)}: {', '.join(labels[:MAX_LABELS])}{more}", "head": entry["kind"]}
     norm = "before" if entry["memory_norm"] == "pre" else "after"
-    rows["memory"] = f"{format_count(entry['cells'], 'cell')} per layer, {norm} the norm" if entry["cells"] else "none"
-    rows["low-rank weights"] = f"rank {entry['rank']}" if entry["rank"] else "none"
-    rows["stream"] = _layers(entry["from_layer"], backbone["depth"])
-    rows["ensemble"] = f"{entry['members']} members, whose answers are averaged" if entry["members"] > 1 else ""
-    rows["read-out"] = _readout_text(entry["readout"])
-    rows["extends"] = ", ".join(entry["parents"]) or "nothing"
-    rows |= {"calibration": _calibration_text(entry), "familiarity": _familiarity_text(entry["familiarity"])}
-    sizes = ", ".join(f"{part} {format_bytes(size)}" for part, size in entry.get("parts", {}).items())
-    return rows | {
+    share = "" if readout is None or readout["share"] == 1 else f", {readout['share']:.0%} of the answer"
+    sizes = ", ".join(f"{part} {format_bytes(size)}" for part, size in entry["parts"].items())
+    return {
+        "labels": f"{len(labels)}: {', '.join(labels[:MAX_LABELS])}{more}",
+        "head": entry["kind"],
+        "memory": f"{format_count(entry['cells'], 'cell')} per layer, {norm} the norm" if entry["cells"] else "none",
+        "low-rank weights": f"rank {entry['rank']}" if entry["rank"] else "none",
+        "stream": _layers(entry["from_layer"], backbone["depth"]),
+        "ensemble": f"{entry['members']} members, whose answers are averaged" if entry["members"] > 1 else "",
+        "read-out": "none"
+        if readout is None
+        else f"statistics of the tokens after layer {readout['from_layer']} and later ones{share}",
+        "extends": ", ".join(entry["parents"]) or "nothing",
+        "calibration": _calibration_text(entry["calibration"]),
+        "familiarity": _familiarity_text(entry["familiarity"]),
         "parameters": f"{entry['parameters']:,}" + (f" ({sizes})" if sizes else ""),
         "backbone": [
             backbone["name"],
@@ -161,17 +153,15 @@ MATCHES = {
     "different": "does not fit: it has other weights",
 }
 """What `Fingerprint.match` says, for people."""
-ADD = "add it with: memoro calibrate TASK DATA"
+MISSING = "none; add it with: memoro calibrate TASK DATA"
 
 
-def _calibration_text(entry: dict[str, Any]) -> Cell:
-    found = entry["calibration"]
+def _calibration_text(found: dict[str, Any] | None) -> Cell:
     if found is None:
-        return f"none; {ADD}"
+        return MISSING
     parts = {"temperature": "temperature", "thresholds": "threshold", "spread": "90 % interval ±"}
     values = [
-        f"{word} {describe_fact(min(found[key]))}"
-        + (f" to {describe_fact(max(found[key]))}" if len(found[key]) > 1 else "")
+        f"{word} {' to '.join(dict.fromkeys(describe_fact(end(found[key])) for end in (min, max)))}"
         for key, word in parts.items()
         if found[key]
     ]
@@ -180,7 +170,7 @@ def _calibration_text(entry: dict[str, Any]) -> Cell:
 
 def _familiarity_text(found: dict[str, Any] | None) -> Cell:
     if found is None:
-        return f"none; {ADD}"
+        return MISSING
     coarse = f"; coarse, in steps of {found['step']:.2f}" if found["images"] < 100 else ""
     if found["coarse"] and not coarse:
         coarse = "; coarse, because the images are so diverse"
@@ -220,16 +210,13 @@ def _history(earlier: Any) -> list[str]:
 
 def _lines(record: dict[str, Any]) -> list[str]:
     """A line for each entry that is not empty, as far as it can be shown: a file may record any JSON."""
-    if isinstance(record.get("worst_classes"), dict):
-        record = {**record, "worst_classes": format_worst(record, 5)}
-    if isinstance(record.get("phases"), dict):
-        record = {
-            **record,
-            "phases": ", ".join(
-                f"{describe_fact(name)} {describe_fact(value)}" for name, value in record["phases"].items()
-            ),
-        }
-    shown = {name: value for name, value in record.items() if value != "" and name != "confusion"}
-    lines = [f"{describe_fact(name.replace('_', ' '))} {describe_fact(value)}" for name, value in shown.items()]
+    lines = []
+    for name, value in record.items():
+        if name == "worst_classes" and isinstance(value, dict):
+            value = format_worst(record, 5)
+        elif name == "phases" and isinstance(value, dict):
+            value = ", ".join(f"{describe_fact(phase)} {describe_fact(seconds)}" for phase, seconds in value.items())
+        if value != "" and name != "confusion":
+            lines.append(f"{describe_fact(name.replace('_', ' '))} {describe_fact(value)}")
     more = [f"… and {len(lines) - MAX_LINES:,} more"] if len(lines) > MAX_LINES else []
     return [*lines[:MAX_LINES], *more] or ["-"]

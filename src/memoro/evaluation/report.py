@@ -22,7 +22,7 @@ from memoro.files import write_whole
 from memoro.heads import Mistake, confusion
 from memoro.pages.charts import bar_chart, histogram_chart, line_chart, matrix_chart, scatter_chart
 from memoro.pages.elements import Html, fold_rows, join, picture, prose, render_page, table, table_of, tag
-from memoro.tasks.calibration import Calibration, decide_unseen
+from memoro.tasks.calibration import decide_unseen
 from memoro.tasks.familiarity import FALSE_ALARMS
 from memoro.tasks.record import finite_number, short_facts
 from memoro.tasks.spec import Model
@@ -57,10 +57,6 @@ class TaskReport:
     settings: Table | None = None
     """The settings that were compared."""
     file: Path | None = None
-
-    @property
-    def calibration(self) -> Calibration | None:
-        return self.task.spec.calibration if isinstance(self.task, Task) else None
 
 
 def write_report(path: Path, title: str, backbone: Backbone, reports: Sequence[TaskReport]) -> Path:
@@ -161,7 +157,7 @@ def _confusions(report: TaskReport) -> Iterator[Html]:
 
 
 def _classes(report: TaskReport) -> Iterator[Html]:
-    head, logits, calibration = report.task.head_kind, report.logits, report.calibration
+    head, logits, calibration = report.task.head_kind, report.logits, report.task.spec.calibration
     limits = (0.5,) if calibration is None else calibration.thresholds
     if calibration is not None and report.history and report.metrics["split"] != "test":  # fitted on these answers
         unseen = decide_unseen(head.kind, logits, report.targets) if limits else None
@@ -179,7 +175,7 @@ def _gallery(report: TaskReport) -> Iterator[Html]:
     task = report.task
     numbers = task.head_kind.has_numbers
     yield tag("h2", "The largest errors" if numbers else "The most confident mistakes")
-    answers = decide(task.kind, report.logits, report.calibration)
+    answers = decide(task.kind, report.logits, report.task.spec.calibration)
     count, mistakes = task.head_kind.mistakes(task.labels, *answers, report.targets.cpu(), MISTAKES)
     if not mistakes:
         yield tag("p", f"There is no mistake among {format_count(len(report.targets), 'image')}.")
@@ -221,7 +217,7 @@ def _card(report: TaskReport, mistake: Mistake) -> tuple[Html, str | None]:
 
 
 def _familiarity(report: TaskReport) -> Iterator[Html]:
-    found = report.task.spec.familiarity if isinstance(report.task, Task) else None
+    found = report.task.spec.familiarity
     if found is None:
         return
     yield tag("h2", "Familiar images")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,17 +27,16 @@ def sketch_images(images: ImageSet, earlier: Mapping[str, Any]) -> dict[str, lis
     old = earlier.get(SKETCH, [] if not earlier.keys() - {"seed"} else None)
     if images.digests is None or not isinstance(old, list):
         return {}
-    hashes = {*_texts(old), *(_short_hash(images, at) for at in range(len(images)))}
-    return {SKETCH: sorted(hashes)[:SKETCH_SIZE]}
+    return {SKETCH: sorted({*filter(_is_text, old), *_short_hashes(images)})[:SKETCH_SIZE]}
 
 
-def _texts(sketch: list[Any]) -> Iterator[str]:
-    """The hashes of a sketch, which a file may have filled with any JSON."""
-    return (entry for entry in sketch if isinstance(entry, str))
+def _is_text(entry: Any) -> bool:
+    """A file may have filled its sketch with any JSON."""
+    return isinstance(entry, str)
 
 
-def _short_hash(images: ImageSet, index: int) -> str:
-    return images.key(index)[:16]
+def _short_hashes(images: ImageSet) -> list[str]:
+    return [images.key(index)[:16] for index in range(len(images))]
 
 
 def learned_from(
@@ -73,7 +72,7 @@ def learned_images(task: Model, images: ImageSet, others: Iterable[Model] = ()) 
     if not all(isinstance(sketch, list) and len(sketch) < SKETCH_SIZE for sketch in sketches):
         return None
     known = {str(key) for sketch in sketches if isinstance(sketch, list) for key in sketch}
-    return np.array([_short_hash(images, index) in known for index in range(len(images))], dtype=bool)
+    return np.array([short in known for short in _short_hashes(images)], dtype=bool)
 
 
 def _lineage(task: Model, others: Iterable[Model] = ()) -> list[Model]:
@@ -93,8 +92,7 @@ def _learned_from(task: Model, images: ImageSet, splits: Splits | None) -> str |
     training = task.spec.training
     sketch = training.get(SKETCH)
     if isinstance(sketch, list):
-        known = set(_texts(sketch))
-        if any(_short_hash(images, index) in known for index in range(len(images))):
+        if not set(filter(_is_text, sketch)).isdisjoint(_short_hashes(images)):
             return f"{task.name} was trained on some of these images"
         return None
     history = training.get("history")
