@@ -35,13 +35,13 @@ from memoro.training.statistics import StatisticsReader
 READ_AT_ONCE = 1024
 """Images whose statistics are in memory at a time."""
 MOST_VALUES = 512
-"""Of a vector of an index, which are 2 bytes each: 1 kB an image."""
+"""The most values of a vector in an index: at 2 bytes each, 1 kB an image."""
 BLOCK = 1 << 16
 """Vectors that are multiplied at a time."""
 MOST_GROUPED = 100_000
-"""Images all of whose pairs are compared for near-duplicates."""
+"""The most images that are compared pair by pair for near-duplicates."""
 LARGEST = 1_000_000
-"""Images of an index; with more, hand the vectors to a library for approximate search."""
+"""The most images of an index; with more, hand the vectors to a library for approximate search."""
 SUFFIX = ".safetensors"
 _FORMAT = "memoro image index 1"
 

@@ -99,19 +99,24 @@ class _ReadOutEstimator(_Images):
         )  # fmt: skip
         return smallest(checked[0]), checked[1]
 
-    def _solve(self, targets: Tensor, outputs: int, balance: bool = False) -> None:
-        rows = torch.from_numpy(self.statistics_)
-        if len(rows) < 2:
-            raise ValueError(f"n_samples = {len(rows)}: a read-out needs at least 2.")
+    def _add(self, rows: Rows, targets: Rows, outputs: int, *, reset: bool, balance: bool = False) -> None:
+        """Solves the read-out of these statistics, and of the earlier ones unless they are to be forgotten."""
+        if not reset:
+            rows = np.concatenate([self.statistics_, rows])
+            targets = np.concatenate([self.targets_, targets])
+        self.statistics_, self.targets_ = rows, targets
+        features = torch.from_numpy(rows)
+        if len(features) < 2:
+            raise ValueError(f"n_samples = {len(features)}: a read-out needs at least 2.")
 
         def factorise(weights: Tensor | None) -> RidgeSystem:
-            return RidgeSystem(len(rows), lambda index: rows[index], weights)
+            return RidgeSystem(len(features), lambda index: features[index], weights)
 
+        wanted = torch.from_numpy(targets if self._kind == "softmax" else targets.reshape(len(targets), -1))
         reads = ReadOut(0, 1)  # of no backbone: that is known when it becomes a task
-        solved = solve_readout(self._kind, reads, factorise, targets, outputs, balance=balance)
+        solved = solve_readout(self._kind, reads, factorise, wanted, outputs, balance=balance)
         self.coef_, self.intercept_ = solved.weight.numpy(), solved.bias.numpy()
-        self.penalty_ = solved.penalty
-        self._held_out = solved.held_out
+        self.penalty_, self._held_out = solved.penalty, solved.held_out
 
     def _answer(self, X: Any) -> Tensor:  # noqa: N803
         """(n, outputs) probabilities or numbers."""
@@ -125,7 +130,7 @@ class _ReadOutEstimator(_Images):
         return HEADS[self._kind].probabilities(torch.cat([block.float() @ weight.T + bias for block in blocks]))
 
     def to_task(self, name: str) -> Task:
-        """What was learned from images as a task, to compose, save, serve and export."""
+        """A task that answers as the estimator does, to compose, save, serve and export."""
         check_is_fitted(self)
         backbone = open_backbone(self.backbone, self.device)
         reads = ReadOut.of(backbone.anatomy)
@@ -171,11 +176,10 @@ class ImageClassifier(ClassifierMixin, _ReadOutEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
         rows, y = self._learn(X, y, reset=True)
         check_classification_targets(y)
-        self.classes_, self.targets_ = np.unique(column_or_1d(y), return_inverse=True)
+        self.classes_, targets = np.unique(column_or_1d(y), return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"there is one class only, {self.classes_[0]!r}: give images of at least two classes.")
-        self.statistics_ = rows
-        return self._finish()
+        return self._finish(rows, targets, reset=True)
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Self:  # noqa: N803
         """Learns from more images. The first call needs all `classes`, as elsewhere in scikit-learn."""
@@ -189,16 +193,11 @@ class ImageClassifier(ClassifierMixin, _ReadOutEstimator):  # type: ignore[misc]
             raise ValueError("classes are not the same as on the first call to partial_fit.")
         if unknown := sorted(set(np.unique(y)) - set(known)):
             raise ValueError(f"y has classes that were not given on the first call: {', '.join(map(str, unknown))}.")
-        targets = np.searchsorted(known, column_or_1d(y))
-        if first:
-            self.classes_, self.statistics_, self.targets_ = known, rows, targets
-        else:
-            self.statistics_ = np.concatenate([self.statistics_, rows])
-            self.targets_ = np.concatenate([self.targets_, targets])
-        return self._finish()
+        self.classes_ = known
+        return self._finish(rows, np.searchsorted(known, column_or_1d(y)), reset=first)
 
-    def _finish(self) -> Self:
-        self._solve(torch.from_numpy(self.targets_), len(self.classes_), self.balance)
+    def _finish(self, rows: Rows, targets: Rows, *, reset: bool) -> Self:
+        self._add(rows, targets, len(self.classes_), reset=reset, balance=self.balance)
         self.held_out_proba_ = HEADS[self._kind].probabilities(self._held_out).numpy()
         return self
 
@@ -220,22 +219,16 @@ class ImageRegressor(RegressorMixin, _ReadOutEstimator):  # type: ignore[misc]
     _kind: HeadKind = "regression"
 
     def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
-        self.statistics_, y = self._learn(X, y, reset=True)
-        self.targets_ = np.asarray(y, dtype=np.float64)
-        return self._finish()
+        return self._finish(X, y, reset=True)
 
     def partial_fit(self, X: Any, y: Any) -> Self:  # noqa: N803
         """Learns from more images."""
-        if not hasattr(self, "statistics_"):
-            return self.fit(X, y)
-        rows, y = self._learn(X, y, reset=False)
-        self.statistics_ = np.concatenate([self.statistics_, rows])
-        self.targets_ = np.concatenate([self.targets_, y])
-        return self._finish()
+        return self._finish(X, y, reset=not hasattr(self, "statistics_"))
 
-    def _finish(self) -> Self:
-        targets = self.targets_.reshape(len(self.targets_), -1)
-        self._solve(torch.from_numpy(targets), targets.shape[1])
+    def _finish(self, X: Any, y: Any, *, reset: bool) -> Self:  # noqa: N803
+        rows, targets = self._learn(X, y, reset=reset)
+        targets = np.asarray(targets, dtype=np.float64)
+        self._add(rows, targets, 1 if targets.ndim == 1 else targets.shape[1], reset=reset)
         self.held_out_ = self._shaped(self._held_out)
         return self
 

@@ -124,7 +124,7 @@ def test_verify_says_what_its_number_is(
     assert "DIFFERENT: above the rounding bound of" in shell(*both, code=1).out
     assert '"tasks_equal": false' in shell(*both, "--json", code=1).out
     help_text = " ".join(shell("verify", "--help").out.split())
-    assert "Exits with 1 if the backbone's output differs, or a task by more than its bound" in help_text
+    assert "Exits with 1 if the backbone's output differs, or a task's by more than its bound" in help_text
 
 
 def test_a_task_beyond_its_bound_is_named_before_a_larger_difference() -> None:

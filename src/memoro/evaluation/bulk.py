@@ -93,7 +93,7 @@ class Todo(NamedTuple):
     images: int | None
     """Images of the source; None if that is not known in advance."""
     answered: Tally
-    """What the shards hold that exist."""
+    """What the existing shards hold."""
     done: frozenset[int]
     """The numbers of these shards."""
     changes: Sequence[str] = ()
@@ -172,7 +172,7 @@ def finish(job: Job) -> None:
 
 
 def answer_here(job: Job, todo: Todo, *, workers: int = 0, tick: Callable[[int], None] = lambda count: None) -> Tally:
-    """Answers all that is left, in this process. Returns what was found."""
+    """Answers all that is left, in this process. Returns what the new shards hold."""
     whole, decode = Tally(), job.predictor.decoder(workers)
     for shard in todo.shards(job):
         found = job.answer(shard, decode, tick=tick)

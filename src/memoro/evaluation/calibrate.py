@@ -1,4 +1,4 @@
-"""`calibrate`: calibration and familiarity from new images; and what is known of ordinary photographs."""
+"""`calibrate`: calibration and familiarity from new images; statistics of ordinary photographs."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ ENOUGH = 2000
 
 
 def find_photographs(backbone: Backbone, preprocessing: Preprocessing, folder: Path | None) -> Others | None:
-    """What is known of photographs as this backbone sees them: kept in the folder of cached features (None: nothing
-    is kept), or shipped with memoro."""
+    """Statistics of photographs as this backbone sees them: those in the folder of cached features, if there is one, or
+    those that ship with memoro; None if neither fits."""
     key = _key(backbone, preprocessing)
-    for path in (None if folder is None else _kept_at(folder, key), WEIGHTS / FILE):
-        found = None if path is None else _read(path, key)
+    kept = [] if folder is None else [_kept_at(folder, key)]
+    for path in (*kept, WEIGHTS / FILE):
+        found = _read(path, key)
         if found is not None:
-            if path is not None:
-                with suppress(OSError):
-                    os.utime(path)  # the cache evicts what was used longest ago
+            with suppress(OSError):
+                os.utime(path)  # the cache evicts what was used longest ago
             return found
     return None
 
@@ -60,7 +60,7 @@ def find_photographs(backbone: Backbone, preprocessing: Preprocessing, folder: P
 def read_photographs(
     backbone: Backbone, preprocessing: Preprocessing, source: Any, folder: Path | None, **reading: Any
 ) -> Others:
-    """What these photographs look like to the backbone, kept in the folder of cached features if there is one.
+    """Statistics of these photographs as the backbone sees them; kept in the folder of cached features if there is one.
 
     `reading` are options of `load_any`.
     """

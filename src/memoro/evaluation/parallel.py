@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -62,7 +62,7 @@ class Worker:
         self.decode: Decode | None = None
 
     def ready(self, version: str, place: str, cpus: int) -> None:
-        """Prepares the models. An error if this machine cannot do what the one of the command can."""
+        """Prepares the models. Raises if this machine has another version of memoro, or other files."""
         here = os.uname().nodename
         if version != __version__:
             raise DataError(f"memoro {__version__} is installed on {here}: install {version} there.")
@@ -90,17 +90,9 @@ def check_ray(job: Job) -> None:
     need("ray", extra="ray")
 
 
-class Placement(NamedTuple):
-    """How many workers there are, and what each of them gets."""
-
-    workers: int
-    cpus: int
-    gpus: int
-
-
-def place_workers(machines: Sequence[Mapping[str, float]], wanted: int | None = None) -> Placement:
-    """As many workers as are wanted; else one for each GPU, or without GPUs for every `CPUS` cores of a machine, where
-    a smaller machine counts as one worker.
+def place_workers(machines: Sequence[Mapping[str, float]], wanted: int | None = None) -> tuple[int, int, int]:
+    """The number of workers, and the cores and GPUs of each. There are as many as are wanted; else one for each GPU, or
+    without GPUs one for every `CPUS` cores of a machine, where a smaller machine counts as one worker.
 
     `machines` have the resources `CPU` and `GPU`. A worker runs on a single machine. It gets as many cores as possible
     while there is room for all workers; if there is none, one core, and some workers wait.
@@ -115,7 +107,27 @@ def place_workers(machines: Sequence[Mapping[str, float]], wanted: int | None = 
     usual = room(1) if use_gpus else sum(max(1, own // CPUS) for own in cpus if own)
     count = wanted or usual or 1  # a cluster that grows when work waits may have no machine yet
     each = next((each for each in range(max(cpus, default=1), 1, -1) if room(each) >= count), 1)
-    return Placement(count, each, int(use_gpus))
+    return count, each, int(use_gpus)
+
+
+@contextmanager
+def _connected(address: str | None) -> Iterator[Any]:
+    """Ray, connected to a cluster: the one that this process uses already, that at `address` or $RAY_ADDRESS, or a new
+    one on this machine."""
+    import ray
+
+    own = not ray.is_initialized()
+    if own:
+        try:
+            ray.init(address, log_to_driver=False, include_dashboard=None if address else False, logging_level="error")
+        except (ConnectionError, ValueError) as error:
+            where = address or "RAY_ADDRESS"
+            raise DataError(f"no Ray cluster at {where} ({first_line(error)}); see `ray status`.") from None
+    try:
+        yield ray
+    finally:
+        if own:
+            ray.shutdown()
 
 
 def answer_on_ray(
@@ -127,87 +139,65 @@ def answer_on_ray(
     tick: Callable[[int], None] = lambda count: None,
     tell: Callable[[str], None] = lambda message: None,
 ) -> Tally:
-    """Answers all that is left on a cluster: one that this process is connected to, the one at `address` or
-    $RAY_ADDRESS, or a new one on this machine.
+    """Answers all that is left on a cluster (see `_connected`).
 
     `place_workers` says how many workers there are. The shard of one that dies is given to another. The files are those
     that `answer_here` would write. `tell` is called with a message if no worker becomes ready.
     """
-    import ray
+    with _connected(address) as ray:
+        count, each, gpus = place_workers([node["Resources"] for node in ray.nodes() if node["Alive"]], workers)
+        kind = ray.remote(num_cpus=each, num_gpus=gpus)(Worker)
+        shipped = ray.put(job)
+        calls: dict[Any, tuple[Any, Shard | None]] = {}  # what each call is for; None: the worker starts
+        idle: list[Any] = []
+        shards, again = todo.shards(job), deque[Shard]()
+        deaths: Counter[int | None] = Counter()
+        whole, told = Tally(), False
 
-    own = not ray.is_initialized()
-    if own:
-        try:
-            ray.init(address, log_to_driver=False, include_dashboard=None if address else False, logging_level="error")
-        except (ConnectionError, ValueError) as error:
-            where = address or "RAY_ADDRESS"
-            raise DataError(f"no Ray cluster at {where} ({first_line(error)}); see `ray status`.") from None
-    try:
-        return _run(ray, job, todo, workers, tick, tell)
-    finally:
-        if own:
-            ray.shutdown()
+        def start() -> None:
+            worker = kind.remote(shipped)
+            calls[worker.ready.remote(__version__, os.getcwd(), each)] = (worker, None)
 
-
-def _run(
-    ray: Any,
-    job: Job,
-    todo: Todo,
-    workers: int | None,
-    tick: Callable[[int], None],
-    tell: Callable[[str], None],
-) -> Tally:
-    count, each, gpus = place_workers([node["Resources"] for node in ray.nodes() if node["Alive"]], workers)
-    kind = ray.remote(num_cpus=each, num_gpus=gpus)(Worker)
-    shipped = ray.put(job)
-    calls: dict[Any, tuple[Any, Shard | None]] = {}  # what each call is for; None: the worker starts
-    idle: list[Any] = []
-    shards, again = todo.shards(job), deque[Shard]()
-    deaths: Counter[int | None] = Counter()
-    whole, told = Tally(), False
-
-    def start() -> None:
-        worker = kind.remote(shipped)
-        calls[worker.ready.remote(__version__, os.getcwd(), each)] = (worker, None)
-
-    for _ in range(count):
-        start()
-    left = next(shards, None)
-    while left is not None or again or any(shard for _, shard in calls.values()):
-        while idle and (again or left is not None):
-            worker, shard = idle.pop(), again.popleft() if again else left
-            if shard is left:
-                left = next(shards, None)
-            calls[worker.answer.remote(shard)] = (worker, shard)
-        ready, _ = ray.wait(list(calls), timeout=PATIENCE)
-        if not ready:
-            if not told and not any(shard for _, shard in calls.values()):
-                needs = f"{format_count(each, 'core')} {'and a GPU ' if gpus else ''}of one machine"
-                tell(f"no worker is ready after {PATIENCE:.0f} s; each needs {needs}. See `ray status`.")
-                told = True
-            continue
-        [done] = ready
-        worker, shard = calls.pop(done)
-        try:
-            found = ray.get(done)
-        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            number = None if shard is None else shard.number
-            deaths[number] += 1
-            if deaths[number] > MAX_DEATHS * (count if shard is None else 1):
-                what = "before they were ready" if shard is None else f"over shard {number}"
-                raise DataError(f"{deaths[number]} workers died {what}, possibly out of memory ({error}).") from None
-            if shard is not None:
-                again.append(shard)
+        for _ in range(count):
             start()
-            continue
-        except ray.exceptions.RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, MemoroError) else error) from None
-        idle.append(worker)
-        if shard is not None:
-            whole.merge(found)
-            tick(found.images)
-    finish(job)
-    return whole
+        left = next(shards, None)
+        while left is not None or again or any(shard for _, shard in calls.values()):
+            while idle and (again or left is not None):
+                worker, shard = idle.pop(), again.popleft() if again else left
+                if shard is left:
+                    left = next(shards, None)
+                calls[worker.answer.remote(shard)] = (worker, shard)
+            ready, _ = ray.wait(list(calls), timeout=PATIENCE)
+            if not ready:
+                if not told and not any(shard for _, shard in calls.values()):
+                    needs = f"{format_count(each, 'core')} {'and a GPU ' if gpus else ''}of one machine"
+                    tell(f"no worker is ready after {PATIENCE:.0f} s; each needs {needs}. See `ray status`.")
+                    told = True
+                continue
+            [done] = ready
+            worker, shard = calls.pop(done)
+            try:
+                found = ray.get(done)
+            except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+                number = None if shard is None else shard.number
+                deaths[number] += 1
+                if deaths[number] > MAX_DEATHS * (count if shard is None else 1):
+                    what = "before they were ready" if shard is None else f"over shard {number}"
+                    raise DataError(
+                        f"{deaths[number]} workers died {what}, possibly out of memory ({error})."
+                    ) from None
+                if shard is not None:
+                    again.append(shard)
+                start()
+                continue
+            except ray.exceptions.RayTaskError as error:
+                raise (error.cause if isinstance(error.cause, MemoroError) else error) from None
+            idle.append(worker)
+            if shard is not None:
+                whole.merge(found)
+                tick(found.images)
+        finish(job)
+        return whole
 
 
 CHUNK = 16

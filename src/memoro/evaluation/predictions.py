@@ -95,7 +95,7 @@ _EMPTY: dict[str, Any] = dict.fromkeys((*COLUMNS, "embedding"))
 
 @dataclass
 class Tally:
-    """What a stream of predictions held so far."""
+    """How many predictions there were, and how many of images that could not be read."""
 
     images: int = 0
     unreadable: int = 0
