@@ -87,6 +87,8 @@ class _ReadOutEstimator(_Images):
     """
 
     _kind: HeadKind
+    statistics_: Rows
+    targets_: Rows
 
     def _learn(self, X: Any, y: Any, *, reset: bool) -> tuple[Rows, Any]:  # noqa: N803
         """The statistics of new images, and their targets, checked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +48,9 @@ def test_workers_fit_on_single_machines(
     assert place_workers([{"CPU": cpus, "GPU": gpus} for cpus, gpus in machines], wanted) == right
 
 
-def test_a_ray_worker_out_of_memory_is_replaced(photos: Path, predictor: Predictor) -> None:
+def test_a_ray_worker_out_of_memory_is_replaced(
+    photos: Path, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a stand-in for Ray that runs calls when their results are asked for."""
     errors = {name: type(name, (Exception,), {}) for name in ("RayActorError", "OutOfMemoryError", "RayTaskError")}
     asked, told, deaths = list[dict[str, int]](), list[str](), [errors["OutOfMemoryError"], errors["RayActorError"]]
@@ -75,9 +78,11 @@ def test_a_ray_worker_out_of_memory_is_replaced(photos: Path, predictor: Predict
         get=get,
         wait=wait,
         exceptions=SimpleNamespace(**errors),
+        is_initialized=lambda: True,
     )
     job = new_job(photos, predictor)
-    tally = parallel._run(fake, job, begin(job), None, lambda count: None, told.append)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    tally = parallel.answer_on_ray(job, begin(job), tell=told.append)
     assert asked == [{"num_cpus": 2, "num_gpus": 0}]
     assert told == ["no worker is ready after 60 s; each needs 2 cores of one machine. See `ray status`."]
     assert (tally.images, deaths) == (COUNT, [])

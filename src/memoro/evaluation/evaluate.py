@@ -224,6 +224,8 @@ def _run_others(
         images, skipped = load_any(place, how["workers"], **unlabelled)
         if skipped:
             log(f"note: {other}: {describe_left_out(skipped, 'image', ' that cannot be read')}.")
+        if not len(images):
+            raise DataError(f"{other}: there are no images.")
         found[other] = collect_outputs(model, images, names, **how)[0]
     return found
 
