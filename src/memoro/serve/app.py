@@ -193,27 +193,27 @@ def _add_tasks(app: FastAPI, service: Service, teaching: bool) -> None:
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(MemoroError)
-    async def ours(_: Request, found: MemoroError) -> Response:
-        return error_response((found.status if isinstance(found, ServeError) else None) or 422, str(found))
+    async def ours(_: Request, error: MemoroError) -> Response:
+        return error_response((error.status if isinstance(error, ServeError) else None) or 422, str(error))
 
     @app.exception_handler(OSError)
-    async def system(_: Request, found: OSError) -> Response:
-        if found.errno in {errno.EMFILE, errno.ENFILE}:  # a large form needs files
+    async def system(_: Request, error: OSError) -> Response:
+        if error.errno in {errno.EMFILE, errno.ENFILE}:  # a large form needs files
             return error_response(503, BUSY)
-        raise found
+        raise error
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, found: RequestValidationError) -> Response:
-        return error_response(422, first_problem(found.errors(), 1))
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return error_response(422, first_problem(error.errors(), 1))
 
     @app.exception_handler(HTTPException)
-    async def http(request: Request, found: HTTPException) -> Response:
-        no_route = found.status_code in {404, 405}
+    async def http(request: Request, error: HTTPException) -> Response:
+        no_route = error.status_code in {404, 405}
         more = f": there is no {request.method} {request.url.path}. /docs lists all routes." if no_route else ""
-        return error_response(found.status_code, f"{found.detail}{more}", found.headers)
+        return error_response(error.status_code, f"{error.detail}{more}", error.headers)
 
     @app.exception_handler(Exception)
-    async def unknown(_: Request, found: Exception) -> Response:
+    async def unknown(_: Request, error: Exception) -> Response:
         return error_response(500, INTERNAL)
 
 
@@ -244,8 +244,8 @@ SAMPLES: dict[str, Callable[[], Image.Image]] = {
 @cache
 def read_files() -> dict[str, bytes]:
     """The files of the page by name; the first of its two stylesheets is the one that reports have inside."""
-    own = {file.name: file.read_bytes() for file in files("memoro.serve").joinpath("static").iterdir()}
-    return {**own, "style.css": read_style().encode()}
+    page_files = {file.name: file.read_bytes() for file in files("memoro.serve").joinpath("static").iterdir()}
+    return {**page_files, "style.css": read_style().encode()}
 
 
 @cache

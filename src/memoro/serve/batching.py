@@ -224,5 +224,5 @@ def run_pass(model: Composition, pixels: Tensor, names: Sequence[str]) -> tuple[
     start, seconds = perf_counter(), list[float]()
     with torch.no_grad():
         out = model.run(pixels.to(model.backbone.dtype), names, seconds=seconds)
-        found = out.on_cpu(out.logits)
-    return found, PassTime(sum(seconds), perf_counter() - start - sum(seconds))
+        outputs = out.on_cpu(out.logits)
+    return outputs, PassTime(sum(seconds), perf_counter() - start - sum(seconds))

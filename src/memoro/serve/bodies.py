@@ -101,13 +101,13 @@ def decompress(data: bytes, encoding: str, most: int) -> bytes:
     for window in (47, -15) if encoding == "deflate" else (47,):
         stream = zlib.decompressobj(window)
         try:
-            found = stream.decompress(data, most + 1)
+            expanded = stream.decompress(data, most + 1)
         except zlib.error:
             continue
-        if len(found) > most:
+        if len(expanded) > most:
             raise ServeError(f"the body is larger than {most} bytes after decompression.", 413)
         if stream.eof:
-            return found
+            return expanded
     raise ServeError(f"the body is not valid {encoding}.", 400)
 
 

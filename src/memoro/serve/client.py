@@ -67,8 +67,8 @@ class Client:
 
         Without `top`, with the probabilities of 5 labels; the library returns those of all.
         """
-        found = self.ask("predict", images, tasks, top=top, unfamiliar=unfamiliar, false_alarms=false_alarms)
-        return [image["answers"] for image in found["images"]]
+        answer = self.ask("predict", images, tasks, top=top, unfamiliar=unfamiliar, false_alarms=false_alarms)
+        return [image["answers"] for image in answer["images"]]
 
     def explain(self, images: Pictures, tasks: Sequence[str] | None = None) -> list[dict[str, AnswerDict]]:
         """The same, with each answer's `attention`: where the task looked."""
@@ -106,16 +106,16 @@ class Client:
             count = max(1, sum(size <= ServeOptions.max_body for size in sizes))
             body, kind = _multipart(waiting[:count])
             try:
-                found = json.loads(self._request("POST", target, body, {"content-type": kind}))
+                answer = json.loads(self._request("POST", target, body, {"content-type": kind}))
             except ServeError as error:
                 if error.status != 413 or count == 1:
                     raise
                 most = count // 2  # the server's limits are lower, or `explain` is for many tasks
                 continue
-            for image in found["images"]:
+            for image in answer["images"]:
                 if "error" in image:
                     raise ImageError(image["error"])
-            document = {**found, "images": document["images"] + found["images"]}
+            document = {**answer, "images": document["images"] + answer["images"]}
             waiting = [*waiting[count:], *islice(files, count)]
         return document
 

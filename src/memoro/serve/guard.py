@@ -28,30 +28,32 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        own: Any = {"registry": self.registry}
-        self.requests = Counter("memoro_requests", "Requests answered.", ["endpoint", "status"], **own)
-        self.errors = Counter("memoro_errors", "Requests answered with a status of 400 or more.", ["status"], **own)
-        self.request_seconds = Histogram(
-            "memoro_request_seconds", "Time from first byte to answer.", ["endpoint"], buckets=SECONDS, **own
+        registry: Any = {"registry": self.registry}
+        self.requests = Counter("memoro_requests", "Requests answered.", ["endpoint", "status"], **registry)
+        self.errors = Counter(
+            "memoro_errors", "Requests answered with a status of 400 or more.", ["status"], **registry
         )
-        self.queue = Gauge("memoro_queue_images", "Images that are being decoded or waiting.", **own)
-        self.batch_size = Histogram("memoro_batch_size", "Images in a pass.", buckets=IMAGES, **own)
-        self.passes = Counter("memoro_backbone_passes", "Passes of the backbone.", **own)
+        self.request_seconds = Histogram(
+            "memoro_request_seconds", "Time from first byte to answer.", ["endpoint"], buckets=SECONDS, **registry
+        )
+        self.queue = Gauge("memoro_queue_images", "Images that are being decoded or waiting.", **registry)
+        self.batch_size = Histogram("memoro_batch_size", "Images in a pass.", buckets=IMAGES, **registry)
+        self.passes = Counter("memoro_backbone_passes", "Passes of the backbone.", **registry)
         self.stage_seconds = Histogram(
             "memoro_stage_seconds",
             "Time by stage: decode and queue (of an image), backbone and tasks (of a pass).",
             ["stage"],
             buckets=SECONDS,
-            **own,
+            **registry,
         )
-        self.task_answers = Counter("memoro_task_answers", "Images that a task answered.", ["task"], **own)
-        self.tasks = Gauge("memoro_tasks", "Tasks attached.", **own)
+        self.task_answers = Counter("memoro_task_answers", "Images that a task answered.", ["task"], **registry)
+        self.tasks = Gauge("memoro_tasks", "Tasks attached.", **registry)
 
     def render(self, attached: Collection[str]) -> bytes:
         """The text format of Prometheus, with counts of the attached tasks only."""
         self.tasks.set(len(attached))
         # A pass that was running during a detach may count for the task afterwards.
-        for name in {row.labels["task"] for found in self.task_answers.collect() for row in found.samples}:
+        for name in {row.labels["task"] for metric in self.task_answers.collect() for row in metric.samples}:
             if name not in attached:
                 self.task_answers.remove(name)
         return generate_latest(self.registry)
@@ -132,8 +134,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = {name for name, _ in message["headers"]}
-                extra = [pair for pair in [*HEADERS, CONTENT_POLICY] if pair[0] not in own]
+                set_by_app = {name for name, _ in message["headers"]}
+                extra = [pair for pair in [*HEADERS, CONTENT_POLICY] if pair[0] not in set_by_app]
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 

@@ -91,12 +91,12 @@ def add_open_inference(app: FastAPI, service: Service) -> None:
 def list_outputs(attached: Attached, model: str) -> dict[str, tuple[str, str]]:
     """By the name of an output: the task, and what it is of it (logits, probabilities, label)."""
     tasks = list(attached.info) if model == ALL else [model]
-    found = {name: (name, "logits") for name in tasks}
+    outputs = {name: (name, "logits") for name in tasks}
     for name in tasks:
         if not attached.model.tasks[name].head_kind.has_numbers:
-            found.setdefault(f"{name}.probabilities", (name, "probabilities"))
-            found.setdefault(f"{name}.label", (name, "label"))
-    return found
+            outputs.setdefault(f"{name}.probabilities", (name, "probabilities"))
+            outputs.setdefault(f"{name}.label", (name, "label"))
+    return outputs
 
 
 def describe_model(attached: Attached, model: str) -> dict[str, Any]:

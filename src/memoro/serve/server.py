@@ -238,12 +238,12 @@ def listen(options: ServeOptions) -> socket.socket:
     """The listening socket; port 0 takes a free one."""
     try:
         family, *_, place = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
-        found = socket.create_server(place[:2], family=family, backlog=BACKLOG)
+        listening = socket.create_server(place[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         advice = "; try `port=0`" if error.errno in {errno.EADDRINUSE, errno.EACCES} else ""
         raise ServeError(f"cannot listen on {options.host}:{options.port} ({error.strerror}){advice}.") from None
-    found.set_inheritable(True)
-    return found
+    listening.set_inheritable(True)
+    return listening
 
 
 def address_of(listening: socket.socket) -> str:

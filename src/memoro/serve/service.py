@@ -77,9 +77,9 @@ class Service:
         with self.batcher.admit(len(uploads)):
             decoded = await self._prepare(question, uploads)
             seconds = {"decode": perf_counter() - start}
-            items = [found for found in decoded if isinstance(found, Item)]
+            items = [one for one in decoded if isinstance(one, Item)]
             if not items:
-                raise next(found for found in decoded if isinstance(found, ImageError))
+                raise next(one for one in decoded if isinstance(one, ImageError))
             await self.batcher.run(items)
             for item in items if question.explain else ():
                 await self._explain(question, item)
@@ -93,9 +93,9 @@ class Service:
         """(images, labels) for each task asked, and `base` if that is asked for; all images must be readable."""
         with self.batcher.admit(len(images)):
             decoded = await self._prepare(question, images)
-            if errors := [found for found in decoded if isinstance(found, ImageError)]:
+            if errors := [one for one in decoded if isinstance(one, ImageError)]:
                 raise errors[0]
-            items = [found for found in decoded if isinstance(found, Item)]
+            items = [one for one in decoded if isinstance(one, Item)]
             await self.batcher.run(items)
         names = [*question.tasks, *(["base"] if question.base else [])]
         return {name: torch.stack([item.logits[name] for item in items]) for name in names}
@@ -156,11 +156,11 @@ def check_descriptors() -> None:
 def prepare(upload: Upload, question: Question, max_pixels: int) -> dict[Preprocessing, Tensor]:
     """The image for each preprocessing (height, width, 3), exactly as `Composition.predict` prepares it."""
     decode = Decoder(tuple(question.groups), max_pixels)
-    found, failures = decode([upload])
+    decoded, failures = decode([upload])
     name, _ = upload
     if failures:
         raise ImageError(f"{name}: {failures[0]}")
-    images = {steps: own[0][0] for steps, own in zip(decode.preprocessings, found, strict=True)}
+    images = {steps: batch[0][0] for steps, batch in zip(decode.preprocessings, decoded, strict=True)}
     least = max(question.attached.model.backbone.anatomy.patch)
     for image in images.values():
         if min(image.shape[:2]) < least or max(image.shape[:2]) > MAX_INPUT_SIDE:

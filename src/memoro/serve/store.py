@@ -56,10 +56,10 @@ def _read_files(places: Sequence[str | Path]) -> dict[Path, list[Task]]:
     except TaskFileError as error:
         new = len(places) == 1 and not glob.has_magic(str(places[0])) and "=" not in str(places[0])
         raise ServeError(f"{error}{f' For a new folder, write {places[0]}/.' if new else ''}") from None
-    found: dict[Path, list[Task]] = {}
+    tasks: dict[Path, list[Task]] = {}
     for _, file, name in given:
-        found.setdefault(file, []).extend(load_named(file, name))
-    return found
+        tasks.setdefault(file, []).extend(load_named(file, name))
+    return tasks
 
 
 def _read_folder(folder: Path) -> tuple[dict[Path, list[Task]], dict[str, str]]:
@@ -72,14 +72,14 @@ def _read_folder(folder: Path) -> tuple[dict[Path, list[Task]], dict[str, str]]:
         files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
     except OSError as error:
         raise ServeError(f"cannot use the folder {folder} ({error.strerror}).") from None
-    found: dict[Path, list[Task]] = {}
+    tasks: dict[Path, list[Task]] = {}
     unreadable = {}
     for file in files:
         try:
-            found[file] = load_named(file, "")
+            tasks[file] = load_named(file, "")
         except Exception as error:
             unreadable[file.name] = explain(error, file)
-    return found, unreadable
+    return tasks, unreadable
 
 
 def explain(error: Exception, file: Path) -> str:

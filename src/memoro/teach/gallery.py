@@ -150,8 +150,8 @@ class Gallery:
         reader = StatisticsReader(self.backbone, self._options)
         read = reader.read(self.images(index), self.preprocessing)
         limit = float(np.finfo(np.float16).max)
-        found = read(torch.arange(len(index), device="cpu")).flatten(1).float().clamp(-limit, limit)
-        self.rows[list(index)] = found.numpy()
+        statistics = read(torch.arange(len(index), device="cpu")).flatten(1).float().clamp(-limit, limit)
+        self.rows[list(index)] = statistics.numpy()
         self.ready[list(index)] = True
 
 

@@ -89,8 +89,8 @@ class Learner:
         answers = torch.full((len(gallery.ready), len(images.labels)), torch.nan)
         answers[images.index] = learned.left_out
         paths = [gallery.photos.paths[at] for at, _ in decisions]
-        found = find_suspects(learned, paths, [label_text(one.label) for _, one in decisions])
-        return Knowledge(learned=learned, labels=images.labels, answers=answers, suspects=tuple(found))
+        suspects = find_suspects(learned, paths, [label_text(one.label) for _, one in decisions])
+        return Knowledge(learned=learned, labels=images.labels, answers=answers, suspects=tuple(suspects))
 
     def _answer(self, known: Knowledge, ready: Tensor) -> Tensor | None:
         """The answers to all images that are ready (n); only those are computed that are not known."""

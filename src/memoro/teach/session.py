@@ -176,8 +176,8 @@ class Session(AbstractContextManager["Session"]):
 
     def suspects(self) -> list[Suspect]:
         """Labels that are likely to be wrong, least probable first, without those that were checked."""
-        found, places = self.learner.now.suspects, self.photos.by_path
-        return [one for one in found if self.decision(places[one.path]).state in {"label", "accept"}]
+        suspects, places = self.learner.now.suspects, self.photos.by_path
+        return [one for one in suspects if self.decision(places[one.path]).state in {"label", "accept"}]
 
     def sure(self) -> list[int]:
         """Undecided images whose guess is certain, the most certain first."""
@@ -300,19 +300,19 @@ def teach(
     start = None if start_from is None else read_start(start_from, task)
     asked: HeadKind | None = find_kind(kind) if kind is not None else None if start is None else start.kind
     names = tuple(dict.fromkeys(map(check_label, labels)))
-    found = open_photos(photos, names, asked, **reading)
+    opened = open_photos(photos, names, asked, **reading)
     if labels_file is None:
-        if found.folder is None:
+        if opened.folder is None:
             raise TeachError(f"labels cannot be kept beside {photos}: name a file for them with `labels_file`.")
-        labels_file = found.folder / TABLE
+        labels_file = opened.folder / TABLE
     file = Path(labels_file).expanduser().absolute()
-    table = LabelTable(file, asked or (None if file.exists() else found.kind), read_only=read_only)
+    table = LabelTable(file, asked or (None if file.exists() else opened.kind), read_only=read_only)
     try:
         source = start.spec.backbone if backbone is None and start is not None else backbone
         if not isinstance(source, Backbone):
             source = load_backbone(TINY if source is None else source, device=own_device(device), precision=precision)
-        name = task or (start.name if start is not None else found.name)
-        return Session(found, table, source, name, names, start, image_size)
+        name = task or (start.name if start is not None else opened.name)
+        return Session(opened, table, source, name, names, start, image_size)
     except BaseException:
         table.close()
         raise

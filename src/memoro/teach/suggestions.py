@@ -135,13 +135,13 @@ def _centers(tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
     while len(chosen) < min(count, len(tokens)) and float(distance.sum()) > 0:
         chosen = torch.cat([chosen, torch.multinomial(distance, 1, generator=generator)])
         distance = torch.minimum(distance, _distance(tokens, tokens[chosen[-1:]]))
-    found = tokens[chosen]
+    centers = tokens[chosen]
     for _ in range(ROUNDS):
-        group, _ = _nearest(tokens, found)
-        sums = torch.zeros_like(found).index_add_(0, group, tokens)
-        empty = group.bincount(minlength=len(found)) == 0
-        found = torch.where(empty[:, None], found, torch.nn.functional.normalize(sums, dim=1))
-    return found
+        group, _ = _nearest(tokens, centers)
+        sums = torch.zeros_like(centers).index_add_(0, group, tokens)
+        empty = group.bincount(minlength=len(centers)) == 0
+        centers = torch.where(empty[:, None], centers, torch.nn.functional.normalize(sums, dim=1))
+    return centers
 
 
 def _nearest(tokens: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,21 +131,21 @@ def suspects(
     return find_suspects(learned, [images.where(at) for at in range(len(images))], list(map(label_text, labels)))
 
 
-def suspects_csv(found: Sequence[Suspect]) -> str:
+def suspects_csv(suspects: Sequence[Suspect]) -> str:
     """A CSV table that is safe to open in a spreadsheet."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([Suspect._fields, *(map(no_formula, suspect) for suspect in found)])
+    writer.writerows([Suspect._fields, *(map(no_formula, suspect) for suspect in suspects)])
     return text.getvalue()
 
 
 def _other_copies(learned: Learned) -> dict[int, int]:
     """The images that have near-duplicates of other classes, and the most frequent of these classes."""
-    targets, found = learned.images.targets, {}
+    targets, classes = learned.images.targets, {}
     for number in (learned.groups.bincount() > 1).nonzero().flatten():
         members = (learned.groups == number).nonzero().flatten()
         for at in members.tolist():
             others = targets[members][targets[members] != targets[at]]
             if len(others):
-                found[at] = int(others.mode().values)
-    return found
+                classes[at] = int(others.mode().values)
+    return classes
