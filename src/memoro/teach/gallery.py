@@ -71,7 +71,7 @@ class Gallery:
     def read(self, index: Tensor) -> Tensor:
         """(b, layers, features) the statistics of some images."""
         layers = self.backbone.depth - self.reads.from_layer
-        return torch.from_numpy(self.rows[index.numpy()]).unflatten(1, (layers, -1))
+        return torch.from_numpy(self.rows[index.numpy()]).reshape(len(index), layers, self.rows.shape[1] // layers)
 
     def add(self, data: bytes) -> int:
         """Adds an image to the photographs, if there is room, and returns its position; raises if it cannot be read."""
