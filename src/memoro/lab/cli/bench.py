@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -43,13 +43,9 @@ def bench_engine_command(
     results = {}
     for size in patch:
         backbone = load_backbone(random_vit(size), precision=precision, device=own_device(device))
-        rows = bench_engine(backbone, batch=batch, rounds=rounds, quiet=False, **sizes)
-        results[f"ViT-B/{size}"] = rows
-        own = f"{cells} cells" + (f", rank {rank}" if rank else "")
-        setting = f"ViT-B/{size} at 224, batch {batch}, {precision}, {own}"
-        _print(f"{setting}: cost of one pass, in plain base passes", rows, as_json)
-    if as_json:
-        print_json(results)
+        results[f"ViT-B/{size}"] = bench_engine(backbone, batch=batch, rounds=rounds, quiet=False, **sizes)
+    setting = f"at 224, batch {batch}, {precision}, {cells} cells, rank {rank}: cost of one pass, in plain base passes"
+    _show(results, {f"{name} {setting}": rows for name, rows in results.items()}, as_json)
 
 
 @bench.command("gpu")
@@ -85,10 +81,12 @@ def bench_gpu_command(
     place = own_device(device)
     passes = bench_passes(names, kinds, place, counts=numbers(tasks), batch=batch, rounds=rounds)
     solved = bench_solving(numbers(images) if images else [], numbers(classes), features)
-    _print(f"Images per second (tasks: by their number, of {CELLS} cells)", passes, as_json)
-    _print("Read-outs from kept statistics: seconds, exponent of growth", solved, as_json)
-    if as_json:
-        print_json({"device": str(place), "passes": passes, "read-outs": solved})
+    titles = (
+        f"Images per second (tasks: by their number, of {CELLS} cells)",
+        "Read-outs from kept statistics, in seconds",
+    )
+    document = {"device": str(place), "passes": passes, "read-outs": solved}
+    _show(document, dict(zip(titles, (passes, solved), strict=True)), as_json)
 
 
 @bench.command("export")
@@ -110,9 +108,7 @@ def bench_export_command(
     counts, frozen = numbers(tasks), load(backbone, "cpu")
     sizes: dict[str, int] = {"cells": cells, "batch": batch, "rounds": rounds}
     rows = bench_export(frozen, counts=counts, seconds=seconds, quiet=False, **sizes)
-    _print(f"{frozen.name}, batch {batch}: images per second", rows, as_json)
-    if as_json:
-        print_json(rows)
+    _show(rows, {f"{frozen.name}, batch {batch}: images per second": rows}, as_json)
 
 
 @bench.command("train")
@@ -155,26 +151,23 @@ def bench_train_command(
     if not steps and data is None:
         raise typer.BadParameter("--no-steps leaves nothing to time: add --data")
     record: dict[str, Any] = {}
+    tables = {}
     if steps:
-        results = {}
+        record["steps"] = {}
         for name in names:
             candidates = list_candidates(name, batch, cells, numbers(runs), numbers(forks), baselines=baselines)
-            results[name] = bench_train(candidates, rounds=rounds, memory=memory, quiet=False)
-            _print(f"{name}, batch {batch}: one training step, in plain base passes", results[name], as_json)
+            rows = record["steps"][name] = bench_train(candidates, rounds=rounds, memory=memory, quiet=False)
+            tables[f"{name}, batch {batch}: one training step, in plain base passes"] = rows
         if plot is not None:
-            draw_growth(plot, results)
-        record["steps"] = results
+            draw_growth(plot, record["steps"])
     if data is not None:
         frozen = load(backbone)
         sizes: dict[str, Any] = {"cells": cells, "epochs": epochs, "batch": batch, "image_size": image_size}
-        reached = bench_goal(frozen, data, goal, quiet=False, **sizes)
         title = f"{Path(data).stem} on {frozen.name}: seconds of training to an accuracy of {goal:g}"
-        _print(title, reached, as_json)
+        reached = tables[title] = record["time_to_accuracy"] = bench_goal(frozen, data, goal, quiet=False, **sizes)
         if plot is not None:
             draw_goal(plot.with_name(f"{plot.stem}-goal.png"), title, goal, reached)
-        record["time_to_accuracy"] = reached
-    if as_json:
-        print_json(record)
+    _show(record, tables, as_json)
 
 
 @bench.command("serve")
@@ -214,9 +207,7 @@ def bench_serve_command(
         backbone = load_backbone(source, device=own_device(device))
         how: dict[str, Any] = {"tasks": tasks, "batch": batch, "clients": clients, "requests": requests}
         rows.append(bench_serve(name, backbone, image_size or side, seconds=seconds, quiet=False, **how))
-    _print("Through HTTP on loopback: images per second, milliseconds", rows, as_json, sideways=True)
-    if as_json:
-        print_json(rows)
+    _show(rows, {"Through HTTP on loopback: images per second, milliseconds": rows}, as_json, sideways=True)
 
 
 def _check_models(names: Sequence[str]) -> None:
@@ -227,9 +218,12 @@ def _check_models(names: Sequence[str]) -> None:
         raise MemoroError(f"unknown model {unknown[0]!r}: choose {', '.join(MODELS)}.")
 
 
-def _print(title: str, rows: Sequence[Any], as_json: bool, *, sideways: bool = False) -> None:
-    """The table of some rows, if there are any, unless JSON was asked for."""
+def _show(document: Any, tables: Mapping[str, Sequence[Any]], as_json: bool, *, sideways: bool = False) -> None:
+    """Prints the document as JSON, or the tables that have rows, by title."""
     from memoro.lab.bench.models import rows_table
 
-    if rows and not as_json:
-        plain_console().print(rows_table(title, rows, sideways=sideways))
+    if as_json:
+        print_json(document)
+    for title, rows in tables.items():
+        if rows and not as_json:
+            plain_console().print(rows_table(title, rows, sideways=sideways))

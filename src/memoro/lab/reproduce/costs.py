@@ -120,27 +120,23 @@ def base_passes(job: Job, sizes: dict[str, Size]) -> float:
 def _accuracy_passes(methods: Sequence[Method], budget: Budget, size: Size) -> float:
     train = size.train if budget.most is None else min(size.train, budget.most)
     folds = 1 if budget.val_fraction else budget.folds_of(train)
-    held = train * (budget.val_fraction or folds / FOLDS)
-    judging = [len(method.rates) * budget.judging_seeds * folds for method in methods]
     shown = budget.step_count(train) * budget.batch_size
-    epochs = shown / train
+    judged = (budget.val_fraction or folds / FOLDS) * shown  # held-out images, after each epoch
+    own = 0.0
+    for method in methods:
+        runs = len(method.rates) * budget.judging_seeds * folds
+        own += _price(method) * (runs * (shown + judged / 3) + budget.seeds * (shown + size.test / 3))
     if not methods[0].composes:
-        total = 0.0
-        for method, runs in zip(methods, judging, strict=True):
-            price = FULL_RUN if method.regime == "full" else UNMASKED_RUN
-            learnt = shown * (1 if budget.val_fraction else 1 - 1 / FOLDS)  # images of a fold are not computed
-            total += price * (runs * learnt + budget.seeds * shown) + runs * held * epochs + budget.seeds * size.test
-        return total
+        return own
     source = SHARED if budget.views is None else KEPT
     filled = 0.0 if budget.views is None else 1.2 * train * budget.views
-    judged = sum(_share(method) * runs for method, runs in zip(methods, judging, strict=True))
-    measured = sum(_share(method) * budget.seeds for method in methods)
-    trained = shown * (2 * source + RUN * (judged + measured))
-    return filled + trained + held * epochs * (source + RUN * judged / 3) + size.test * (SHARED + RUN * measured / 3)
+    return own + filled + source * (2 * shown + judged) + SHARED * size.test
 
 
-def _share(method: Method) -> float:
-    """The part of the layers that a task's stream runs through."""
+def _price(method: Method) -> float:
+    """One run's forward and backward, for the part of the layers that a task's stream runs through."""
+    if not method.composes:
+        return FULL_RUN if method.regime == "full" else UNMASKED_RUN
     depth = 12
     layer = REGIMES[method.regime].sizes(depth)["from_layer"] / depth if method.fork is None else method.fork
-    return 1.0 - layer
+    return RUN * (1.0 - layer)

@@ -49,14 +49,13 @@ class Job:
     @property
     def title(self) -> str:
         """For progress: `rsscn7, dinov2-small-reg: head, class, memory 1`."""
-        sets = ", ".join(self.sets) or ("" if self.backbone else "ViT-B/32")
-        names = ", ".join(method.name for method in self.methods)
-        number = {
+        what = {
+            "accuracy": ", ".join(method.name for method in self.methods),
             "concat": f"seed {self.number}",
             "extension": CHILDREN[self.number % 2],
             "counts": "parameters and FLOPs",
-        }.get(self.kind, "")
-        return ": ".join(filter(None, [", ".join(filter(None, [sets, self.backbone])), number or names]))
+        }
+        return f"{', '.join([*self.sets, self.backbone or 'ViT-B/32'])}: {what[self.kind]}"
 
     def parts(self) -> list[Job]:
         """What is recorded on a line of its own: each method of an accuracy job, else the job."""

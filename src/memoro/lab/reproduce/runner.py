@@ -110,12 +110,12 @@ class Runner:
     """Sources by name."""
     backbones: dict[str, str]
     options: TrainOptions
-    """With a `folder`, a job that was cut off continues from its checkpoints in it."""
+    """With a `folder`: a job that was cut off continues from its checkpoints in it."""
     image_size: int | None = None
     most_pixels: int | None = MOST_PIXELS
     device: str | None = None
     _benches: dict[str, Bench] = field(default_factory=dict)
-    _splits: dict[tuple[str, float], Splits] = field(default_factory=dict)
+    _splits: dict[str, Splits] = field(default_factory=dict)
     _listed: dict[str, Splits | None] = field(default_factory=dict)
     _digests: dict[str, str] = field(default_factory=dict)
     _speeds: dict[str, float] = field(default_factory=dict)
@@ -133,8 +133,7 @@ class Runner:
     def lock(self, job: Job) -> AbstractContextManager[None]:
         """Keeps other commands with the same folder from running a job; `InUseError` if one does. Processes of one
         command run it together, so there it does nothing."""
-        folder = self.checkpoints(job)
-        return nullcontext() if folder is None or self.processes.world > 1 else lock_folder(folder)
+        return nullcontext() if self.processes.world > 1 else lock_folder(self.checkpoints(job))
 
     def bench(self, name: str) -> Bench:
         if name not in self._benches:
@@ -154,11 +153,10 @@ class Runner:
 
     def splits(self, name: str, budget: Budget) -> Splits:
         """A set within the budget: images are checked, so that copies are in the same fold."""
-        key = name, budget.val_fraction
-        if key not in self._splits:
-            how: dict[str, Any] = {"quiet": True, "workers": self.options.workers}
-            self._splits[key] = load_data(self.sets[name], val_fraction=budget.val_fraction, **how)
-        return limit_training(self._splits[key], budget.most)
+        if name not in self._splits:
+            how: dict[str, Any] = {"val_fraction": budget.val_fraction, "workers": self.options.workers}
+            self._splits[name] = load_data(self.sets[name], quiet=True, **how)
+        return limit_training(self._splits[name], budget.most)
 
     def size(self, name: str) -> Size:
         """How many images a set has, without opening them; of a known set that is not here, the official numbers."""
@@ -230,19 +228,17 @@ class Runner:
         other = others[0] if others else None
         return {"": measure_extension(bench, splits, other, job.methods, job.budget, CHILDREN[job.number])}
 
-    def checkpoints(self, job: Job) -> Path | None:
+    def checkpoints(self, job: Job) -> Path:
         """The folder of a job's checkpoints."""
-        if self.options.folder is None:
-            return None
+        assert isinstance(self.options.folder, Path)
         return self.options.folder / hashlib.sha256(json.dumps(self.key(job)).encode()).hexdigest()[:16]
 
     def remove_checkpoints(self, job: Job) -> None:
         """Once a job is recorded."""
         folder = self.checkpoints(job)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # other jobs have checkpoints
-                folder.parent.rmdir()
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # other jobs have checkpoints
+            folder.parent.rmdir()
 
 
 def _hash(splits: Splits) -> str:
