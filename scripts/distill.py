@@ -38,8 +38,7 @@ from distillation.export import export
 from distillation.linear import least_squares, set_linear
 from distillation.narrowing import shrink
 from distillation.sources import Source
-from distillation.teacher import Teacher
-from distillation.tokencache import TokenCache
+from distillation.tokencache import Teacher, TokenCache
 from distillation.views import View, is_mixed, plan_views, to_tensor
 from distillation.whitening import whiten_output
 

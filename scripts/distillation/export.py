@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors.torch import save
 
-from distillation.jsonfile import write_json
+from distillation.tokencache import write_json
 from distillation.views import MEAN, STD
 from memoro.files import write_whole
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distillation.linear import least_squares, normal_equations, set_linear
-from distillation.teacher import Teacher
+from distillation.tokencache import Teacher
 from distillation.views import to_tensor
 
 
