@@ -9,7 +9,6 @@ the work folder, so a later call computes only what is missing; results of other
 from __future__ import annotations
 
 import argparse
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageFilter
 from torch import Tensor
 
 import memoro
 from memoro.data import ImageSet
 from memoro.engine.streams import pool_pass
-from memoro.evaluation.calibrate import read_photographs
+from memoro.evaluation.calibrate import CHANGES, read_changes, read_photographs
 from memoro.evaluation.evaluate import auroc
 from memoro.evaluation.metrics import measure
-from memoro.processes import ALONE
 from memoro.tasks.familiarity import FALSE_ALARMS, Familiarity, FamiliarityBank, Others, fit_familiarity
 from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
@@ -52,20 +49,6 @@ def cap(images: ImageSet | None, most: int) -> ImageSet:
     """At most so many images, the same ones at every call."""
     assert isinstance(images, ImageSet)
     return images.subset(np.sort(np.random.default_rng(0).permutation(len(images))[:most]))
-
-
-def compress(image: Image.Image) -> Image.Image:
-    data = io.BytesIO()
-    image.save(data, "JPEG", quality=40)
-    return Image.open(data)
-
-
-CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
-    "JPEG, quality 40": compress,
-    "half the size": lambda image: image.resize((max(1, image.width // 2), max(1, image.height // 2))),
-    "darker by 30 %": lambda image: image.point(lambda value: round(value * 0.7)),
-    "slightly blurred": lambda image: image.filter(ImageFilter.GaussianBlur(max(image.size) / 224)),
-}
 
 
 def parts_of(found: Familiarity, statistics: Tensor, targets: Tensor) -> dict[str, tuple[Strange, Tensor]]:
@@ -137,7 +120,7 @@ def hold_out(own: Mapping[str, Any], others: Others) -> float | None:
     for label in labels[:: max(1, len(labels) // HELD_OUT)][:HELD_OUT] if len(labels) > 2 else ():
         kept, mine = own["train targets"] != label, own["test targets"] == label
         if mine.any():
-            described = fit_familiarity(own["train"][kept], own["train targets"][kept], others)
+            described = fit_familiarity(own["train"][kept], own["train targets"][kept], others, own["changes"])
             assert described is not None
             strange = FamiliarityBank([described]).strangeness(own["test"])[:, 0]
             found.append(auroc(-strange[~mine], -strange[mine]))
@@ -246,7 +229,7 @@ def read_set(source: str, backbone: memoro.Backbone, others: Others, options: ar
     splits = memoro.load_data(source, val_fraction=0, quiet=True, workers=0)
     splits = replace(splits, train=cap(splits.train, options.most), test=cap(splits.test, options.most_test))
     cache = Cache(options.work / "features")
-    reader = StatisticsReader(backbone, TrainOptions(cache=cache, quiet=True, workers=0), ALONE)
+    reader = StatisticsReader(backbone, TrainOptions(cache=cache, quiet=True, workers=0))
     found: dict[str, Any] = {"images": splits.test}
     for part, images in (("train", splits.train), ("test", splits.test)):
         assert images is not None
@@ -255,7 +238,8 @@ def read_set(source: str, backbone: memoro.Backbone, others: Others, options: ar
     how: dict[str, Any] = {"image_size": options.image_size, "cache": cache, "workers": 0, "quiet": True}
     found["task"] = memoro.train(splits, backbone=backbone, task=Path(source).stem, regime="readout", **how).task
     assert isinstance(found["task"], Task)
-    found["familiarity"] = fit_familiarity(found["train"], found["train targets"], others)
+    found["changes"] = read_changes(backbone, backbone.preprocessing.at(options.image_size), splits.train)
+    found["familiarity"] = fit_familiarity(found["train"], found["train targets"], others, found["changes"])
     return found
 
 
@@ -263,6 +247,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--backbone", required=True)
     parser.add_argument("--photographs", required=True)
+    parser.add_argument("--precision", default=None, help="what the backbone computes in")
     parser.add_argument("--image-size", type=int, default=112)
     parser.add_argument("--most", type=int, default=2000, help="training images of a set, at most")
     parser.add_argument("--most-test", type=int, default=600, help="test images of a set, at most")
@@ -270,7 +255,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    backbone = memoro.load_backbone(options.backbone)
+    backbone = memoro.load_backbone(options.backbone, precision=options.precision)
     preprocessing = backbone.preprocessing.at(options.image_size)
     others = read_photographs(backbone, preprocessing, options.photographs, options.work / "features", workers=0)
     sets: dict[str, dict[str, Any]] = {}

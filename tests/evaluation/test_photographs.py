@@ -18,8 +18,19 @@ from memoro.backbones import Backbone
 from memoro.engine.featurestore import clear
 from memoro.engine.streams import pool_pass
 from memoro.errors import DataError
-from memoro.evaluation.calibrate import FEWEST, FILE, find_photographs, read_photographs, write_photographs
-from memoro.tasks.familiarity import PRINCIPAL, Others
+from memoro.evaluation.calibrate import (
+    CHANGED,
+    CHANGES,
+    FEWEST,
+    FILE,
+    find_photographs,
+    read_changes,
+    read_photographs,
+    write_photographs,
+)
+from memoro.tasks.familiarity import PRINCIPAL, Others, fit_familiarity
+from memoro.training import TrainOptions
+from memoro.training.statistics import StatisticsReader
 
 __all__ = ["colours"]  # fixtures
 
@@ -60,6 +71,19 @@ def test_they_are_statistics_of_the_upper_layers(backbone: Backbone, photographs
     assert not same(found, read(backbone, save_photographs(tmp_path / "new", 60, seed=1), None))
     siglip = memoro.load_backbone(next(case for case in CASES if case.name == "siglip").model())
     assert read(siglip, photographs, None).mean.shape == (4, 2, 24)
+
+
+def test_changes_are_differences_of_statistics(backbone: Backbone, colours: Path) -> None:
+    images = memoro.load_data(colours / "own", workers=0, quiet=True).train
+    assert images is not None
+    preprocessing = backbone.preprocessing.at(20)
+    few, many = (read_changes(backbone, preprocessing, some) for some in (images.subset([3]), images))
+    assert (few.shape, len(many)) == ((len(CHANGES), 4, 3, 24), CHANGED * len(CHANGES))
+    image = images.open(3)
+    darker = image.point(lambda value: round(value * 0.7))
+    pixels = torch.stack([preprocessing.to_tensor(one) for one in (image, darker)])
+    plain, changed = pool_pass(backbone.anatomy, pixels, 1)
+    assert torch.allclose(few[list(CHANGES).index("darker by 30 %")], changed - plain, atol=1e-5)
 
 
 def test_they_are_kept_by_backbone_and_preprocessing(backbone: Backbone, photographs: Path, tmp_path: Path) -> None:
@@ -153,6 +177,15 @@ def test_training_and_calibrating_learn_from_them(
         "40 training images, left out in turn, against no photographs",
         "40 training images, left out in turn, against ordinary photographs",
     ]
+    images = memoro.load_data(colours / "own", workers=0, quiet=True).train
+    preprocessing = backbone.preprocessing.at(20)
+    assert images is not None
+    statistics = StatisticsReader(backbone, TrainOptions(quiet=True, workers=0)).read(images, preprocessing)
+    others, changes = read(backbone, photographs, None), read_changes(backbone, preprocessing, images)
+    fits = [fit_familiarity(statistics(torch.arange(40)), images.targets, others, one) for one in (changes, None)]
+    readers = [None if found is None else found.reader for found in (taught.spec.familiarity, *fits)]
+    assert readers[0] is not None
+    assert [one is not None and torch.equal(readers[0], one) for one in readers] == [True, True, False]
     clear(own_cache)
     path = memoro.save_task(plain, tmp_path / "own.safetensors")
     run("calibrate", path, colours / "own" / "val", "-b", colours / "vit", "--others", photographs)

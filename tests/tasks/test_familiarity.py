@@ -101,6 +101,29 @@ def test_photographs_teach_what_the_token_does_not_tell() -> None:
     assert float(noticed[1]) > 0.6
 
 
+def test_images_after_known_changes_are_familiar() -> None:
+    """Of two directions in which photographs differ, the linear layer takes the one that mild changes do not move."""
+    noise = torch.Generator().manual_seed(8)
+    move, apart = torch.randn(2, 4, 3, 29, generator=noise)
+    move[2] = apart[2] = 0  # of the layer whose token the distance reads
+
+    def own(count: int, seed: int) -> Tensor:
+        jitter = 0.3 * torch.randn(2, count, 1, 1, 1, generator=noise)
+        return spread(draw(count, 29, 5, seed)[0]) + jitter[0] * move + jitter[1] * apart
+
+    some = spread(4 * torch.randn(400, 29, generator=noise)) + 3 * move + 3 * apart
+    changes = (2 + 0.1 * torch.randn(8, 1, 1, 1, generator=noise)) * move
+    found = [fit_familiarity(own(400, 0), None, Others.of(some[:300]), known) for known in (None, changes)]
+    bank = FamiliarityBank([one for one in found if one is not None])
+    fresh = own(300, 1)
+    kinds = (fresh, fresh + 2 * move, some[300:])
+    plain, changed, other = ((bank.judge(images)[1] < 0.01).double().mean(dim=0).tolist() for images in kinds)
+    assert max(plain) < 0.04
+    assert changed[0] > 0.6
+    assert changed[1] < 0.06
+    assert min(other) > 0.9
+
+
 def test_photographs_are_kept_as_their_mean_and_covariance() -> None:
     rows = spread(3 + torch.randn(PRINCIPAL, 11, generator=torch.Generator().manual_seed(0)), 2)
     others = Others.of(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -11,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image, ImageFilter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.backbones.load import WEIGHTS
 from memoro.console import format_count
-from memoro.data import Loader, Splits, load_data
+from memoro.data import ImageSet, Loader, Splits, load_data
 from memoro.data.open import load_any
 from memoro.engine.composition import compose
 from memoro.engine.featurestore import SUFFIX, default_folder
@@ -41,6 +44,23 @@ FEWEST = 50
 """The fewest photographs that show what is ordinary."""
 ENOUGH = 2000
 """More than this many change nothing."""
+CHANGED = 8
+"""Images of a task that are changed, each in all ways: 20 give the same results (LOG.md)."""
+
+
+def _compress(image: Image.Image) -> Image.Image:
+    data = io.BytesIO()
+    image.save(data, "JPEG", quality=40)
+    return Image.open(data)
+
+
+CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "JPEG, quality 40": _compress,
+    "half the size": lambda image: image.resize((max(1, image.width // 2), max(1, image.height // 2))),
+    "darker by 30 %": lambda image: image.point(lambda value: round(value * 0.7)),
+    "slightly blurred": lambda image: image.filter(ImageFilter.GaussianBlur(max(image.size) / 224)),
+}
+"""Mild changes of an image, after which it should still be familiar."""
 
 
 def find_photographs(backbone: Backbone, preprocessing: Preprocessing, folder: Path | None) -> Others | None:
@@ -81,6 +101,19 @@ def read_photographs(
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_photographs(path, others, backbone, preprocessing)
     return others
+
+
+def read_changes(backbone: Backbone, preprocessing: Preprocessing, images: ImageSet) -> Tensor:
+    """What mild changes of some images add to their statistics (changes, layers, statistics, dim), on the CPU."""
+    first, found = ReadOut.of(backbone.anatomy).from_layer, []
+    for index in torch.linspace(0, len(images) - 1, min(len(images), CHANGED), device="cpu").round().long().tolist():
+        image = images.open(index)
+        views = [image, *(change(image) for change in CHANGES.values())]
+        pixels = torch.stack([preprocessing.to_tensor(view) for view in views])
+        with torch.no_grad():
+            pooled = pool_pass(backbone.anatomy, pixels.to(backbone.device, backbone.dtype), first).float().cpu()
+        found.append(pooled[1:] - pooled[0])
+    return torch.cat(found)
 
 
 def write_photographs(path: Path, others: Others, backbone: Backbone, preprocessing: Preprocessing) -> None:
@@ -151,7 +184,8 @@ def calibrate(
         photographs = find_photographs(backbone, preprocessing, folder)
     else:
         photographs = read_photographs(backbone, preprocessing, others, folder, workers=workers)
-    familiarity = fit_familiarity(torch.cat(statistics), classes, photographs)
+    moved = None if photographs is None else read_changes(backbone, preprocessing, parts[0])
+    familiarity = fit_familiarity(torch.cat(statistics), classes, photographs, moved)
     changes: dict[str, Any] = {}
     facts = dict(task.spec.training)
     if familiarity is None:

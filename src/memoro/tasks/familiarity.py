@@ -70,7 +70,8 @@ class Familiarity:
     distance of its token to the nearest class mean: all classes have the same covariance, some principal directions and
     one variance for all others. The token is the base's class token as it enters the last layer, which is less
     specialised than the final one (results/trust.md). The second is the answer of a linear layer on pooled statistics
-    that separates the task's images from ordinary photographs; it is missing if there were none.
+    that separates the task's images from ordinary photographs; it is missing if there were none. So that it does not
+    rest on how bright or sharp the images are, their mean after mild changes counts as the task's, too.
     """
 
     center: Tensor
@@ -268,9 +269,12 @@ def _reduce(values: Tensor, owner: Tensor, tasks: Tensor, how: str) -> Tensor:
     return start.scatter_reduce(1, owner.expand_as(values), values, how)
 
 
-def fit_familiarity(statistics: Tensor, classes: Tensor | None, others: Others | None) -> Familiarity | None:
+def fit_familiarity(
+    statistics: Tensor, classes: Tensor | None, others: Others | None, changes: Tensor | None = None
+) -> Familiarity | None:
     """A description of training images from their statistics (n, layers, statistics, dim), their classes (n), if each
-    has one, and ordinary photographs, if there are any.
+    has one, and ordinary photographs, if there are any; `changes` (m, layers, statistics, dim) are what mild changes of
+    some of the images add to their statistics.
 
     How strange held-out images are is found without them: distances by folds, the linear layer by leaving one out. None
     for fewer than `MIN_IMAGES` images, and for tokens that are not finite or too large.
@@ -298,27 +302,37 @@ def fit_familiarity(statistics: Tensor, classes: Tensor | None, others: Others |
     strange, offset = (logarithms - logarithms.mean()) * slope, -float(logarithms.mean()) * slope
     reader, noticed = nothing, 1.0
     if others is not None:
-        reader, own_offset, answers, noticed = _separate(statistics, others)
+        reader, own_offset, answers, noticed = _separate(statistics, others, changes)
         strange, offset = strange - answers, offset + own_offset
     found: dict[str, Any] = {"reader": reader, "slope": slope, "offset": offset, "images": count, "noticed": noticed}
     known = Familiarity(**whole, held_out=_quantiles(strange), **found)
     return known if known.valid else None
 
 
-def _separate(statistics: Tensor, others: Others) -> tuple[Tensor, float, Tensor, float]:
+def _separate(statistics: Tensor, others: Others, changes: Tensor | None) -> tuple[Tensor, float, Tensor, float]:
     """The linear layer that separates images from photographs, in standard deviations of its answers to the images: its
     weights, what is added to the strangeness, its answers to held-out images, and the share of photographs below the
-    images' limit, if those are normally distributed."""
-    away, count = others.rows().flatten(1), len(statistics)
-    total = count + len(away)
-    aims = (torch.arange(total, device="cpu") < count).float()[:, None]
-    balanced = torch.where(aims[:, 0] > 0, total / (2 * count), total / (2 * len(away)))
+    images' limit, if those are normally distributed.
+
+    The mean image, changed, counts as much as all images together. Changed copies of all images would need as many
+    passes, and answers without an image and its copies (LOG.md).
+    """
+    count, changed = len(statistics), statistics[:0].float().cpu()
+    if changes is not None:
+        changed = statistics.mean(dim=0, dtype=torch.float32).cpu() + changes.cpu()
+    added = torch.cat([changed, others.rows()]).flatten(1)
+    own, total = count + len(changed), count + len(added)
+    aims = (torch.arange(total, device="cpu") < own).float()[:, None]
+    balanced = torch.ones(total, device="cpu")
+    balanced[count:own] = count / max(1, len(changed))
+    balanced[:own] *= total / (2 * balanced[:own].sum())
+    balanced[own:] = total / (2 * (total - own))
 
     def read(index: Tensor) -> Tensor:
-        own = index < count
-        rows = torch.empty(len(index), away.shape[1], device="cpu")
-        rows[own] = statistics[index[own]].flatten(1).float().cpu()
-        rows[~own] = away[index[~own] - count]
+        real = index < count
+        rows = torch.empty(len(index), added.shape[1], device="cpu")
+        rows[real] = statistics[index[real]].flatten(1).float().cpu()
+        rows[~real] = added[index[~real] - count]
         return rows
 
     def loss(answers: Tensor, index: Tensor) -> float:

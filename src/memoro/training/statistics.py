@@ -14,7 +14,7 @@ from memoro.data import ImageSet, Loader
 from memoro.data.screening import near_groups
 from memoro.engine.streams import pool_pass
 from memoro.errors import CacheError
-from memoro.evaluation.calibrate import find_photographs, read_photographs
+from memoro.evaluation.calibrate import find_photographs, read_changes, read_photographs
 from memoro.evaluation.logits import collect_logits
 from memoro.evaluation.metrics import measure
 from memoro.heads import HEADS
@@ -155,7 +155,9 @@ class Describer:
             samples = torch.linspace(0, len(images) - 1, min(len(images), MOST_IMAGES), device="cpu").round().long()
             statistics = self._reader.read(images, run.preprocessing)(samples)
             classes = images.targets[samples] if HEADS[run.splits.kind].has_classes else None
-            self._done[key] = fit_familiarity(statistics, classes, self._photographs(run.preprocessing))
+            others = self._photographs(run.preprocessing)
+            changes = None if others is None else read_changes(self._backbone, run.preprocessing, images)
+            self._done[key] = fit_familiarity(statistics, classes, others, changes)
         found, text = self._done[key], "none: too few images, or tokens out of range"
         if found is not None:
             against = "ordinary photographs" if len(found.reader) else "no photographs"
