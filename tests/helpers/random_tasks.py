@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from memoro.backbones import Backbone
+from memoro.tasks.spec import READ_OUT
 from memoro.tasks.task import Task, new_task
 
 
@@ -28,3 +31,16 @@ SIZES: dict[str, Any] = {"cells": 2, "rank": 2, "from_layer": 1}
 def members_of(backbone: Backbone, name: str = "three", **options: Any) -> list[Task]:
     """Three tasks of one name that answer differently."""
     return [random_task(backbone, name, seed=seed, **{**SIZES, **options}) for seed in range(3)]
+
+
+def join_members(tasks: Sequence[Task]) -> Task:
+    """The ensemble of tasks of the same labels, sizes and parents, as earlier versions trained it: its logits are the
+    mean of theirs."""
+    first, states = tasks[0], [task.state_dict() for task in tasks]
+    joined = {
+        name: states[0][name] if name.startswith(READ_OUT) else torch.stack([state[name] for state in states])
+        for name in first.spec.shapes
+    }
+    joined["head.weight"] = joined["head.weight"].transpose(0, 1).flatten(1) / len(tasks)
+    joined["head.bias"] = joined["head.bias"].mean(dim=0)
+    return Task.from_tensors(replace(first.spec, members=len(tasks)), joined, first.extends)

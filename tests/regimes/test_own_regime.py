@@ -91,7 +91,6 @@ def test_its_rates_and_seeds_are_compared_and_a_file_is_kept(backbone: Backbone,
 def test_what_it_does_not_have_is_refused(backbone: Backbone, squares: Path, tmp_path: Path) -> None:
     for option, message in (
         ({"cells": 3}, "regime 'pooled' has no cells"),
-        ({"ensemble": 2}, "regime 'pooled' trains no tasks"),
         ({"cache": True}, "regime 'pooled' has a pass of its own, so its features cannot be cached"),
     ):
         with pytest.raises(TrainingError, match=message):

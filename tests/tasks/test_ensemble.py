@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import random_task
 from families import CASES, Case
-from random_tasks import SIZES, members_of
+from random_tasks import SIZES, join_members, members_of
 from safetensors import safe_open
 from squares import save_squares
 from task_files import rewrite
@@ -18,12 +18,11 @@ from test_train_told import rendered
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.errors import CompositionError, TaskError, TaskFileError, TrainingError
+from memoro.errors import CompositionError, TaskFileError, TrainingError
 from memoro.evaluation.inspect import describe_task, inspect_tables, inspect_tasks
-from memoro.lab.baselines import BASELINES
 from memoro.regimes.start import start_from
 from memoro.tasks.mask import trace_lineage
-from memoro.tasks.task import Task, join_members, split_members
+from memoro.tasks.task import Task, split_members
 
 
 def as_tasks(members: list[Task]) -> list[Task]:
@@ -85,18 +84,11 @@ def test_an_ensemble_can_be_explained(backbone: Backbone, pixels: torch.Tensor) 
     assert whole.shares()["parent"] > 0.01
 
 
-def test_members_must_be_alike(backbone: Backbone) -> None:
-    first = random_task(backbone, "t", rank=2)
-    for other in (random_task(backbone, "t", rank=3), random_task(backbone, "t", labels=["x", "y", "z"], rank=2)):
-        with pytest.raises(TaskError, match="same labels, sizes and parents"):
-            join_members([first, other])
-    assert join_members([first]) is first
-    assert split_members(first) == [first]
-    joined = join_members([first, random_task(backbone, "t", seed=1, rank=2)])
-    with pytest.raises(TaskError, match="ensemble already"):
-        join_members([joined, joined])
+def test_an_ensemble_is_not_trained(backbone: Backbone) -> None:
+    members = members_of(backbone)
+    assert split_members(members[0]) == [members[0]]
     with pytest.raises(CompositionError, match="leave out live"):
-        memoro.compose(backbone, [joined], live=True)
+        memoro.compose(backbone, [join_members(members)], live=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- files
@@ -125,56 +117,6 @@ def test_wrong_numbers_of_members_are_refused(backbone: Backbone, tmp_path: Path
 
 # ------------------------------------------------------------------------------------------------------- training
 
-QUICK: dict[str, Any] = {"epochs": 2, "quiet": True, "lr": (0.001, 0.01), "rank": 2}
-
-
-@pytest.mark.parametrize("folds", [0, 2])
-def test_training_joins_the_seeds_of_the_best_setting(backbone: Backbone, tmp_path: Path, folds: int) -> None:
-    counts = {"red": 80, "green": 80, "blue": 80} if folds == 0 else {"red": 40, "green": 40, "blue": 40}
-    save_squares(tmp_path / "squares" / "train", counts)
-    save_squares(tmp_path / "squares" / "test", {"red": 4, "green": 4, "blue": 4}, first=500)
-    how = {"backbone": backbone, "folds": folds, "val_fraction": 0.45, **QUICK}
-    result = memoro.train(tmp_path / "squares", ensemble=3, out=tmp_path / "squares.safetensors", **how)
-    task, training = result.task, result.task.spec.training
-    assert (task.members, training["ensemble"]) == (3, 3)
-    singles = [
-        memoro.train(tmp_path / "squares", seed=seed, **{**how, "lr": (training["lr"],), "folds": 0, "val_fraction": 0})
-        for seed in range(3)
-    ]
-    assert training["trained_parameters"] == 3 * singles[0].task.spec.training["trained_parameters"]
-    pixels = torch.randn(4, 3, *backbone.image_size, generator=torch.Generator().manual_seed(2))
-    if folds:  # the last runs learned from all images, as the singles did
-        with torch.no_grad():
-            alone = [memoro.compose(backbone, [one.task])(pixels)["squares"] for one in singles]
-            found = memoro.compose(backbone, [task])(pixels)["squares"]
-        assert torch.allclose(found, torch.stack(alone).mean(dim=0), atol=1e-4)
-        assert not torch.allclose(found, alone[0], atol=1e-3)
-    again = memoro.load_task(tmp_path / "squares.safetensors")
-    scores = memoro.evaluate(backbone, [again], tmp_path / "squares")["squares"]
-    assert scores["accuracy"] == result.metrics["accuracy"]
-    assert scores["loss"] == pytest.approx(result.metrics["loss"], rel=1e-3)
-    known, calibration = again.spec.familiarity, again.spec.calibration
-    assert known is not None
-    assert calibration is not None
-    assert calibration.source == ("2 folds" if folds else "validation")
-    assert known.images == (120 if folds else 132)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"seeds": 2}, "`ensemble` and `seeds`"),
-        ({"regime": BASELINES["full"].regime}, "no ensembles"),
-        ({"regime": "head"}, "mean of linear heads"),
-        ({"ensemble": 0}, "1 to 64 members"),
-    ],
-)
-def test_ensembles_of_what_cannot_be_joined(
-    backbone: Backbone, tmp_path: Path, options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(TrainingError, match=words):
-        memoro.train(save_squares(tmp_path / "squares"), backbone=backbone, **{"ensemble": 2, **options})
-
 
 def test_members_of_an_ensemble_are_trained_further_one_by_one(backbone: Backbone, tmp_path: Path) -> None:
     data, members = save_squares(tmp_path / "squares"), members_of(backbone, labels=["blue", "green", "red"])
@@ -189,15 +131,14 @@ def test_members_of_an_ensemble_are_trained_further_one_by_one(backbone: Backbon
         assert torch.equal(start.head.weight[1], fresh.head.weight[1])
     notes: list[str] = []
     how: dict[str, Any] = {"backbone": backbone, "start_from": task, "epochs": 1, "quiet": True, "log": notes.append}
-    further = memoro.train(data, **how, ensemble=3, lr=1e-9).task
+    further = memoro.train(data, **how, seed=0, lr=1e-9, folds=0, val_fraction=0).task
     pixels = torch.randn(4, 3, *backbone.image_size, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        before, after = (memoro.compose(backbone, [one])(pixels)["three"] for one in (task, further))
-    assert torch.allclose(before, after, atol=1e-3)
-    assert further.spec.training["history"][0]["content"] == task.content_hash()
-    assert not any("members" in note for note in notes)
-    assert memoro.train(data, **how, ensemble=1).task.members == 1
-    assert any("1 of the 3 members of 'three'" in note for note in notes)
+        alone, found = (memoro.compose(backbone, [one])(pixels)["three"] for one in (members[0], further))
+    moved = task.head.bias - members[0].head.bias  # an ensemble has one bias
+    assert torch.allclose(alone + moved, found, atol=1e-3)
+    assert (further.members, further.spec.training["history"][0]["content"]) == (1, task.content_hash())
+    assert any("an ensemble of 3 members" in note for note in notes)
 
 
 def test_a_child_of_an_ensemble_is_trained(backbone: Backbone, tmp_path: Path) -> None:

@@ -268,7 +268,6 @@ MEANINGLESS: list[tuple[dict[str, Any], str]] = [
     ({"rank": 4}, "rank"),
     ({"from_layer": 2}, "from_layer"),
     ({"folds": 3}, "folds"),
-    ({"ensemble": 2}, "ensemble"),
     ({"seeds": 2}, "seeds"),
     ({"seed": 1}, "seed"),
     ({"epochs": 3}, "epochs"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import random_task
 from families import CASES
+from random_tasks import join_members
 from safetensors import safe_open
 from task_files import assert_same, rewrite
 from trust import add_readout
@@ -20,7 +21,7 @@ from memoro.backbones import Backbone
 from memoro.errors import CompositionError, TaskFileError
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.spec import ReadOut
-from memoro.tasks.task import Task, join_members
+from memoro.tasks.task import Task
 
 
 def written_format(path: Path) -> int:

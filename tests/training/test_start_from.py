@@ -194,25 +194,3 @@ def test_a_resume_starts_from_the_same_task(shell: Callable[..., Any]) -> None:
         problem = str(shell(*again, *other, "--resume", code=1).exception)
         assert problem.startswith("cannot resume: task differ")
         assert "(start_from " in problem
-
-
-def test_an_ensemble_that_is_continued_is_not_calibrated_on_images_it_may_have_seen(tmp_path: Path) -> None:
-    backbone = memoro.load_backbone(CASES[0].model())
-    save_squares(tmp_path / "set", {"red": 40, "green": 40})
-    quick: dict[str, Any] = {"backbone": backbone, "image_size": 20, "folds": 0, "workers": 0, "quiet": True}
-    first = memoro.train(tmp_path / "set", epochs=2, val_fraction=0.4, ensemble=2, lr=0.001, **quick).task
-    assert first.spec.calibration is not None
-    again = memoro.train(
-        tmp_path / "set", start_from=first, epochs=1, val_fraction=0.4, ensemble=2, lr=0.001, **quick
-    ).task
-    assert again.members == 2
-    assert again.spec.calibration is None
-
-
-def test_a_single_run_stays_one(shell: Callable[..., Any]) -> None:
-    rates = [one for one in TRAIN if one not in {"--lr", 0.05}]
-    shell("train", "two", *rates, "--set", "ensemble=1", "--epochs", 1)
-    shell("train", "two", *rates, "--start-from", "two.safetensors", "--epochs", 1)
-    assert memoro.load_task("two.safetensors").members == 1
-    shell("train", "two", *rates, "--start-from", "two.safetensors", "--epochs", 1, "--set", "ensemble=2")
-    assert memoro.load_task("two.safetensors").members == 2

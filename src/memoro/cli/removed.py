@@ -24,11 +24,12 @@ REMOVED = {
     "train --no-cache": "--set cache=false",
     "train --dtype": "--precision, for what the backbone computes in",
     "export --dtype": "--precision",
+    "train --ensemble": "--seeds, which keeps the best run",
     "train --crop-scale": "--set crop_scale=SMALLEST,LARGEST",
     **_settings(
         "train", "image-column", "allow-absolute", "max-unreadable", "others", "workers", "steps", "batch-size",
         "optimizer", "momentum", "weight-decay", "clip", "memory-rate", "warmup", "label-smoothing", "balance",
-        "accumulate", "data-seed", "crop", "flip", "views", "ensemble", "val-fraction", "folds",
+        "accumulate", "data-seed", "crop", "flip", "views", "val-fraction", "folds",
         "patience", "cache-folder", "cache-budget", "cache-dtype",
     ),
     **_settings("eval", *_READ),

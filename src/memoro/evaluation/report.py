@@ -99,9 +99,7 @@ def _task_parts(report: TaskReport, backbone: Backbone) -> Iterator[Html]:
     yield from _duplicates(report)
     if report.settings is not None:
         yield tag("h2", "Settings tried")
-        averaged = report.task.spec.training.get("ensemble")
-        kept = "the task averages the best of them" if averaged else "the best was kept"
-        yield tag("p", f"All were trained in the same passes of the backbone; {kept}.")
+        yield tag("p", "All were trained in the same passes of the backbone; the best was kept.")
         yield table_of(report.settings)
     yield from _facts(report, backbone)
     yield from _usage(report, backbone)
@@ -124,9 +122,7 @@ def _curves(report: TaskReport) -> Iterator[Html]:
         yield tag("div", *charts, class_="charts")
         of = {"val_loss": "validation images", "fold_loss": "images that a fold held out (mean over the folds)"}
         solid = [f" Solid: {text}." for name, text in of.items() if any(name in entry for entry in report.history)]
-        members = report.task.spec.training.get("ensemble")
-        first = f" These curves are of the first of the {members} runs that the task averages." if members else ""
-        yield tag("p", f"Dashed: training images.{''.join(solid)}{first}", class_="soft")
+        yield tag("p", f"Dashed: training images.{''.join(solid)}", class_="soft")
 
 
 def _confusions(report: TaskReport) -> Iterator[Html]:

@@ -22,7 +22,7 @@ from memoro.evaluation.training_images import learned_from, sketch_images
 from memoro.heads import HEADS
 from memoro.tasks.calibration import describe_calibration, fit_calibration
 from memoro.tasks.spec import Model
-from memoro.tasks.task import Task, join_members
+from memoro.tasks.task import Task
 from memoro.training.loop import Trainer
 from memoro.training.plan import Plan, Setting
 from memoro.training.recipe import TrainOptions
@@ -79,29 +79,25 @@ class Finisher:
         self._backbone, self._options = backbone, options
         self._readouts, self._describer = readouts, describer
 
-    def finish(self, *members: Sequence[Run]) -> TrainResult:
-        """The result of a run; of a run after those of its folds; or of an ensemble of several such sequences.
+    def finish(self, runs: Sequence[Run]) -> TrainResult:
+        """The result of the last run, after those of its folds if there are any.
 
         Its metrics are those of its best weights, on images that it did not learn from if there are any.
         """
-        first, options = members[0], self._options
-        *folds, run = first
+        *folds, run = runs
         notes, history = run.splits.notes, run.history
         if run.stopped is not None:
             notes = (*notes, run.stopped)
         if run.diverged:
-            return TrainResult(cast(Task, run.task), history, {}, options.folder, notes)
+            return TrainResult(cast(Task, run.task), history, {}, self._options.folder, notes)
         task, (split, images) = run.task, run.final
         seen = bool(task.spec.training.keys() - {"seed"})  # it was trained before, on images that may be these
-        for member in members:
-            self._record_training(member[-1])
+        self._record_training(run)
         self._describer.add_familiarity(run)
-        if len(members) > 1:
-            task = _join([member[-1] for member in members])
-        out, targets = _mean_answers([member[-1] for member in members], split)
+        out, targets = run.answers[split]
         fitted_on = split in {"val", LEFT_OUT}
         if folds:
-            parts = [_mean_answers(same, "fold") for same in list(zip(*members, strict=True))[:-1]]
+            parts = [fold.answers["fold"] for fold in folds]
             held_out = torch.cat([logits for logits, _ in parts]), torch.cat([own for _, own in parts])
             source = f"{len(folds)} folds"
             add_calibration(task, held_out, source, seen=was_seen(task, run.train))
@@ -117,11 +113,10 @@ class Finisher:
             images = run.train.subset(solved.answered.numpy()) if split == LEFT_OUT else images
             add_calibration(task, held_out, LEFT_OUT, seen=was_seen(task, run.train))
         else:
-            validated = _mean_answers([member[-1] for member in members], "val") if "val" in run.answers else None
-            add_calibration(task, validated, "validation", seen=seen or was_seen(task, run.splits.val))
+            add_calibration(task, run.answers.get("val"), "validation", seen=seen or was_seen(task, run.splits.val))
         metrics = {"split": split, **measure_task(task, out, targets, fitted_on=fitted_on)}
         task.update_spec(metrics=recorded(task.kind, metrics, out, targets))
-        result = TrainResult(cast(Task, task), history, metrics, options.folder, notes, out, targets, images)
+        result = TrainResult(cast(Task, task), history, metrics, self._options.folder, notes, out, targets, images)
         return replace(result, notes=(*notes, *self._warn(result)))
 
     def _record_training(self, run: Run) -> None:
@@ -187,26 +182,6 @@ def add_calibration(task: Model, held_out: Answers | None, source: str, *, seen:
     task.update_spec(calibration=found, training={**task.spec.training, "calibration": text})
 
 
-def _mean_answers(runs: Sequence[Run], split: str) -> Answers:
-    """The answers of a run; of several over the same images, the means of their logits."""
-    logits, targets = [run.answers[split][0] for run in runs], runs[0].answers[split][1]
-    return (logits[0] if len(logits) == 1 else torch.stack(logits).mean(dim=0)), targets
-
-
-def _join(runs: Sequence[Run]) -> Task:
-    """The ensemble of the tasks of several runs."""
-    task = join_members([run.task for run in runs if isinstance(run.task, Task)])
-    rates = list(dict.fromkeys(run.recipe.lr for run in runs))
-    training = task.spec.training
-    facts = {
-        "ensemble": task.members,
-        "lr": rates[0] if len(rates) == 1 else rates,
-        "trained_parameters": training["trained_parameters"] * task.members,
-    }
-    task.update_spec(training={**training, **facts})
-    return task
-
-
 def record_time(results: Sequence[TrainResult], phases: Phases) -> None:
     """Records in the tasks how long all of it took, and its phases."""
     seconds = {name: round(value, 2) for name, value in phases.seconds.items()}
@@ -222,7 +197,7 @@ Score = tuple[float, float]
 def finish_plans(
     plans: Sequence[Plan], runs: Sequence[Mapping[Setting, Sequence[Run]]], finisher: Finisher, options: TrainOptions
 ) -> list[TrainResult]:
-    """The result of each plan: of its best setting, or of an ensemble of all seeds of the best setting."""
+    """The result of each plan: of the best seed of its best setting."""
     chosen = [_choose(plan, by_setting) for plan, by_setting in zip(plans, runs, strict=True)]
     for plan, (rows, _) in zip(plans, chosen, strict=True):
         for row in rows:
@@ -234,9 +209,9 @@ def finish_plans(
         names = ", ".join(plan.splits.name for plan in plans)
         raise TrainingError(f"{names}: all settings diverged: choose smaller learning rates.")
     results = []
-    for plan, (rows, members) in zip(plans, chosen, strict=True):
-        shown = rows if plan.choices > 1 else ()
-        result = finisher.finish(*members)
+    for plan, (rows, best) in zip(plans, chosen, strict=True):
+        shown = rows if len(plan.settings) > 1 else ()
+        result = finisher.finish(best)
         result = replace(result, rows=shown, score_name=plan.score_name, skipped=plan.splits.skipped)
         results.append(result)
         if result.metrics and shown and result.metrics["split"] != "test":
@@ -253,9 +228,9 @@ def finish_plans(
     return results
 
 
-def _choose(plan: Plan, runs: Mapping[Setting, Sequence[Run]]) -> tuple[list[SettingRow], list[Sequence[Run]]]:
-    """A row for each combination over its seeds, and the runs that become the task: those of the best seed, or of all
-    seeds of an ensemble. If all diverged, no row is chosen."""
+def _choose(plan: Plan, runs: Mapping[Setting, Sequence[Run]]) -> tuple[list[SettingRow], Sequence[Run]]:
+    """A row for each combination over its seeds, and the runs of the best seed, which become the task. If all
+    diverged, no row is chosen."""
     seeds: dict[Setting, list[Setting]] = {}
     for setting in runs:
         seeds.setdefault(setting._replace(seed=plan.recipe.seed), []).append(setting)
@@ -274,13 +249,11 @@ def _choose(plan: Plan, runs: Mapping[Setting, Sequence[Run]]) -> tuple[list[Set
     at = max(range(len(rows)), key=lambda number: rows[number].order)
     finished = [setting for setting in list(seeds.values())[at] if setting in scores]
     if not finished:
-        return rows, [[next(run for own in runs.values() for run in own if run.diverged)]]
+        return rows, [next(run for own in runs.values() for run in own if run.diverged)]
     tested = [runs[setting][-1] for setting in finished if "test" in runs[setting][-1].answers]
     found = [measure(run.splits.kind, run.splits.labels, *run.answers["test"]).get(figure) for run in tested]
     rows[at] = replace(rows[at], chosen=True, test=tuple(value for value in found if value is not None))
-    if plan.ensemble:
-        return rows, [runs[setting] for setting in finished]
-    return rows, [runs[max(finished, key=lambda setting: scores[setting])]]
+    return rows, runs[max(finished, key=lambda setting: scores[setting])]
 
 
 def _score(plan: Plan, runs: Sequence[Run]) -> Score | None:

@@ -23,7 +23,7 @@ from memoro.images import Preprocessing
 from memoro.options import plain_int, several
 from memoro.regimes import Regime, TaskPlan
 from memoro.regimes.start import start_from
-from memoro.tasks.spec import MAX_MEMBERS, check_name
+from memoro.tasks.spec import check_name
 from memoro.tasks.task import Task, check_sizes
 from memoro.training.recipe import SKIPPED, Recipe, TrainOptions
 from memoro.training.run import Run
@@ -79,20 +79,9 @@ class Plan:
     folds: int = 0
     """Score every setting by cross-validation on this many stratified folds of train; a last run learns from all images
     and becomes the task. 0: score on the validation split."""
-    ensemble: bool = False
-    """Whether the runs of all seeds of the best combination become one task, whose answers are their mean."""
     extends: Sequence[Task] = ()
     start: Task | None = None
     """A task whose weights every run starts from."""
-
-    @property
-    def seeds(self) -> int:
-        return len({setting.seed for setting in self.settings})
-
-    @property
-    def choices(self) -> int:
-        """How many tasks there are to choose from."""
-        return len(self.settings) // (self.seeds if self.ensemble else 1)
 
     @property
     def score_name(self) -> str:
@@ -109,7 +98,7 @@ class Plan:
             if not held_out:
                 raise TrainingError(f"{self.splits.name}: folds need at least two images of a class: set folds to 0.")
             return [*held_out, None]
-        if self.splits.val is None and self.choices > 1:
+        if self.splits.val is None and len(self.settings) > 1:
             why = "set `val_fraction` above 0"
             if SINGLE_IMAGES in self.splits.notes:
                 why = "every class has a single image: give one `lr`, one seed and one of each size, or add images"
@@ -160,28 +149,12 @@ def choose_rates(lr: Any, regime: Regime, recipe: Recipe) -> tuple[float, ...]:
     return rates
 
 
-def choose_seeds(seeds: int, ensemble: int | None, regime: Regime, start: Task | None) -> tuple[int, int]:
-    """The number of seeds to compare, and of seeds to average. Raises if such runs cannot become one task."""
-    seeds, count = plain_int(seeds), plain_int(ensemble)
-    if count is None:
-        count = 1 if start is None or seeds != 1 else start.members
-    if not isinstance(seeds, int) or seeds < 1:
+def check_seeds(seeds: int) -> int:
+    """The number of seeds to compare; raises if it is none."""
+    count = plain_int(seeds)
+    if not isinstance(count, int) or count < 1:
         raise TrainingError(f"seeds {seeds!r}: choose a whole number, 1 or more.")
-    if not isinstance(count, int):
-        raise TrainingError(f"ensemble {count!r}: choose a whole number, 1 to {MAX_MEMBERS}.")
-    if not 1 <= count <= MAX_MEMBERS:
-        raise TrainingError(f"an ensemble has 1 to {MAX_MEMBERS} members, not {count}.")
-    if count == 1:
-        return seeds, 1
-    if not regime.composes:
-        raise TrainingError(f"regime {regime.name!r} trains no tasks, so it has no ensembles: leave out `ensemble`.")
-    if regime.name == "head":
-        raise TrainingError(
-            "the mean of linear heads is a linear head: leave out `ensemble`, or choose another regime."
-        )
-    if seeds > 1:
-        raise TrainingError("`ensemble` and `seeds` cannot be combined: leave out one of them.")
-    return seeds, count
+    return count
 
 
 def choose_sizes(wanted: Mapping[str, Any], regime: Regime, start: Task | None, backbone: Backbone) -> Sizes:
@@ -335,7 +308,7 @@ def preprocessing_of(
 
 def keep_known_rate(plan: Plan, options: TrainOptions) -> Plan:
     """The plan with a single learning rate if there are no images to choose one with."""
-    if plan.folds or plan.splits.val is not None or plan.choices == 1:
+    if plan.folds or plan.splits.val is not None or len(plan.settings) == 1:
         return plan
     rates = list(dict.fromkeys(setting.lr for setting in plan.settings))
     middle = rates[len(rates) // 2]
@@ -347,12 +320,10 @@ def find_notes(plans: Sequence[Plan], options: TrainOptions) -> list[str]:
     """Options without effect, and properties of the data."""
     notes, folds, settings, regime = list[str](), options.folds, len(plans[0].settings), plans[0].regime
     start = plans[0].start
-    if start is not None and plans[0].seeds < start.members:
-        notes.append(
-            f"only {plans[0].seeds} of the {start.members} members of {start.name!r} are trained further (`ensemble`)."
-        )
+    if start is not None and start.members > 1:
+        notes.append(f"{start.name!r} is an ensemble of {start.members} members: each seed starts from another one.")
     if folds and not any(plan.folds for plan in plans):
-        why = "there is only one setting" if plans[0].choices == 1 else "there is a validation split"
+        why = "there is only one setting" if settings == 1 else "there is a validation split"
         notes.append(f"`folds={folds}` is not used, because {why}.")
     if plans[0].recipe.patience and any(plan.folds for plan in plans):
         notes.append("`patience` is not used: the runs of a cross-validation are compared at the end.")

@@ -177,11 +177,6 @@ class TrainOptions:
         typed=str | None,
     )
     """They are remembered for the backbone."""
-    ensemble: int | None = option(
-        None,
-        "Average this many runs of the best setting, from different seeds; 1: keep the best run only.",
-        shown="1; with start_from, as many as the task has",
-    )
     folds: int | None = option(
         None,
         "Cross-validation folds, to compare runs and to calibrate; 0: a validation split.",
@@ -245,6 +240,7 @@ class TrainOptions:
 REMOVED = {
     "streaming": "data sets of the hub are downloaded; leave it out",
     "halving": "all runs are trained to the end; try fewer values, or stop runs with patience",
+    "ensemble": "the best run becomes the task; to compare several, use seeds",
     "dtype": "precision says what the backbone computes in",
 }
 """Options of earlier versions, and what to do without each."""
@@ -330,7 +326,6 @@ class Settings(TypedDict, total=False):
     image_size: int | None
     cache: Cache | bool | None
     others: Any
-    ensemble: int | None
     folds: int | None
     precision: Precision
     folder: str | Path | None

@@ -130,7 +130,6 @@ def fit_table(result: TrainResult) -> Table:
     rows += [
         ("worst classes", format_worst(metrics, 5)),
         ("file", "" if result.file is None else format_bytes(result.file.stat().st_size)),
-        ("ensemble", f"mean of {training['ensemble']} runs" if "ensemble" in training else ""),
         ("parameters trained", f"{training['trained_parameters']:,}"),
         ("best epoch", f"{training['best_epoch']} of {training['epochs']}" if "epochs" in training else ""),
         ("time", _format_time(training["seconds"], training.get("phases", {}))),

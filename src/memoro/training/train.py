@@ -33,9 +33,9 @@ from memoro.training.finish import Finisher, answer_held_out, finish_plans, reco
 from memoro.training.loop import Trainer
 from memoro.training.plan import (
     Plan,
+    check_seeds,
     choose_folds,
     choose_rates,
-    choose_seeds,
     choose_sizes,
     combine,
     cut_validation,
@@ -114,8 +114,7 @@ def train(
 
     Several values of `cells`, `rank`, `from_layer` or `lr`, or several `seeds`, are tried in one pass, and the best by
     validation is kept; without `lr`, regimes but `joint` and `side` try three. Small sets are compared by
-    cross-validation (`folds`; 0: on a validation split). `ensemble=3` averages three seeds, which adds three tokens to
-    a pass.
+    cross-validation (`folds`; 0: on a validation split).
 
     Fields of the recipe and of the options can be given by name: `epochs=5`, `image_size=112`, `folder="runs/{task}"`.
     The task file is written to `out`, a file or folder, if that is given.
@@ -132,10 +131,10 @@ def train(
         found = add_views(found, options)
     sizes = {"cells": cells, "from_layer": from_layer, "rank": rank}
     if chosen.readout == 1:
-        given = {"lr": lr, **sizes, "ensemble": options.ensemble, "folds": options.folds}
+        given = {"lr": lr, **sizes, "folds": options.folds}
         check_solved({**given, "seeds": None if seeds == 1 else seeds}, changes)
     rates = choose_rates(lr, chosen, found)
-    seeds, members = choose_seeds(seeds, options.ensemble, chosen, start)
+    seeds = check_seeds(seeds)
     columns = [label_column] if isinstance(label_column, str) else label_column
     if start is not None and type(data) is not dict and len(columns or ()) < 2:
         task, kind = task or start.name, kind or start.kind
@@ -145,7 +144,7 @@ def train(
     if options.precision == "auto" and backbone.checkpoint is not None and backbone.dtype == torch.bfloat16:
         options.note(CHOSEN)
     wanted = choose_sizes(sizes, chosen, start, backbone)
-    settings = combine(rates, **wanted, seeds=range(found.seed, found.seed + max(seeds, members)))
+    settings = combine(rates, **wanted, seeds=range(found.seed, found.seed + seeds))
     parents = load_parents(several(extends), start)
     reading = DataOptions(
         kind=None if kind is None else find_kind(kind), image_column=image_column, allow_absolute=allow_absolute,
@@ -161,9 +160,9 @@ def train(
         Plan(
             name, chosen, cut_validation(splits, chosen, folds, list(sets.values()), found),
             preprocessing_of(backbone, options, splits, None if start is None else start.spec.preprocessing),
-            found, settings, folds, members > 1, parents, start,
+            found, settings, folds, parents, start,
         )
-        for (name, splits), folds in choose_folds(sets, chosen, len(settings) // members > 1, options.folds, found)
+        for (name, splits), folds in choose_folds(sets, chosen, len(settings) > 1, options.folds, found)
     ]  # fmt: skip
     if lr is None and seeds == 1 and not any(isinstance(size, Iterable) for size in sizes.values()):
         plans = [keep_known_rate(plan, options) for plan in plans]
