@@ -95,7 +95,9 @@ def read_set(source: str, name: str, backbone: Backbone, size: int | None, keep:
             found[f"{part}_y"] = images.targets.numpy()
             found[f"{part}_g"] = find_groups(images).numpy()
         np.savez(file, **found)  # type: ignore[arg-type]
-    return {name: torch.from_numpy(value) for name, value in np.load(file).items()}
+    kept = {name: torch.from_numpy(value) for name, value in np.load(file).items()}
+    layers = backbone.depth - ReadOut.of(backbone.anatomy).from_layer
+    return kept | {part: kept[part].reshape(len(kept[part]), layers, -1) for part in ("train", "test")}
 
 
 def labelled(index: Tensor, targets: Tensor) -> LabelledImages | None:
@@ -112,8 +114,7 @@ class Labeller:
         self.rows, self.test = found["train"].float(), found["test"].float()
         self.targets, self.truth = found["train_y"].long(), found["test_y"].long()
         self.reads, self.groups = reads, found["train_g"]
-        last = self.rows.shape[1] - reads.statistics * dim
-        self.tokens = torch.nn.functional.normalize(self.rows[:, last : last + dim], dim=1)
+        self.tokens = torch.nn.functional.normalize(self.rows[:, -1, :dim], dim=1)
 
     def accuracy(self, index: Tensor) -> tuple[float, Tensor | None, tuple[str, ...]]:
         """The accuracy with these labels, and what is answered to all training images."""
