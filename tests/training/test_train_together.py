@@ -85,14 +85,14 @@ def test_a_token_is_computed_for_its_own_images_alone(
     double: Backbone, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[tuple[int, ...], int]] = []
-    step = streams.step_stream
+    read = streams.TaskStream.read
 
-    def watch(block: Any, plan: Any, memory: Any, lora: Any, stream: Any, base: Any, *rest: Any) -> Any:
-        if block is double.anatomy.blocks[-1] and torch.is_grad_enabled():
-            seen.append((tuple(stream.shape[:2]), len(base.keys)))
-        return step(block, plan, memory, lora, stream, base, *rest)
+    def watch(stream: Any, layer: int, base: Any) -> None:
+        read(stream, layer, base)
+        if layer == double.depth - 1 and torch.is_grad_enabled():
+            seen.append((tuple(stream._rows.shape[:2]), len(base.keys)))
 
-    monkeypatch.setattr(streams, "step_stream", watch)
+    monkeypatch.setattr(streams.TaskStream, "read", watch)
     many, few = (load_data(root / name, val_fraction=0, **LOAD) for name in ("many", "few"))
     specs = [
         run_spec(double, "a", many, batch_size=9, epochs=1),

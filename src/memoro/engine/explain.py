@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +18,9 @@ from memoro.backbones import Anatomy, Block, Context
 from memoro.engine.forward import Forward
 from memoro.engine.plan import Plan
 from memoro.engine.streams import Attention as GroupAttention
-from memoro.engine.streams import BaseLayer, layer_bias, read_head
+from memoro.engine.streams import BasePass, Ends
 from memoro.errors import DataError, ImageError
 from memoro.images import Decoder, Picture, Preprocessing
-from memoro.tasks.mask import Lineage
-from memoro.tasks.task import Task
 
 OWN_TOKEN = "the task's token"
 READ_OUT = "the read-out"
@@ -137,51 +136,47 @@ def read_views(images: Iterable[tuple[str, Picture]], preprocessing: Preprocessi
     return preprocessing.normalise(np.stack([np.asarray(image) for image in seen])), views
 
 
-@dataclass
+class Seen(NamedTuple):
+    """What a task's token attends to at one layer, averaged over the tokens of an ensemble."""
+
+    base: Tensor
+    """(b, h, n)"""
+    itself: Tensor
+    """(b, h)"""
+    memory: Tensor
+    """(b, h, cells)"""
+    parents: dict[str, Tensor]
+    """(b, h) for each task that it extends"""
+
+
 class Trace:
-    """What is kept of one task while a pass runs, layer by layer."""
+    """What is kept of one task while a pass runs."""
 
-    task: Task
-    members: Sequence[int]
-    """Its tokens, by index."""
-    ancestors: Mapping[int, str]
-    """The tasks that it extends, by the index of each of their tokens."""
-    layers: list[int] = field(default_factory=list)
-    base: list[Tensor] = field(default_factory=list)
-    itself: list[Tensor] = field(default_factory=list)
-    memory: list[Tensor] = field(default_factory=list)
-    parents: list[dict[str, Tensor]] = field(default_factory=list)
-    evidence: Tensor | None = None
-    """(b, labels, patches)"""
+    def __init__(self, forward: Forward, plan: Plan, number: int) -> None:
+        self.task, self._members, self._plan = forward.tasks[number], forward.members[number], plan
+        self._cells = [stream.cells for stream in forward.streams]
+        names = {at: task.name for task, own in zip(forward.tasks, forward.members, strict=True) for at in own}
+        self._ancestors = {at: names[at] for at in forward.lineage.ancestors[self._members[0]]}
+        self.seen: dict[int, Seen] = {}
+        """By layer."""
+        self.evidence: Tensor | None = None
+        """(b, labels, patches)"""
 
-    @classmethod
-    def of(cls, number: int, tasks: Sequence[Task], members: Sequence[range], lineage: Lineage) -> Trace:
-        """An empty trace of a task, given all tasks, the members of each, and the lineage of these."""
-        names = {at: task.name for task, own in zip(tasks, members, strict=True) for at in own}
-        first = members[number][0]
-        return cls(tasks[number], members[number], {at: names[at] for at in lineage.ancestors[first]})
-
-    def watch(self, layer: int, attention: GroupAttention, plan: Plan, streams: Sequence[Task]) -> None:
-        """Keeps the attention of the task's tokens, averaged over them, if they are in this group."""
-        group = attention.group
-        rows = [plan.order[row] for row in group.rows.tolist()]
-        if self.members[0] not in rows:  # all members see equally much, so they are in one group
+    def watch(self, layer: int, attention: GroupAttention) -> None:
+        """Keeps the attention of the task's tokens, if they are in this group."""
+        group, order = attention.group, self._plan.order
+        rows = [order[row] for row in group.rows.tolist()]
+        if self._members[0] not in rows:  # all members see equally much, so they are in one group
             return
-        at = [rows.index(member) for member in self.members]
-        seen = [self.members[0]] if group.tokens is None else [plan.order[row] for row in group.tokens[at[0]].tolist()]
+        at = [rows.index(member) for member in self._members]
+        visible = [self._members[0]] if group.tokens is None else [order[row] for row in group.tokens[at[0]].tolist()]
         tokens = attention.tokens[:, :, at].mean(dim=2)
-        cells = tokens.new_zeros(*tokens.shape[:2], 0)
-        if attention.cells is not None:
-            cells = attention.cells[:, :, at].mean(dim=2)
-        memory, *others = torch.split(cells, [streams[i].cells for i in seen], dim=-1)
-        parents = {name: torch.zeros_like(tokens[..., 0]) for name in self.ancestors.values()}
-        for place, (i, part) in enumerate(zip(seen[1:], others, strict=True), start=1):
-            parents[self.ancestors[i]] += tokens[..., place] + part.sum(dim=-1)
-        self.layers.append(layer)
-        self.base.append(attention.base[:, :, at].mean(dim=2))
-        self.itself.append(tokens[..., 0])
-        self.memory.append(memory)
-        self.parents.append(parents)
+        cells = tokens[..., :0] if attention.cells is None else attention.cells[:, :, at].mean(dim=2)
+        memory, *others = torch.split(cells, [self._cells[i] for i in visible], dim=-1)
+        parents = {name: torch.zeros_like(tokens[..., 0]) for name in self._ancestors.values()}
+        for place, (i, part) in enumerate(zip(visible[1:], others, strict=True), start=1):
+            parents[self._ancestors[i]] += tokens[..., place] + part.sum(dim=-1)
+        self.seen[layer] = Seen(attention.base[:, :, at].mean(dim=2), tokens[..., 0], memory, parents)
 
     def add_evidence(self, layer: int, tokens: Tensor, anatomy: Anatomy) -> None:
         """Adds what each patch of a layer adds to each label's logit by the read-out, compared with the mean over all
@@ -196,86 +191,65 @@ class Trace:
         part = weight @ patches.transpose(-1, -2) / patches.shape[1]
         self.evidence = part if self.evidence is None else self.evidence + part
 
+    def explanation(self, anatomy: Anatomy, grid: tuple[int, int], logits: Tensor) -> Explanation:
+        """All that was seen, and the evidence for the answer that these logits (b, labels) give."""
+        source, evidence = OWN_TOKEN, None
+        if self.task.from_layer == anatomy.depth:
+            source = "all tokens of the base" if anatomy.class_token is None else "the base's class token"
+        if self.evidence is not None:
+            source, best = READ_OUT, logits.argmax(dim=-1)
+            evidence = self.evidence[torch.arange(len(best), device=best.device), best].reshape(-1, *grid)
+        base, itself, memory, parents = zip(*self.seen.values(), strict=True)
+        weights = torch.stack(base)
+        return Explanation(
+            task=self.task.name,
+            source=source,
+            layers=tuple(self.seen),
+            patches=weights[..., anatomy.prefix :].reshape(*weights.shape[:-1], *grid),
+            prefix=weights[..., : anatomy.prefix],
+            itself=torch.stack(itself),
+            memory=torch.stack(memory),
+            parents={name: torch.stack([layer[name] for layer in parents]) for name in parents[0]},
+            evidence=evidence,
+        )
+
 
 def explain_tasks(forward: Forward, wanted: tuple[int, ...], pixels: Tensor) -> dict[str, Explanation]:
     """Where tasks, by number, looked in these images, from one pass."""
-    anatomy, plan, readouts = forward.backbone.anatomy, forward.plan(wanted), forward.readouts
-    traces = {number: Trace.of(number, forward.tasks, forward.members, forward.lineage) for number in wanted}
+    anatomy, plan = forward.backbone.anatomy, forward.plan(wanted)
+    traces = [Trace(forward, plan, number) for number in wanted]
 
     def watch(layer: int, attention: GroupAttention) -> None:
-        for trace in traces.values():
-            trace.watch(layer, attention, plan, forward.streams)
+        for trace in traces:
+            trace.watch(layer, attention)
 
-    tokens, context = anatomy.embed(pixels)
-    stream = forward.stream(wanted, watch)
-    with_heads = any(trace.task.from_layer == anatomy.depth for trace in traces.values())
-    first = readouts.first_layer(list(traces), anatomy.depth)
-    base: list[Tensor] = []
-    pooled: list[Tensor] = []
-    for layer, block in enumerate(anatomy.blocks):
-        start = anatomy.base_token(tokens)
-        if with_heads:
-            base.append(_base_attention(anatomy, block, tokens, context, layer))
-        tokens, keys, values = block.run(tokens, context, layer)
-        stream.read(layer, BaseLayer(start, keys, values, layer_bias(context, layer)))
-        if layer >= first:
-            pooled.append(anatomy.pool(tokens))
-            for trace in traces.values():
-                trace.add_evidence(layer, tokens, anatomy)
-    rows = stream.finish(anatomy.base_token(tokens))
-    read = readouts.answer(torch.stack(pooled, dim=1), list(traces)) if pooled else {}
-    found = {}
-    for number, trace in traces.items():
-        evidence = None
-        if trace.evidence is not None:
-            assert rows is not None
-            places = [plan.order.index(member) for member in trace.members]
-            best = (read_head(trace.task.head, rows, places)[1] + read[number]).argmax(dim=-1)
-            evidence = trace.evidence[torch.arange(len(best), device=best.device), best].reshape(-1, *context.grid)
-        found[trace.task.name] = _explanation(anatomy, context, trace, base, evidence, pixels)
-    return found
+    base, stream = BasePass(anatomy, pixels, forward.pool_from(wanted)), forward.stream(wanted, watch)
+    heads = [trace for trace in traces if trace.task.from_layer == anatomy.depth]
+    entering = base.tokens
+    for layer, found in enumerate(base):
+        if heads:
+            attention = _base_attention(anatomy, anatomy.blocks[layer], entering, base.context, found.bias)
+            none = torch.zeros_like(attention[..., 0])
+            for trace in heads:
+                trace.seen[layer] = Seen(attention, none, attention[..., :0], {})
+        stream.read(layer, found)
+        for trace in traces:
+            trace.add_evidence(layer, base.tokens, anatomy)
+        entering = base.tokens
+    answers = forward.read(wanted, Ends(stream.finish(base.token), base.token, base.pooled))
+    return {
+        trace.task.name: trace.explanation(anatomy, base.context.grid, logits)
+        for trace, (_, logits) in zip(traces, answers, strict=True)
+    }
 
 
-def _explanation(
-    anatomy: Anatomy, context: Context, trace: Trace, base: Sequence[Tensor], evidence: Tensor | None, pixels: Tensor
-) -> Explanation:
-    task, is_head = trace.task, trace.task.from_layer == anatomy.depth
-    empty = pixels.new_zeros(0, len(pixels), anatomy.heads)
-
-    def stack(parts: Sequence[Tensor], *tail: int) -> Tensor:
-        return torch.stack(list(parts)) if parts else empty.new_zeros(*empty.shape, *tail)
-
-    rows, columns = context.grid
-    weights = stack(base if is_head else trace.base, anatomy.prefix + rows * columns)
-    none = weights.new_zeros(weights.shape[:-1])
-    source = "all tokens of the base" if anatomy.class_token is None else "the base's class token"
-    return Explanation(
-        task=task.name,
-        source=READ_OUT if evidence is not None else source if is_head else OWN_TOKEN,
-        layers=tuple(range(anatomy.depth)) if is_head else tuple(trace.layers),
-        patches=weights[..., anatomy.prefix :].reshape(*none.shape, rows, columns),
-        prefix=weights[..., : anatomy.prefix],
-        itself=none if is_head else stack(trace.itself),
-        memory=none.unsqueeze(-1)[..., :0] if is_head else stack(trace.memory, task.cells),
-        parents={}
-        if is_head
-        else {
-            name: stack([layer[name] for layer in trace.parents]) for name in dict.fromkeys(trace.ancestors.values())
-        },
-        evidence=evidence,
-    )
-
-
-def _base_attention(anatomy: Anatomy, block: Block, tokens: Tensor, context: Context, layer: int) -> Tensor:
+def _base_attention(anatomy: Anatomy, block: Block, tokens: Tensor, context: Context, bias: Tensor | None) -> Tensor:
     """The attention (b, h, n) of the token that heads read at one layer: the base's class token, or the mean over all
     if it has none."""
     q, k, _ = block.qkv(block.norm1(tokens))
     if context.rotate is not None:
         q, k = context.rotate(q, k)
-    if anatomy.class_token is not None:
-        scores = block.scaling * q[:, :, :1] @ k.transpose(-1, -2)
-        bias = layer_bias(context, layer)
-        scores = scores if bias is None else scores + bias.unsqueeze(1)
-    else:
-        scores = block.scaling * q @ k.transpose(-1, -2)
+    q = q if anatomy.class_token is None else q[:, :, :1]
+    scores = block.scaling * q @ k.transpose(-1, -2)
+    scores = scores if bias is None else scores + bias.unsqueeze(1)  # families with biases have a class token
     return scores.softmax(dim=-1).mean(dim=2)

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from memoro.backbones import Backbone
 from memoro.engine.bank import Bank, build_bank
 from memoro.engine.plan import Plan, build_plan
-from memoro.engine.streams import Ends, Features, TaskStream, Watch, read_head, run_streams
+from memoro.engine.streams import Ends, Features, TaskStream, Watch, run_streams
 from memoro.tasks.mask import Lineage
 from memoro.tasks.task import Task, split_members
 
@@ -65,13 +65,14 @@ class Forward:
 
     def read(self, wanted: tuple[int, ...], ends: Ends) -> list[tuple[Tensor, Tensor]]:
         """For each wanted task the final-normed tokens (b, members * dim) that its head reads, and its logits."""
+        assert ends.stream is not None
         row = {member: position for position, member in enumerate(self.plan(wanted).order)}
         added = {} if ends.pooled is None else self.readouts.answer(ends.pooled, wanted)
         found = []
         for number in wanted:
-            assert ends.stream is not None
-            rows = [row[member] for member in self.members[number]]
-            token, logits = read_head(self.tasks[number].head, ends.stream, rows)
+            tokens = [ends.stream[:, row[member]] for member in self.members[number]]
+            token, head = tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1), self.tasks[number].head
+            logits = head(token.to(head.weight))
             found.append((token, logits + added[number] if number in added else logits))
         return found
 
@@ -100,44 +101,41 @@ class ReadOutBank:
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self._first: dict[int, int] = {}
-        """By the number of the task: the first layer that it reads."""
         self._rows: dict[int, tuple[int, slice]] = {}
-        """By the number of the task: its place in the weights of that layer."""
-        found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """By the number of the task: the first layer that it reads, and its rows in the weights of that layer."""
         ends: dict[int, int] = {}
+        parts: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for number, task in enumerate(tasks):
             if task.readout is None or task.spec.readout is None:
                 continue
             layer = task.spec.readout.from_layer
-            start, self._first[number] = ends.get(layer, 0), layer
+            start = ends.get(layer, 0)
             ends[layer] = start + len(task.labels)
             self._rows[number] = layer, slice(start, ends[layer])
-            found.setdefault(layer, []).append((task.readout.weight, task.readout.bias))
+            parts.setdefault(layer, []).append((task.readout.weight, task.readout.bias))
         self._weights = {
-            layer: parts[0] if len(parts) == 1 else (torch.cat([w for w, _ in parts]), torch.cat([b for _, b in parts]))
-            for layer, parts in found.items()
+            layer: same[0] if len(same) == 1 else (torch.cat([w for w, _ in same]), torch.cat([b for _, b in same]))
+            for layer, same in parts.items()
         }
 
     def first_layer(self, wanted: Sequence[int], depth: int) -> int:
         """The first layer that these tasks read; the depth where none has a read-out."""
-        return min([depth, *(self._first[number] for number in wanted if number in self._first)])
+        return min([depth, *(self._rows[number][0] for number in wanted if number in self._rows)])
 
     def answer(self, pooled: Tensor, wanted: Sequence[int]) -> dict[int, Tensor]:
         """The logits (b, labels) of each of these tasks that has a read-out, from statistics
         (b, layers, statistics, dim) of the last layers."""
         answers: dict[int, Tensor] = {}
-        asked = [number for number in wanted if number in self._rows]
+        asked = {number: self._rows[number] for number in wanted if number in self._rows}
         for layer, (weight, bias) in self._weights.items():
-            own = [number for number in asked if self._first[number] == layer]
-            if not own:
+            rows = {number: own for number, (first, own) in asked.items() if first == layer}
+            if not rows:
                 continue
             layers = weight.shape[1] // pooled[0, 0].numel()
             inputs = pooled[:, pooled.shape[1] - layers :].flatten(1).to(weight)
-            rows = [self._rows[number][1] for number in own]
-            if sum(row.stop - row.start for row in rows) == len(weight):
+            if sum(own.stop - own.start for own in rows.values()) == len(weight):
                 whole = linear(inputs, weight, bias)
-                answers |= {number: whole[:, row] for number, row in zip(own, rows, strict=True)}
+                answers |= {number: whole[:, own] for number, own in rows.items()}
             else:  # some of the tasks: no copy of their weights
-                answers |= {n: linear(inputs, weight[row], bias[row]) for n, row in zip(own, rows, strict=True)}
+                answers |= {number: linear(inputs, weight[own], bias[own]) for number, own in rows.items()}
         return answers

@@ -10,9 +10,9 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from memoro.backbones import Anatomy, Block, Context
+from memoro.backbones import Anatomy, Context
 from memoro.backbones.anatomy import Update
 from memoro.engine.bank import Bank, LowRank
 from memoro.engine.plan import Group, LayerPlan, Plan
@@ -83,6 +83,7 @@ class Features:
 
 class BasePass:
     """The backbone's plain pass. Iterate over its layers; the final token and its own answer are there afterwards.
+    `tokens` (b, n, dim) are those after the layer that the iteration has reached.
 
     It runs without gradients, unless the pixels ask for them: then they flow back to the pixels. The tokens after layer
     `pool_from` and all later ones are pooled.
@@ -95,23 +96,22 @@ class BasePass:
         self._anatomy, self._pool_from = anatomy, anatomy.depth if pool_from is None else pool_from
         self._grad = pixels.requires_grad
         # Embedding and head run in the caller's grad mode, as in the original: some kernels are chosen by it.
-        self._tokens, self._context = anatomy.embed(pixels)
+        self.tokens, self.context = anatomy.embed(pixels)
 
     def __iter__(self) -> Iterator[BaseLayer]:
-        anatomy, context = self._anatomy, self._context
-        pooled = []
+        anatomy, context, pooled = self._anatomy, self.context, []
         for layer, block in enumerate(anatomy.blocks):
-            token = anatomy.base_token(self._tokens)
+            token = anatomy.base_token(self.tokens)
             with nullcontext() if self._grad else torch.no_grad():
-                self._tokens, keys, values = block.run(self._tokens, context, layer)
+                self.tokens, keys, values = block.run(self.tokens, context, layer)
                 if layer >= self._pool_from:
-                    pooled.append(anatomy.pool(self._tokens))
+                    pooled.append(anatomy.pool(self.tokens))
             yield BaseLayer(token, keys, values, layer_bias(context, layer))
-        self.token = anatomy.base_token(self._tokens)
+        self.token = anatomy.base_token(self.tokens)
         self.pooled = torch.stack(pooled, dim=1) if pooled else None
 
     def answer(self) -> Tensor:
-        base = self._anatomy.finish(self._tokens)
+        base = self._anatomy.finish(self.tokens)
         return base if self._grad else base.detach()
 
 
@@ -129,17 +129,26 @@ class TaskStream:
     def read(self, layer: int, base: BaseLayer) -> None:
         """Takes the tasks through one layer."""
         self._births(layer, base.token)
-        if self._rows is not None:
-            watch = self._watch
-            self._rows = step_stream(
-                self._anatomy.blocks[layer],
-                self._plan.layers[layer],
-                self._bank.memory[layer],
-                self._bank.lora[layer],
-                self._rows,
-                base,
-                watch and (lambda attention: watch(layer, attention)),
-            )
+        if self._rows is None:
+            return
+        block, plan, memory = self._anatomy.blocks[layer], self._plan.layers[layer], self._bank.memory[layer]
+        update = _find_update(plan, self._bank.lora[layer])
+        normed = block.norm1(self._rows)
+        q, k, v = block.qkv(normed, None if update is None else update("qkv", normed))
+        q = q * block.scaling
+        scores = q @ base.keys.transpose(-1, -2)
+        if base.bias is not None:
+            scores = scores + base.bias.unsqueeze(1)
+        outs = []
+        for group in plan.groups:
+            whole = len(plan.groups) == 1
+            own_q, own_k, own_v, seen = (t if whole else t.index_select(2, group.rows) for t in (q, k, v, scores))
+            out, attention = _attend(group, own_q, seen, own_k, own_v, k, v, memory, base)
+            outs.append(out)
+            if self._watch is not None:
+                self._watch(layer, attention)
+        out = outs[0] if plan.restore is None else torch.cat(outs, dim=2).index_select(2, plan.restore)
+        self._rows = block.mix(self._rows, out.transpose(1, 2).flatten(2), update)
 
     def finish(self, token: Tensor) -> Tensor | None:
         """The tasks' final-normed tokens (b, t, dim) in plan order, None without tasks. `token` is the base's last."""
@@ -213,32 +222,6 @@ def _timed(layers: Iterable[BaseLayer], seconds: list[float]) -> Iterator[BaseLa
         start = perf_counter()
 
 
-def step_stream(
-    block: Block,
-    plan: LayerPlan,
-    memory: tuple[Tensor, Tensor] | None,
-    lora: Mapping[int, LowRank],
-    stream: Tensor,
-    base: BaseLayer,
-    watch: Callable[[Attention], None] | None = None,
-) -> Tensor:
-    """One layer of the task stream (b, t, dim), given what it reads of the base there and the weights of the bank."""
-    update = _find_update(plan, lora)
-    normed = block.norm1(stream)
-    q, k, v = block.qkv(normed, None if update is None else update("qkv", normed))
-    q = q * block.scaling
-    scores = q @ base.keys.transpose(-1, -2)
-    if base.bias is not None:
-        scores = scores + base.bias.unsqueeze(1)
-    outs = []
-    for group in plan.groups:
-        whole = len(plan.groups) == 1
-        own_q, own_k, own_v, seen = (t if whole else t.index_select(2, group.rows) for t in (q, k, v, scores))
-        outs.append(_attend(group, own_q, seen, own_k, own_v, k, v, memory, base, watch))
-    out = outs[0] if plan.restore is None else torch.cat(outs, dim=2).index_select(2, plan.restore)
-    return block.mix(stream, out.transpose(1, 2).flatten(2), update)
-
-
 def _find_update(plan: LayerPlan, lora: Mapping[int, LowRank]) -> Update | None:
     """What the low-rank weights add for each row of the stream; None if no row has any."""
     if not plan.ranks:
@@ -273,9 +256,8 @@ def _attend(
     v: Tensor,
     memory: tuple[Tensor, Tensor] | None,
     base: BaseLayer,
-    watch: Callable[[Attention], None] | None,
-) -> Tensor:
-    """Attention of one group of task tokens, (b, h, g, d): to base tokens, task tokens and memory, in one softmax.
+) -> tuple[Tensor, Attention]:
+    """What one group of task tokens attends to, (b, h, g, d): base tokens, task tokens and memory, in one softmax.
 
     `q`, `base_scores`, `own_k` and `own_v` are the group's rows; `k` and `v` those of the whole stream.
     """
@@ -301,14 +283,4 @@ def _attend(
         out = out + (to_tokens.unsqueeze(-2) @ v[:, :, group.tokens]).squeeze(-2)
     if to_cells:
         out = out + (to_cells[0].permute(1, 2, 0, 3) @ memory_v).permute(2, 0, 1, 3)
-    if watch is not None:
-        watch(Attention(group, to_base, to_tokens, to_cells[0] if to_cells else None))
-    return out
-
-
-def read_head(head: nn.Linear, stream: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """What a task's head reads of the final tokens, which is those of all its members (b, members * dim), and its
-    logits."""
-    own = [stream[:, row] for row in rows]
-    token = own[0] if len(own) == 1 else torch.cat(own, dim=1)
-    return token, head(token.to(head.weight))
+    return out, Attention(group, to_base, to_tokens, to_cells[0] if to_cells else None)
