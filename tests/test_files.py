@@ -17,7 +17,7 @@ from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
 from memoro.files import keep_copy, left_behind, open_whole, part_of, write_gradually
 from memoro.serve.store import open_store
-from memoro.tasks.hub import expand_task_arguments
+from memoro.tasks.taskfile import expand_task_arguments
 
 
 def fail(writer: AbstractContextManager[BinaryIO], text: bytes, error: BaseException) -> None:

@@ -21,7 +21,7 @@ import memoro
 from memoro.backbones import Backbone
 from memoro.errors import CompositionError, TaskFileError
 from memoro.evaluation.inspect import inspect_tables, inspect_tasks
-from memoro.tasks.hub import write_card
+from memoro.tasks.hub import save_pretrained
 from memoro.tasks.task import Task
 
 TRAINING: dict[str, Any] = {
@@ -85,7 +85,7 @@ def show(path: Path, tasks: list[Task], folder: Path) -> None:
     for task in tasks:
         if task.spec.metrics.get("confusion") == METRICS["confusion"]:  # drawing it is slow
             task.update_spec(metrics={**task.spec.metrics, "confusion": []})
-    write_card(tasks, folder)
+    save_pretrained(tasks, folder)
     (folder / "README.md").unlink()
 
 

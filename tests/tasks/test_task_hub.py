@@ -19,8 +19,8 @@ from memoro.cli.tasks import card as command
 from memoro.errors import ServeError, TaskFileError
 from memoro.serve.store import open_store
 from memoro.tasks import hub
-from memoro.tasks.hub import FILE
 from memoro.tasks.task import Task
+from memoro.tasks.taskfile import FILE
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -128,8 +128,7 @@ def calibrate_task(
     The weights and the content hash stay the same. Calibration and familiarity are added if the task has none.
     """
     from memoro.evaluation.calibrate import calibrate
-    from memoro.tasks.hub import find_task_file
-    from memoro.tasks.taskfile import load_task, load_tasks, save_task
+    from memoro.tasks.taskfile import find_task_file, load_task, load_tasks, save_task
 
     changes = read_settings("calibrate", settings)
     reading = {**flags, **changes[DataOptions], "batch_size": AnswerOptions(**changes[AnswerOptions]).batch_size}

@@ -151,8 +151,7 @@ def gather_tasks(files: Iterable[str], option: str = "-t") -> list[Task]:
 
     `option` is what precedes a file in the shell, nothing for an argument.
     """
-    from memoro.tasks.hub import expand_task_arguments
-    from memoro.tasks.taskfile import load_named
+    from memoro.tasks.taskfile import expand_task_arguments, load_named
 
     found = [(file, task) for file, path, name in expand_task_arguments(files) for task in load_named(path, name)]
     places: dict[str, str] = {}

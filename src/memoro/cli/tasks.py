@@ -38,8 +38,7 @@ def inspect(
     Show what is in a task file: labels, memory, parents, backbone, training and metrics.
     """
     from memoro.evaluation.inspect import inspect_tables, inspect_tasks
-    from memoro.tasks.hub import find_task_file, find_task_files
-    from memoro.tasks.taskfile import load_tasks
+    from memoro.tasks.taskfile import find_task_file, find_task_files, load_tasks
 
     against = None if backbone is None else load(backbone, "cpu")
     files = {name: find_task_file(name) for name in find_task_files(file)}
@@ -167,8 +166,8 @@ def card(
     upload me/pets pets.
     """
     from memoro.errors import TaskFileError
-    from memoro.tasks.hub import FILE
-    from memoro.tasks.taskfile import load_tasks, save_pretrained
+    from memoro.tasks.hub import save_pretrained
+    from memoro.tasks.taskfile import FILE, load_tasks
 
     folder, tasks = out or (Path(file) if Path(file).is_dir() else Path(Path(file).stem)), load_tasks(file)
     if out is None and folder.is_dir() and any(folder.iterdir()) and not (folder / FILE).exists():

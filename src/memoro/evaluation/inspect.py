@@ -53,7 +53,7 @@ def describe_task(task: Task, backbone: Backbone | None = None) -> dict[str, Any
         "parents": [parent.name for parent in task.parents],
         "parameters": sum(parameter.numel() for parameter in task.parameters()),
         "parts": parts,
-        "calibration": None if spec.calibration is None else spec.calibration.to_json(),
+        "calibration": None if spec.calibration is None else asdict(spec.calibration),
         "familiarity": None if spec.familiarity is None else _describe_familiarity(spec.familiarity),
         "content": task.content_hash(),
     }

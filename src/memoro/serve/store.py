@@ -28,9 +28,8 @@ from memoro.evaluation.inspect import describe_task
 from memoro.files import left_behind, sync_folder
 from memoro.serve.batching import run_pass
 from memoro.serve.options import MAX_INPUT_SIDE, MAX_TASKS
-from memoro.tasks.hub import expand_task_arguments
 from memoro.tasks.task import Task
-from memoro.tasks.taskfile import load_named, load_tasks, save_tasks, task_bytes, write_sections
+from memoro.tasks.taskfile import expand_task_arguments, load_named, load_tasks, save_tasks, task_bytes, write_sections
 
 STALE_SECONDS = 3600
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,9 +39,6 @@ class Calibration:
     """How many it was fitted on."""
     source: str
     """What it was fitted on: `validation`, `4 folds`, or the name of a set."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def apply(self, logits: Tensor) -> Tensor:
         """Calibrated logits (…, labels); a regression's numbers as they are. The best label stays the best."""

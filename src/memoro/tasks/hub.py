@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,65 +19,11 @@ from memoro.files import keep_copy, write_whole
 from memoro.pages.plots import MAX_CONFUSION, draw_confusion
 from memoro.tasks.record import describe_fact, finite_number, short_facts
 from memoro.tasks.task import Task
-
-if TYPE_CHECKING:
-    from memoro.tasks.task import Task
+from memoro.tasks.taskfile import FILE, MAX_FILE, is_task_id, save_tasks
 
 
-FILE = "task.safetensors"
-"""The task file, or bundle, of a folder or repository."""
-MAX_FILE = 2 << 30
-
-
-def is_task_id(source: str) -> bool:
-    """Whether it could be a task of the hub: owner/name, with a branch, tag or commit behind an @."""
-    return is_hub_id(source, r"@[\w./-]+") and not source.endswith(".safetensors")
-
-
-def find_task_file(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
-    """The task file that is meant by a path, by a folder with a card, or by a hub id such as `owner/name@revision`.
-
-    A local path wins over a hub id of the same spelling, and a Path is always local. From the hub only the task file
-    is downloaded, into the hub's own cache, and only if it has at most `MAX_FILE` bytes. Reading the file checks it.
-    """
-    path = Path(source)
-    if path.is_dir():
-        if not (path / FILE).is_file():
-            if (first := find_task_files(str(path))[0]) != str(path):
-                raise TaskFileError(f"{path} is a folder: give a task file in it, such as {first}.")
-            raise TaskFileError(f"{path} contains no task files (.safetensors).")
-        return path / FILE
-    if isinstance(source, Path) or path.exists() or not is_task_id(source):
-        return path
-    if (meant := Path(f"{path}.safetensors")).is_file():
-        raise TaskFileError(f"{path}: no such file. Did you mean {meant}?")
-    name, _, own = source.partition("@")
-    return _download(name, revision or own or None, token)
-
-
-def find_task_files(source: str) -> list[str]:
-    """The task files that are meant on a command line: a folder of them or a glob stands for all of its files."""
-    path = Path(source)
-    if path.is_dir():
-        inside = sorted(str(file) for file in path.glob("*.safetensors") if not file.name.startswith("."))
-        return inside or [source]
-    return sorted(glob.glob(source)) or [source] if not path.exists() and glob.has_magic(source) else [source]
-
-
-def expand_task_arguments(places: Iterable[str | Path]) -> Iterator[tuple[str, Path, str]]:
-    """The task files of what `-t` takes: files, folders, globs and hub ids, also as `NAME=FILE`. For each, the file as
-    it was given, its path, and the name that its task is to have (empty: its own)."""
-    for place in places:
-        if isinstance(place, Path):  # always local
-            yield str(place), find_task_file(place), ""
-            continue
-        name, _, named = place.partition("=")
-        if not named or Path(place).exists():
-            name, named = "", place
-        yield from ((file, find_task_file(file), name) for file in find_task_files(named))
-
-
-def _download(name: str, revision: str | None, token: str | None) -> Path:
+def download_task(name: str, revision: str | None, token: str | None) -> Path:
+    """The task file of a repository, in the hub's own cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -140,7 +85,7 @@ MAX_ROWS = 30
 MAX_TEXT = 120
 
 
-def write_card(
+def save_pretrained(
     tasks: Sequence[Task],
     folder: str | Path,
     *,
@@ -148,7 +93,8 @@ def write_card(
     license: str | None = None,
     base_model: str | None = None,
 ) -> Path:
-    """Writes README.md and a picture of each task's confusion matrix, if its file has one; returns the path.
+    """Writes a folder as the hub keeps it; returns it: tasks in one file, a card, README.md, and a picture of each
+    task's confusion matrix, if its file has one.
 
     A card that was there and differs, which may have been edited, is kept as README.md.1.
 
@@ -158,6 +104,7 @@ def write_card(
     from huggingface_hub import ModelCard
 
     folder = Path(folder)
+    save_tasks(tasks, folder / FILE)
     pictures = {}
     for number, task in enumerate(tasks):
         picture = "confusion.png" if len(tasks) == 1 else f"confusion-{number}.png"
@@ -175,7 +122,7 @@ def write_card(
     if readme.exists() and readme.read_bytes() != content:
         keep_copy(readme)
     write_whole(readme, content)
-    return readme
+    return folder
 
 
 def _front_matter(tasks: Sequence[Task], license: str | None, base_model: str | None) -> str:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from memoro.backbones import BackboneRecord, Fingerprint
 from memoro.errors import MemoroError, TaskFileError, first_line
-from memoro.files import write_whole
 from memoro.heads import HeadKind
 from memoro.images import Preprocessing
 from memoro.tasks.spec import ModelSpec, check_labels, check_name
@@ -46,14 +45,8 @@ CONTENTS = {
 # ------------------------------------------------------------------------------------------------------- writing
 
 
-def write_file(path: str | Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """Writes a file whose bytes depend on its content only; returns its path. A crash leaves the old file as it was."""
-    write_whole(Path(path), file_bytes(record, tensors))
-    return Path(path)
-
-
 def file_bytes(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """What `write_file` writes."""
+    """What a file holds: it depends on the content only."""
     whole = {"format": PLAIN_FORMAT, **record}
     try:
         text = json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -190,7 +183,7 @@ def read_backbone(item: Mapping[str, Any]) -> BackboneRecord:
         depth=read_whole(item, "depth", 1, MAX_DEPTH),
         fingerprint=Fingerprint(
             digest=read_text(fingerprint, "digest"),
-            sketch=tuple(_number(value) for value in read_list(fingerprint, "sketch", 0, MAX_DEPTH + 2)),
+            sketch=read_numbers(fingerprint, "sketch", 0, MAX_DEPTH + 2, -1e6, 1e6),
             dtype=read_text(fingerprint, "dtype"),
         ),
     )
@@ -234,6 +227,12 @@ def read_number(record: Mapping[str, Any], name: str, low: float, high: float) -
     return float(_field(record, name, lambda v: isinstance(v, (int, float)) and low <= v <= high, what))
 
 
+def read_numbers(
+    record: Mapping[str, Any], name: str, fewest: int, most: int, low: float, high: float
+) -> tuple[float, ...]:
+    return tuple(read_number({name: value}, name, low, high) for value in read_list(record, name, fewest, most))
+
+
 def read_choice(record: Mapping[str, Any], name: str, choices: Sequence[str]) -> Any:
     return _field(record, name, lambda v: v in choices, f"one of {', '.join(choices)}")
 
@@ -254,12 +253,6 @@ def _field(record: Mapping[str, Any], name: str, right: Callable[[Any], bool], w
     if isinstance(value, bool) or not right(value):
         raise TaskFileError(f"{name} in the record must be {what}.")
     return value
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e6:
-        raise TaskFileError("the sketch in the record must be a list of numbers.")
-    return float(value)
 
 
 MAX_TEXT = 200

@@ -177,7 +177,7 @@ class Task(TaskModule[TaskSpec]):
         `repo_id` is the hub id that the card's example loads, `base_model` the backbone's, if the task records it
         under another name.
         """
-        from memoro.tasks.taskfile import save_pretrained
+        from memoro.tasks.hub import save_pretrained
 
         return save_pretrained([self], folder, repo_id=repo_id, license=license, base_model=base_model)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -11,12 +12,12 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from memoro.backbones.load import is_hub_id
 from memoro.errors import TaskFileError
 from memoro.files import write_whole
 from memoro.options import several
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import LARGEST, SMALLEST, Familiarity, tensor_shapes
-from memoro.tasks.hub import FILE, MAX_FILE, find_task_file, write_card
 from memoro.tasks.record import (
     ENSEMBLE_FORMAT,
     PLAIN_FORMAT,
@@ -27,6 +28,7 @@ from memoro.tasks.record import (
     read_choice,
     read_list,
     read_number,
+    read_numbers,
     read_object,
     read_spec,
     read_tensors,
@@ -51,6 +53,9 @@ from memoro.tasks.spec import (
 )
 from memoro.tasks.task import Parent, Task, content_hashes
 
+FILE = "task.safetensors"
+"""The task file, or bundle, of a folder or repository."""
+MAX_FILE = 2 << 30
 MAX_TASKS = 10_000
 MAX_WIDTH = 1 << 20
 
@@ -78,9 +83,9 @@ def task_bytes(tasks: Task | Iterable[Task]) -> bytes:
     tensors: dict[str, Tensor] = {}
     records, hashes = [], content_hashes(tasks)
     for number, task in enumerate(tasks):
-        sections, own = write_sections(task.spec, f"{number}.")
-        tensors |= {**write_tensors(task.name, task.stored_tensors(), f"{number}."), **own}
-        records.append({**_write_task(task, hashes), **sections})
+        item, own = _write_task(task, hashes, f"{number}.")
+        records.append(item)
+        tensors |= own
     return file_bytes({"tasks": records, "format": max(map(_oldest_format, tasks))}, tensors)
 
 
@@ -91,6 +96,56 @@ def _oldest_format(task: Task) -> int:
     if task.spec.readout is not None or task.spec.familiarity is not None or scaled:
         return READ_OUT_FORMAT
     return ENSEMBLE_FORMAT if task.members > 1 else PLAIN_FORMAT
+
+
+def is_task_id(source: str) -> bool:
+    """Whether it could be a task of the hub: owner/name, with a branch, tag or commit behind an @."""
+    return is_hub_id(source, r"@[\w./-]+") and not source.endswith(".safetensors")
+
+
+def find_task_file(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
+    """The task file that is meant by a path, by a folder with a card, or by a hub id such as `owner/name@revision`.
+
+    A local path wins over a hub id of the same spelling, and a Path is always local. From the hub only the task file
+    is downloaded, into the hub's own cache, and only if it has at most `MAX_FILE` bytes. Reading the file checks it.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if not (path / FILE).is_file():
+            if (first := find_task_files(str(path))[0]) != str(path):
+                raise TaskFileError(f"{path} is a folder: give a task file in it, such as {first}.")
+            raise TaskFileError(f"{path} contains no task files (.safetensors).")
+        return path / FILE
+    if isinstance(source, Path) or path.exists() or not is_task_id(source):
+        return path
+    if (meant := Path(f"{path}.safetensors")).is_file():
+        raise TaskFileError(f"{path}: no such file. Did you mean {meant}?")
+    name, _, own = source.partition("@")
+    from memoro.tasks.hub import download_task
+
+    return download_task(name, revision or own or None, token)
+
+
+def find_task_files(source: str) -> list[str]:
+    """The task files that are meant on a command line: a folder of them or a glob stands for all of its files."""
+    path = Path(source)
+    if path.is_dir():
+        inside = sorted(str(file) for file in path.glob("*.safetensors") if not file.name.startswith("."))
+        return inside or [source]
+    return sorted(glob.glob(source)) or [source] if not path.exists() and glob.has_magic(source) else [source]
+
+
+def expand_task_arguments(places: Iterable[str | Path]) -> Iterator[tuple[str, Path, str]]:
+    """The task files of what `-t` takes: files, folders, globs and hub ids, also as `NAME=FILE`. For each, the file as
+    it was given, its path, and the name that its task is to have (empty: its own)."""
+    for place in places:
+        if isinstance(place, Path):  # always local
+            yield str(place), find_task_file(place), ""
+            continue
+        name, _, named = place.partition("=")
+        if not named or Path(place).exists():
+            name, named = "", place
+        yield from ((file, find_task_file(file), name) for file in find_task_files(named))
 
 
 def load_task(
@@ -124,37 +179,17 @@ def load_tasks(
     At most twice the size of the tensors is allocated, and about 20 times that of the header.
     """
     with open_file(find_task_file(path, revision, token), "tasks", MAX_FILE) as (file, record):
-        items = read_list(record, "tasks", 1, MAX_TASKS)
-        specs = [_read_spec(item) for item in items]
-        sections = [
-            section_tensors(item, spec.backbone.dim, spec.backbone.depth)
-            for item, spec in zip(items, specs, strict=True)
-        ]
-        known = {
-            f"{number}.{part}"
-            for number, (spec, own) in enumerate(zip(specs, sections, strict=True))
-            for part in (*spec.shapes, *own)
-        }
-        extra = set(file.keys()) - known
-        if extra:
-            raise TaskFileError(f"the file contains tensors that belong to none of its tasks ({min(extra)!r}).")
-        tasks, hashes = [], {}
-        for number, (item, spec) in enumerate(zip(items, specs, strict=True)):
-            tensors = read_tensors(file, spec.name, spec.shapes, f"{number}.")
-            dtype = tensors["class_token"].dtype
-            for part, tensor in tensors.items():
-                if not is_halved(part):
-                    continue
-                if dtype.itemsize > 2 * tensor.element_size():  # would take more memory than the file's size allows
-                    raise TaskFileError(f"{spec.name!r}: {part} is {tensor.dtype} in a task of {dtype}.")
-                tensors[part] = tensor.to(dtype)
-                if not torch.isfinite(tensors[part]).all():
-                    raise TaskFileError(f"{spec.name!r}: {part} has values beyond {dtype}, which the task is in.")
-            tasks.append(Task.from_tensors(spec, tensors, _read_parents(item)))
-            hashes[id(tasks[-1])] = tasks[-1].content_hash()
-            check_content(item, spec.name, hashes[id(tasks[-1])])
-            tasks[-1].update_spec(**read_sections(item, spec, file, f"{number}."))
-        if len({spec.name for spec in specs}) < len(specs):
+        tasks: list[Task] = []
+        hashes: dict[int, str] = {}
+        left = set(file.keys())
+        for number, item in enumerate(read_list(record, "tasks", 1, MAX_TASKS)):
+            task, content, names = _read_task(file, item, f"{number}.")
+            tasks.append(task)
+            hashes[id(task)] = content
+            left -= names
+        if left:
+            raise TaskFileError(f"the file contains tensors that belong to none of its tasks ({min(left)!r}).")
+        if len({task.name for task in tasks}) < len(tasks):
             raise TaskFileError("the file contains two tasks of one name.")
     link_parents(tasks, hashes)
     return [task.to(device) for task in tasks]
@@ -170,36 +205,52 @@ def load_named(path: Path, name: str) -> list[Task]:
     return tasks
 
 
-def save_pretrained(
-    tasks: Sequence[Task],
-    folder: str | Path,
-    *,
-    repo_id: str | None = None,
-    license: str | None = None,
-    base_model: str | None = None,
-) -> Path:
-    """Writes a folder as the hub keeps it: tasks in one file, and their card (see `write_card`)."""
-    save_tasks(tasks, Path(folder) / FILE)
-    write_card(tasks, folder, repo_id=repo_id, license=license, base_model=base_model)
-    return Path(folder)
-
-
-def _write_task(task: Task, hashes: Mapping[int, str]) -> dict[str, Any]:
-    return {
-        **write_spec(task.spec, hashes[id(task)]),
+def _write_task(task: Task, hashes: Mapping[int, str], prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A task's record and its tensors."""
+    spec = task.spec
+    sections, described = write_sections(spec, prefix)
+    record = {
+        **write_spec(spec, hashes[id(task)]),
         "from_layer": task.from_layer,
         "cells": task.cells,
-        "memory_norm": task.spec.memory_norm,
-        **({} if task.spec.widths is None else {"rank": task.rank, "widths": asdict(task.spec.widths)}),
+        "memory_norm": spec.memory_norm,
+        **({} if spec.widths is None else {"rank": task.rank, "widths": asdict(spec.widths)}),
         **({} if task.members == 1 else {"members": task.members}),
-        **({} if task.spec.readout is None else {"readout": asdict(task.spec.readout)}),
+        **({} if spec.readout is None else {"readout": asdict(spec.readout)}),
         "parents": [asdict(parent) for parent in task.parents_among(hashes)],
+        **sections,
     }
+    return record, {**write_tensors(task.name, task.stored_tensors(), prefix), **described}
 
 
-def _read_spec(item: object) -> TaskSpec:
+def _read_task(file: Any, item: object, prefix: str) -> tuple[Task, str, set[str]]:
+    """A task of an open file, its content hash, and the names of its tensors there."""
     if not isinstance(item, Mapping):
         raise TaskFileError("a task's record is not a JSON object.")
+    spec = _read_spec(item)
+    tensors = read_tensors(file, spec.name, spec.shapes, prefix)
+    dtype = tensors["class_token"].dtype
+    for part, tensor in tensors.items():
+        if not is_halved(part):
+            continue
+        if dtype.itemsize > 2 * tensor.element_size():  # would take more memory than the file's size allows
+            raise TaskFileError(f"{spec.name!r}: {part} is {tensor.dtype} in a task of {dtype}.")
+        tensors[part] = tensor.to(dtype)
+        if not torch.isfinite(tensors[part]).all():
+            raise TaskFileError(f"{spec.name!r}: {part} has values beyond {dtype}, which the task is in.")
+    task = Task.from_tensors(spec, tensors, _read_parents(item))
+    content = task.content_hash()
+    check_content(item, spec.name, content)
+    calibration = _read_calibration(read_object(item, "calibration"), spec) if "calibration" in item else None
+    names, familiarity = set(spec.shapes), None
+    if "familiarity" in item:
+        familiarity, described = _read_familiarity(file, read_object(item, "familiarity"), spec, prefix + PREFIX)
+        names |= {PREFIX + name for name in described}
+    task.update_spec(calibration=calibration, familiarity=familiarity)
+    return task, content, {prefix + name for name in names}
+
+
+def _read_spec(item: Mapping[str, Any]) -> TaskSpec:
     common = read_spec(item)
     depth = common["backbone"].depth
     rank, widths = 0, None
@@ -245,6 +296,8 @@ NUMBERS = {
     "noticed": (0.0, 1.0),
 }
 """The fields of a familiarity that are numbers, and their bounds."""
+OUTDATED = ("center", "directions", "variances", "means", "background", "distances")
+"""The tensors of an older kind of familiarity."""
 MAX_DIRECTIONS = 1024
 MAX_SCORES = 4096
 MAX_IMAGES = 10**12
@@ -255,7 +308,7 @@ def write_sections(spec: TaskSpec, prefix: str) -> tuple[dict[str, Any], dict[st
     record: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     if spec.calibration is not None:
-        section = spec.calibration.to_json()
+        section = asdict(spec.calibration)
         record["calibration"] = {**section, "checksum": hash_record(section, {})}
     if spec.familiarity is not None:
         own = _check_values(spec.familiarity, spec.name)
@@ -272,64 +325,41 @@ def write_sections(spec: TaskSpec, prefix: str) -> tuple[dict[str, Any], dict[st
     return record, tensors
 
 
-def section_tensors(item: Mapping[str, Any], dim: int, depth: int) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the tensors of a task's familiarity, none if it has none."""
-    if "familiarity" not in item:
-        return {}
-    section = read_object(item, "familiarity")
-    outdated = _is_outdated(section)
-    sizes = {
-        "directions": read_whole(section, "directions", 1, min(dim, MAX_DIRECTIONS)),
-        "classes": read_whole(section, "classes", 1, max(1, len(read_list(item, "labels", 1, 1 << 30)))),
-        "features": 0 if outdated else read_whole(section, "features", 0, depth * MAX_STATISTICS * dim),
-        "scores": read_whole(section, "scores", 1, MAX_SCORES),
-    }
-    shapes = tensor_shapes(sizes, dim)
-    if outdated:
-        del shapes["reader"]
-        shapes |= {"background": (dim,), "distances": shapes.pop("held_out")}
-    return {PREFIX + name: shape for name, shape in shapes.items()}
-
-
-def _is_outdated(section: Mapping[str, Any]) -> bool:
-    """Whether a familiarity was written by a version that measured it in another way. It is not read."""
-    return "slope" not in section
-
-
-def read_sections(item: Mapping[str, Any], spec: TaskSpec, file: Any, prefix: str) -> dict[str, Any]:
-    """The fields of a TaskSpec that the sections hold, checked."""
-    found: dict[str, Any] = {}
-    if "calibration" in item:
-        found["calibration"] = _read_calibration(read_object(item, "calibration"), spec)
-    shapes = section_tensors(item, spec.backbone.dim, spec.backbone.depth)
-    if shapes and not _is_outdated(item["familiarity"]):
-        stored = read_tensors(file, spec.name, shapes, prefix)
-        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
-        found["familiarity"] = _read_familiarity(read_object(item, "familiarity"), tensors, spec.name)
-    return found
-
-
 def _read_calibration(section: Mapping[str, Any], spec: TaskSpec) -> Calibration:
     labels = len(spec.labels)
-    counts = {"softmax": (1, 0, 0), "multilabel": (labels, labels, 0), "regression": (0, 0, labels)}[spec.kind]
-    temperature, thresholds, spread = (
-        tuple(read_number({name: value}, name, low, high) for value in read_list(section, name, count, count))
-        for (name, low, high), count in zip(
-            (("temperature", 1e-3, 1e3), ("thresholds", 1e-6, 1 - 1e-6), ("spread", 0.0, 1e300)), counts, strict=True
-        )
+    counts = {"softmax": (1, 0, 0), "multilabel": (labels, labels, 0), "regression": (0, 0, labels)}
+    temperatures, thresholds, spreads = counts[spec.kind]
+    calibration = Calibration(
+        temperature=read_numbers(section, "temperature", temperatures, temperatures, 1e-3, 1e3),
+        thresholds=read_numbers(section, "thresholds", thresholds, thresholds, 1e-6, 1 - 1e-6),
+        spread=read_numbers(section, "spread", spreads, spreads, 0.0, 1e300),
+        images=read_whole(section, "images", 1, MAX_IMAGES),
+        source=read_text(section, "source"),
     )
-    images, source = read_whole(section, "images", 1, MAX_IMAGES), read_text(section, "source")
-    calibration = Calibration(temperature, thresholds, spread, images, source)
     _check_sum(section, {}, spec.name, "calibration")
     return calibration
 
 
-def _read_familiarity(section: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> Familiarity:
-    numbers = {number: read_number(section, number, *bounds) for number, bounds in NUMBERS.items()}
+def _read_familiarity(
+    file: Any, section: Mapping[str, Any], spec: TaskSpec, prefix: str
+) -> tuple[Familiarity | None, Iterable[str]]:
+    """A task's familiarity and the names of its tensors. One that an older version measured in another way is not
+    read."""
+    if "slope" not in section:
+        return None, OUTDATED
+    dim, depth = spec.backbone.dim, spec.backbone.depth
+    sizes = {
+        "directions": read_whole(section, "directions", 1, min(dim, MAX_DIRECTIONS)),
+        "classes": read_whole(section, "classes", 1, len(spec.labels)),
+        "features": read_whole(section, "features", 0, depth * MAX_STATISTICS * dim),
+        "scores": read_whole(section, "scores", 1, MAX_SCORES),
+    }
+    tensors = read_tensors(file, spec.name, tensor_shapes(sizes, dim), prefix)
+    numbers = {name: read_number(section, name, *bounds) for name, bounds in NUMBERS.items()}
     images = read_whole(section, "images", 1, MAX_IMAGES)
-    _check_sum(section, tensors, name, "familiarity")
-    fields: dict[str, Any] = {**tensors, **numbers, "images": images}
-    return _check_values(Familiarity(**fields), name)
+    _check_sum(section, tensors, spec.name, "familiarity")
+    own: dict[str, Any] = {**tensors, **numbers, "images": images}
+    return _check_values(Familiarity(**own), spec.name), tensors
 
 
 def _check_values(familiarity: Familiarity, name: str) -> Familiarity:

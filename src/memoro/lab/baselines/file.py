@@ -9,17 +9,18 @@ from typing import Any
 
 from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
+from memoro.files import write_whole
 from memoro.lab.baselines.baseline import LIMITS, Baseline, BaselineSpec
 from memoro.lab.baselines.methods import BASELINES
 from memoro.tasks.record import (
     check_content,
+    file_bytes,
     open_file,
     read_object,
     read_spec,
     read_tensors,
     read_text,
     read_whole,
-    write_file,
     write_spec,
     write_tensors,
 )
@@ -34,7 +35,8 @@ def save_baseline(model: Baseline, path: str | Path) -> Path:
         raise TaskFileError(f"{model!r} is not a baseline; save a task with save_task().")
     spec = model.spec
     record = {**write_spec(spec, model.content_hash()), "regime": spec.regime, "sizes": dict(spec.sizes)}
-    return write_file(path, {"baseline": record}, write_tensors(spec.name, model.stored()))
+    write_whole(Path(path), file_bytes({"baseline": record}, write_tensors(spec.name, model.stored())))
+    return Path(path)
 
 
 def load_baseline(path: str | Path, backbone: Backbone) -> Baseline:
