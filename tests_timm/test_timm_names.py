@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import memoro
-from memoro.backbones.find import find_backbone
+from memoro.backbones.load import find_backbone
 
 NAME = "test_vit.r160_in1k"
 """The smallest of timm's pretrained models, made by timm for tests."""

@@ -13,7 +13,7 @@ from shell import Shell, shell
 
 import memoro
 from memoro.backbones import Backbone
-from memoro.backbones.find import FOLDERS
+from memoro.backbones.load import FOLDERS
 from memoro.errors import BackboneError, CompositionError
 
 __all__ = ["shell"]  # fixtures

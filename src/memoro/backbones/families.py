@@ -33,19 +33,6 @@ def _resized(pixels: Tensor, trunk: Model) -> dict[str, Any]:
     return {"interpolate_pos_encoding": tuple(pixels.shape[-2:]) != as_pair(trunk.config.image_size)}
 
 
-def _embed_fixed(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
-    return trunk.embeddings(pixels, **_resized(pixels, trunk)), Context(grid_of(trunk, pixels))
-
-
-def _embed_free(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
-    return trunk.embeddings(pixels), Context(grid_of(trunk, pixels))
-
-
-def _embed_clip(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
-    tokens, context = _embed_fixed(trunk, pixels)
-    return trunk.pre_layrnorm(tokens), context
-
-
 def _in_order(pixels: Tensor, trunk: Model) -> dict[str, Any]:
     """MAE shuffles its patches by noise: ascending noise keeps them in order."""
     rows, columns = grid_of(trunk, pixels)
@@ -53,20 +40,32 @@ def _in_order(pixels: Tensor, trunk: Model) -> dict[str, Any]:
     return {"noise": noise, **_resized(pixels, trunk)}
 
 
-def _embed_mae(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
-    tokens, _, _ = trunk.embeddings(pixels, **_in_order(pixels, trunk))
-    return tokens, Context(grid_of(trunk, pixels))
+def extra_inputs(trunk: Model, family: FamilySpec, pixels: Tensor) -> dict[str, Any]:
+    """What the embeddings, and the original's forward, need besides the pixels."""
+    return {} if family.extra is None else family.extra(pixels, trunk)
 
 
-def _embed_dinov3(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
+def embed(trunk: Model, family: FamilySpec, pixels: Tensor) -> tuple[Tensor, Context]:
+    """The tokens that enter the first layer."""
+    tokens = trunk.embeddings(pixels, **extra_inputs(trunk, family, pixels))
+    tokens = tokens[0] if isinstance(tokens, tuple) else tokens  # MAE's embeddings also say what they masked
+    if family.pre_norm is not None:
+        tokens = getattr(trunk, family.pre_norm)(tokens)
+    return tokens, family.context(trunk, pixels, tokens)
+
+
+def _plain_context(trunk: Model, pixels: Tensor, tokens: Tensor) -> Context:
+    return Context(grid_of(trunk, pixels))
+
+
+def _rotary_context(trunk: Model, pixels: Tensor, tokens: Tensor) -> Context:
     rotary = sys.modules[type(trunk).__module__].apply_rotary_pos_emb
     cos, sin = trunk.rope_embeddings(pixels)
-    return trunk.embeddings(pixels), Context(grid_of(trunk, pixels), rotate=lambda q, k: rotary(q, k, cos, sin))
+    return Context(grid_of(trunk, pixels), rotate=lambda q, k: rotary(q, k, cos, sin))
 
 
-def _embed_beit(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
-    tokens, window = trunk.embeddings(pixels), grid_of(trunk, pixels)
-    shared = trunk.shared_position_bias
+def _biased_context(trunk: Model, pixels: Tensor, tokens: Tensor) -> Context:
+    window, shared = grid_of(trunk, pixels), trunk.shared_position_bias
 
     def bias(module: Model) -> Tensor:
         table: Tensor = module(window, interpolate_pos_encoding=False, dim_size=tokens.shape[1])
@@ -82,7 +81,7 @@ def _embed_beit(trunk: Model, pixels: Tensor) -> tuple[Tensor, Context]:
         if here is not None:
             # A leaf that keeps the flag: by it sdpa picks its kernel, and so the last bits.
             biases.append(here if trained else here.detach().requires_grad_(here.requires_grad))
-    return tokens, Context(window, biases=tuple(biases) or None)
+    return Context(window, biases=tuple(biases) or None)
 
 
 # ---------------------------------------------------------------------------- tokens to the original's own answer
@@ -152,12 +151,12 @@ class FamilySpec:
     """Where a family keeps its parts."""
 
     title: str
-    embed: Callable[[Model, Tensor], tuple[Tensor, Context]] = _embed_fixed
-    """Trunk and pixels to tokens."""
+    context: Callable[[Model, Tensor, Tensor], Context] = _plain_context
+    """Trunk, pixels and the tokens that enter the first layer to what a pass carries besides these."""
     pool: Callable[[Model, Model, Tensor], Tensor] = _pool_class
     """Model, trunk and tokens after the last layer to the original's own answer."""
-    reference: Callable[[Tensor, Model], dict[str, Any]] | None = _resized
-    """What the original's forward needs besides the pixels."""
+    extra: Callable[[Tensor, Model], dict[str, Any]] | None = _resized
+    """See `extra_inputs`."""
     preprocessing: Callable[[int], Preprocessing] = lambda side: Preprocessing(resize=(side, side), resample=2)
     """The family's own defaults, for models that come without a processor."""
     layers: str = "layers"
@@ -182,7 +181,7 @@ _ENCODER: dict[str, Any] = {
     "project": "out_proj",
 }
 _DINO: dict[str, Any] = {
-    "reference": None,
+    "extra": None,
     "norm1": "norm1",
     "norm2": "norm2",
     "scales": ("layer_scale1", "layer_scale2"),
@@ -190,7 +189,6 @@ _DINO: dict[str, Any] = {
 _DINOV2: dict[str, Any] = {
     **_DINO,
     "layers": "encoder.layer",
-    "embed": _embed_free,
     "pool": _pool_dinov2,
     "preprocessing": _resize_and_crop,
 }
@@ -198,7 +196,7 @@ _DINOV2: dict[str, Any] = {
 FAMILY_SPECS: dict[str, FamilySpec] = {
     "vit": FamilySpec("ViT"),
     "vit_msn": FamilySpec("ViT-MSN", preprocessing=_squash(2, **IMAGENET)),
-    "vit_mae": FamilySpec("ViT-MAE", embed=_embed_mae, reference=_in_order, preprocessing=_squash(3, **IMAGENET)),
+    "vit_mae": FamilySpec("ViT-MAE", extra=_in_order, preprocessing=_squash(3, **IMAGENET)),
     "deit": FamilySpec(
         "DeiT",
         prefix=2,
@@ -210,7 +208,7 @@ FAMILY_SPECS: dict[str, FamilySpec] = {
         "DINOv3 ViT",
         layers="model.layer",
         norm="norm",
-        embed=_embed_dinov3,
+        context=_rotary_context,
         pool=_pool_dinov3,
         preprocessing=_squash(2, **IMAGENET),
         **_DINO,
@@ -218,7 +216,6 @@ FAMILY_SPECS: dict[str, FamilySpec] = {
     "clip_vision_model": FamilySpec(
         "CLIP vision",
         pre_norm="pre_layrnorm",
-        embed=_embed_clip,
         pool=_pool_clip,
         preprocessing=lambda side: Preprocessing(resize=side, crop=(side, side), **OPENAI),
         **_ENCODER,
@@ -229,9 +226,9 @@ FAMILY_SPECS: dict[str, FamilySpec] = {
     "beit": FamilySpec(
         "BEiT",
         scales=("lambda_1", "lambda_2"),
-        embed=_embed_beit,
+        context=_biased_context,
         pool=_pool_beit,
-        reference=None,
+        extra=None,
         preprocessing=_squash(3),
     ),
 }

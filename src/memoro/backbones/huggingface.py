@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from memoro.backbones.anatomy import Anatomy, Block, Map, MlpParts, identity, name_tensors, split_mlp
-from memoro.backbones.backbone import Backbone
-from memoro.backbones.families import FAMILY_SPECS, FamilySpec, Model, as_pair, is_a
+from memoro.backbones.backbone import Backbone, frozen_view
+from memoro.backbones.families import FAMILY_SPECS, FamilySpec, Model, as_pair, embed, extra_inputs, is_a
 from memoro.backbones.fingerprint import name_functions
-from memoro.backbones.frozen_view import frozen_view
 from memoro.backbones.processor import read_processor
 
 
@@ -44,7 +43,7 @@ def picks_kernel(module: nn.Module) -> bool:
 def take_apart(model: Model) -> Anatomy:
     """The anatomy of a supported model."""
     trunk, family = _known(model)
-    embed, pool, tensors = family.embed, family.pool, _name_tensors(trunk, family)
+    tensors = _name_tensors(trunk, family)
     dtype = tensors["patch.weight"].dtype
     position = tensors["position"][0] if family.classes and "position" in tensors else None
     pre_norm = identity if family.pre_norm is None else getattr(trunk, family.pre_norm)
@@ -54,9 +53,9 @@ def take_apart(model: Model) -> Anatomy:
         patch=as_pair(trunk.config.patch_size),
         prefix=family.prefix + getattr(trunk.config, "num_register_tokens", 0),
         blocks=tuple(_block(layer, family) for layer in _layers(trunk, family)),
-        embed=lambda pixels: embed(trunk, pixels.to(dtype)),
+        embed=lambda pixels: embed(trunk, family, pixels.to(dtype)),
         start=lambda token: pre_norm(token if position is None else token + position),
-        finish=lambda tokens: pool(model, trunk, tokens),
+        finish=lambda tokens: family.pool(model, trunk, tokens),
         finish_token=_final_norm(trunk, family),
         class_token=tensors["class_token"][0] if family.classes else None,
         tensors=tensors,
@@ -66,10 +65,10 @@ def take_apart(model: Model) -> Anatomy:
 def run_forward(model: Model, pixels: Tensor) -> Tensor:
     """What the model's own forward returns for `"base"`: logits, else the pooled output, else a token or the mean."""
     trunk, family = _known(model)
-    extra = {} if family.reference is None else family.reference(pixels, trunk)
     whole = any(hasattr(model, name) for name in ("classifier", "cls_classifier"))
     whole = whole or is_a(model, "CLIPVisionModelWithProjection")
-    out = (model if whole else trunk)(pixels.to(_patch_projection(trunk).weight.dtype), **extra)
+    pixels = pixels.to(_patch_projection(trunk).weight.dtype)
+    out = (model if whole else trunk)(pixels, **extra_inputs(trunk, family, pixels))
     for name in ("logits", "image_embeds", "pooler_output"):
         if getattr(out, name, None) is not None:
             return getattr(out, name)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memoro.backbones.anatomy import Anatomy, Block, Context, MlpParts, name_tensors, split_mlp
-from memoro.backbones.backbone import Backbone
+from memoro.backbones.backbone import Backbone, frozen_view
 from memoro.backbones.fingerprint import name_functions
-from memoro.backbones.frozen_view import frozen_view
 from memoro.backbones.load import TIMM, is_hub_reachable, unsupported
 from memoro.backbones.processor import read_processor
 from memoro.errors import BackboneError, first_line, need
