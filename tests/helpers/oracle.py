@@ -118,7 +118,7 @@ def pool_hidden_states(states: Tensor, anatomy: Anatomy) -> Tensor:
 
 def merge(backbone: Backbone, task: Task) -> Anatomy:
     """The anatomy of a copy of the backbone with the task's low-rank weights added to its matrices."""
-    anatomy = backbone.trainable_copy().anatomy
+    anatomy = backbone.take_apart(backbone.trainable_copy())
     with torch.no_grad():
         for layer in range(task.from_layer, backbone.depth):
             low = {name: tensor[layer - task.from_layer] for name, tensor in task.lora.items()}

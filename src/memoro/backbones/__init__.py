@@ -1,7 +1,7 @@
 """Frozen Vision Transformers behind one protocol."""
 
 from memoro.backbones.anatomy import Anatomy, Block, Context
-from memoro.backbones.backbone import Backbone, BackboneRecord, TrainableCopy, require_backbone
+from memoro.backbones.backbone import Backbone, BackboneRecord, require_backbone
 from memoro.backbones.fingerprint import Fingerprint
 from memoro.backbones.load import load_backbone
 
@@ -12,7 +12,6 @@ __all__ = [
     "Block",
     "Context",
     "Fingerprint",
-    "TrainableCopy",
     "load_backbone",
     "require_backbone",
 ]

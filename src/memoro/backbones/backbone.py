@@ -18,23 +18,6 @@ from memoro.images import Preprocessing
 
 
 @dataclass(frozen=True, eq=False)
-class TrainableCopy:
-    """A second, frozen model with weights of its own, for regimes that change weights."""
-
-    module: nn.Module
-    anatomy: Anatomy
-
-    @property
-    def weights(self) -> dict[str, nn.Parameter]:
-        """The encoder's parameters, each under the first of the anatomy's names that is a part of it."""
-        owners = {parameter.untyped_storage().data_ptr(): parameter for parameter in self.module.parameters()}
-        names: dict[int, str] = {}
-        for name, tensor in self.anatomy.tensors.items():
-            names.setdefault(tensor.untyped_storage().data_ptr(), name)
-        return {name: owners[place] for place, name in names.items()}
-
-
-@dataclass(frozen=True, eq=False)
 class Backbone:
     """A frozen Vision Transformer: what `load_backbone` returns. The model that it was built around never changes."""
 
@@ -131,10 +114,10 @@ class Backbone:
         vars(new)["_versions"] = new._count_versions()
         return new
 
-    def trainable_copy(self, dtype: torch.dtype | None = None) -> TrainableCopy:
-        """A new copy, in the given dtype or the backbone's own."""
-        module = frozen_view(copy.deepcopy(self.module), _mover(None, dtype))
-        return TrainableCopy(module, self.take_apart(module))
+    def trainable_copy(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """A second, frozen module with weights of its own, in the given dtype or the backbone's. For regimes that
+        change weights: `take_apart` gives its anatomy."""
+        return frozen_view(copy.deepcopy(self.module), _mover(None, dtype))
 
     def check_unchanged(self, *, read_weights: bool = False) -> None:
         """Raises if the model's weights have changed since the fingerprint was taken.
@@ -144,10 +127,9 @@ class Backbone:
         """
         known: Fingerprint | None = vars(self).get("_taken")
         changed = vars(self).get("_versions") not in {None, self._count_versions()}
-        if known is None and not changed and (read_weights or self.checkpoint is None):
-            known = self._taken
-        elif known is not None and read_weights and not changed:
-            changed = take_fingerprint(self.anatomy.tensors, self.anatomy.heads).digest != known.digest
+        if not changed and (read_weights or self.checkpoint is None):
+            here = take_fingerprint(self.anatomy.tensors, self.anatomy.heads) if known and read_weights else self._taken
+            changed = known is not None and here.digest != known.digest
         if changed:
             raise BackboneError(
                 f"the weights of {self.name} have changed since it was loaded: load the backbone again."

@@ -6,13 +6,15 @@ import hashlib
 import json
 import platform
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Literal, cast, get_args
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from memoro.clock import best_times
 from memoro.errors import BackboneError, TaskFileError
 from memoro.files import cache_folder, write_whole
 
@@ -23,7 +25,8 @@ PRECISION_HELP = "What the backbone computes in; auto: bfloat16 if the device is
 
 FILE = "precision.json"
 """In the cache folder: for each CPU and version of torch, whether bfloat16 is faster."""
-ROUNDS = 7
+ROUNDS, SECONDS = 6, 0.1
+"""Of the measurement; on a CPU that is very slow in bfloat16, the time is over first."""
 FASTER, SURE = 1.15, (1.0, 1.3)
 """From how many times the speed of float32 on bfloat16 is used. Ratios between the two others are not remembered: they
 may be noise, and are measured again."""
@@ -69,22 +72,20 @@ def prefers_bfloat16(device: torch.device) -> bool:
 
 @torch.no_grad()
 def measure_speedup() -> float:
-    """How many times as fast as in float32 this CPU computes an MLP in bfloat16: the shortest times of several rounds,
-    taken in turn, so that other work on the machine rarely decides."""
+    """How many times as fast as in float32 this CPU computes an MLP in bfloat16."""
     generator = torch.Generator("cpu").manual_seed(0)
     shapes = ((128, 384), (1536, 384), (384, 1536))
     drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
-    kinds = {dtype: [tensor.to(dtype) for tensor in drawn] for dtype in (torch.float32, torch.bfloat16)}
-    best = dict.fromkeys(kinds, float("inf"))
-    for number in range(ROUNDS):
-        for dtype, (tokens, expand, contract) in kinds.items():
-            start = perf_counter()
-            normed = functional.layer_norm(tokens, tokens.shape[1:])
-            functional.linear(functional.gelu(functional.linear(normed, expand)), contract)
-            best[dtype] = min(best[dtype], perf_counter() - start)
-        if number and best[torch.bfloat16] > 2 * best[torch.float32]:
-            break
-    return best[torch.float32] / best[torch.bfloat16]
+
+    def run(tokens: Tensor, expand: Tensor, contract: Tensor) -> None:
+        normed = functional.layer_norm(tokens, tokens.shape[1:])
+        functional.linear(functional.gelu(functional.linear(normed, expand)), contract)
+
+    kinds = (torch.float32, torch.bfloat16)
+    times = best_times(
+        {str(kind): partial(run, *(tensor.to(kind) for tensor in drawn)) for kind in kinds}, ROUNDS, seconds=SECONDS
+    )
+    return times[str(torch.float32)] / times[str(torch.bfloat16)]
 
 
 def _describe_cpu() -> str:

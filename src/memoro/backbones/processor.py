@@ -26,7 +26,7 @@ def read_processor(source: Any, default: Preprocessing) -> Preprocessing:
     processor = getattr(source, "image_processor", source)  # CLIPProcessor and the like hold one
 
     def value(name: str, other: Any = None) -> Any:
-        found = processor.get(name) if isinstance(processor, Mapping) else getattr(processor, name, None)
+        found = _get(processor, name)
         return other if found is None else found
 
     normalise = value("do_normalize", True)
@@ -80,17 +80,18 @@ def _is_on_hub(source: str, name: str) -> bool:
         raise BackboneError(f"{source}: its image processor cannot be read ({first_line(error)})") from None
 
 
+def _get(source: Any, name: str) -> Any:
+    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+
+
 def _size(size: Any) -> int | tuple[int, int]:
     if isinstance(size, int):
         return size
-
-    def get(name: str) -> int:
-        return int((size.get(name) if isinstance(size, Mapping) else getattr(size, name, None)) or 0)
-
-    if get("shortest_edge"):
-        return get("shortest_edge")
-    if get("height") and get("width"):
-        return get("height"), get("width")
+    shortest, height, width = (int(_get(size, name) or 0) for name in ("shortest_edge", "height", "width"))
+    if shortest:
+        return shortest
+    if height and width:
+        return height, width
     raise BackboneError(f"the processor's size {size!r} must be either a shortest edge or a height and width.")
 
 

@@ -239,36 +239,27 @@ def _by_size(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[int]]]:
         yield same[0] if len(same) == 1 else torch.cat(same), places
 
 
-_NONE, _EMPTY = Answer(), np.empty(0, np.float32)
-"""In the places of answers and tokens that are still to come."""
-
-
 def _answer(
     images: Sequence[str], decoded: Decoded, passes: Sequence[Pass], names: Sequence[str], options: AnswerOptions
 ) -> Iterator[Prediction]:
-    answered: dict[str, list[Answer]] = {name: [] for name in names}
-    tokens: dict[str, list[npt.NDArray[np.float32]]] = {}
+    readable = [at for at in range(len(images)) if at not in decoded.failures]
+    answers: dict[int, Answers] = {at: {} for at in readable}
+    tokens: dict[int, dict[str, npt.NDArray[np.float32]]] = {at: {} for at in readable}
     for group, parts in zip(passes, decoded.images, strict=True):
-        new = {"base", *(model.name for model in group.models)} - set(tokens)  # the base of the first pass that has it
-        for model in group.models:
-            answered[model.name] = [_NONE] * sum(map(len, parts))
         for part, places in _by_size(parts):
             with torch.no_grad():
                 pixels = group.preprocessing.on(part, group.device)
                 outputs = group.run(pixels).on_cpu([model.name for model in group.models], tokens=options.embeddings)
             for model in group.models:
                 for place, answer in zip(places, outputs.answers(model, options.top), strict=True):
-                    answered[model.name][place] = answer
-            for name in new & set(outputs.tokens):
-                rows = tokens.setdefault(name, [_EMPTY] * sum(map(len, parts)))
-                for place, row in zip(places, outputs.tokens[name].float().numpy(), strict=True):
-                    rows[place] = row
-    answers = {name: iter(rows) for name, rows in answered.items()}
-    embeddings = {name: iter(tokens[name]) for name in ("base", *names) if name in tokens}
+                    answers[readable[place]][model.name] = answer
+            for name, rows in outputs.tokens.items():
+                for place, row in zip(places, rows.float().numpy(), strict=True):
+                    tokens[readable[place]].setdefault(name, row)  # of the base, those of the first pass that has it
     for at, image in enumerate(images):
         if (error := decoded.failures.get(at)) is not None:
             yield Prediction(image, {}, error)
             continue
-        routed = {name: options.routing.apply(next(answers[name])) for name in names}
+        routed = {name: options.routing.apply(answers[at][name]) for name in names}
         given = {name: answer for name, answer in routed.items() if answer is not None}
-        yield Prediction(image, given, embeddings={name: next(rows) for name, rows in embeddings.items()})
+        yield Prediction(image, given, embeddings={n: tokens[at][n] for n in ("base", *names) if n in tokens[at]})

@@ -130,9 +130,9 @@ def read_views(images: Iterable[tuple[str, Picture]], preprocessing: Preprocessi
         seen.append(own)
         views.append(shown)
     if not seen:
-        raise ImageError("no images to explain.")
+        raise ImageError("no images were given.")
     if len({image.size for image in seen}) > 1:
-        raise ImageError("these images differ in size, and the preprocessing has no crop: explain them one by one.")
+        raise ImageError("these images differ in size, and the preprocessing has no crop: give them one by one.")
     return preprocessing.normalise(np.stack([np.asarray(image) for image in seen])), views
 
 

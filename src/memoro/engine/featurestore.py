@@ -184,10 +184,6 @@ class FeatureStore:
         """The positions of keys that have no record yet."""
         return [at for at, key in enumerate(keys) if key not in self._records]
 
-    def writer(self, count: int) -> Writer:
-        """Adds at most so many records."""
-        return Writer(self, count)
-
     def buffer(self, batch: int, dtype: torch.dtype, device: torch.device = CPU) -> Buffer:
         """Memory for a batch of records. Use it again: touching fresh memory takes longer than reading."""
         form = self.format

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import format_count
-from memoro.errors import ImageError
-from memoro.images import Decoder
+from memoro.engine.explain import read_views
 from memoro.tasks.spec import TaskModule
 
 if TYPE_CHECKING:
@@ -103,14 +102,8 @@ def sample_pixels(backbone: Backbone, images: Sequence[str | Path], tasks: Itera
     if images:
         whites = [task.spec.preprocessing.white for task in tasks if task.spec.preprocessing is not None]
         white = next((white for white in whites if white is not None), None)
-        steps = replace(backbone.preprocessing, white=white)
-        [found], failures = Decoder((steps,))([(str(image), image) for image in images])
-        if failures:
-            at = min(failures)
-            raise ImageError(f"{images[at]}: {failures[at]}")
-        if len(found) > 1:
-            raise ImageError("these images differ in size, and the preprocessing has no crop: give one of them.")
-        return steps.normalise(found[0])
+        named = [(str(image), image) for image in images]
+        return read_views(named, replace(backbone.preprocessing, white=white))[0]
     height, width = backbone.preprocessing.size or backbone.image_size
     return torch.randn(
         2, backbone.channels, height, width, generator=torch.Generator("cpu").manual_seed(0), device="cpu"

@@ -113,10 +113,10 @@ def save_pretrained(
             pictures[task.name] = picture
     own = tasks[0].spec.backbone.name
     base_model = base_model or (own if is_hub_id(own) else None)
-    head = _front_matter(tasks, license, base_model)
-    usage = _usage(tasks, repo_id or folder.resolve().name, base_model or own)
+    head = f"---\n{_front_matter(tasks, license, base_model)}\n---"
+    introduction = _introduce(tasks, base_model, repo_id or folder.resolve().name)
     sections = [part for task in tasks for part in _describe(task, pictures.get(task.name))]
-    text = "\n\n".join([f"---\n{head}\n---", *_introduce(tasks, base_model), usage, *sections]) + "\n"
+    text = "\n\n".join([head, *introduction, *sections]) + "\n"
     ModelCard(text)  # what the hub's own parser refuses is not written
     readme, content = folder / "README.md", text.encode(errors="backslashreplace")
     if readme.exists() and readme.read_bytes() != content:
@@ -156,27 +156,24 @@ def _front_matter(tasks: Sequence[Task], license: str | None, base_model: str | 
     return str(data.to_yaml())
 
 
-def _introduce(tasks: Sequence[Task], base_model: str | None) -> list[str]:
+def _introduce(tasks: Sequence[Task], base_model: str | None, source: str) -> Iterator[str]:
+    """What the tasks are, and how the task file, `source`, is loaded."""
     made = tasks[0].spec.backbone
     name = f"[{_text(base_model)}](https://huggingface.co/{base_model})" if base_model else _text(made.name)
     what = "A memoro task" if len(tasks) == 1 else f"{len(tasks)} memoro tasks"
-    return [
-        f"# {', '.join(_text(task.name) for task in tasks)}",
+    yield f"# {', '.join(_text(task.name) for task in tasks)}"
+    yield (
         f"{what} for the frozen backbone {name} ({_text(made.family)}, fingerprint {_text(made.fingerprint.short)}). "
         "Attach other tasks for the same backbone beside it: one pass of the backbone answers all of them, and the "
-        "backbone's own output stays the same to the last bit. The file contains no code.",
-    ]
-
-
-def _usage(tasks: Sequence[Task], source: str, backbone: str) -> str:
-    load = f"[memoro.load_task({source!r})]" if len(tasks) == 1 else f"memoro.load_tasks({source!r})"
-    code = (
-        "import memoro\n"
-        f"backbone = memoro.load_backbone({printable(backbone)!r})\n"
-        f"model = memoro.compose(backbone, {load})\n"
-        'print(model.predict("photo.jpg"))'
+        "backbone's own output stays the same to the last bit. The file contains no code."
     )
-    return f"## Use\n\n```python\n{code}\n```"
+    load = f"[memoro.load_task({source!r})]" if len(tasks) == 1 else f"memoro.load_tasks({source!r})"
+    yield (
+        "## Use\n\n```python\nimport memoro\n"
+        f"backbone = memoro.load_backbone({printable(base_model or made.name)!r})\n"
+        f"model = memoro.compose(backbone, {load})\n"
+        'print(model.predict("photo.jpg"))\n```'
+    )
 
 
 def _describe(task: Task, picture: str | None) -> Iterator[str]:

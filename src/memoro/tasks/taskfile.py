@@ -179,16 +179,24 @@ def load_tasks(
     At most twice the size of the tensors is allocated, and about 20 times that of the header.
     """
     with open_file(find_task_file(path, revision, token), "tasks", MAX_FILE) as (file, record):
+        items = read_list(record, "tasks", 1, MAX_TASKS)
+        specs = [_read_spec(item) for item in items]
+        described = [_familiarity_shapes(item, spec) for item, spec in zip(items, specs, strict=True)]
+        parts = [(*spec.shapes, *shapes) for spec, shapes in zip(specs, described, strict=True)]
+        if extra := set(file.keys()) - {f"{number}.{part}" for number, own in enumerate(parts) for part in own}:
+            raise TaskFileError(f"the file contains tensors that belong to none of its tasks ({min(extra)!r}).")
         tasks: list[Task] = []
         hashes: dict[int, str] = {}
-        left = set(file.keys())
-        for number, item in enumerate(read_list(record, "tasks", 1, MAX_TASKS)):
-            task, content, names = _read_task(file, item, f"{number}.")
+        for number, (item, spec, shapes) in enumerate(zip(items, specs, described, strict=True)):
+            task = _read_task(file, item, spec, f"{number}.")
+            hashes[id(task)] = task.content_hash()
+            check_content(item, task.name, hashes[id(task)])
+            if "calibration" in item:
+                task.update_spec(calibration=_read_calibration(read_object(item, "calibration"), spec))
+            if shapes and not _is_outdated(item["familiarity"]):
+                stored = read_tensors(file, task.name, shapes, f"{number}.")
+                task.update_spec(familiarity=_read_familiarity(item["familiarity"], stored, task.name))
             tasks.append(task)
-            hashes[id(task)] = content
-            left -= names
-        if left:
-            raise TaskFileError(f"the file contains tensors that belong to none of its tasks ({min(left)!r}).")
         if len({task.name for task in tasks}) < len(tasks):
             raise TaskFileError("the file contains two tasks of one name.")
     link_parents(tasks, hashes)
@@ -223,11 +231,7 @@ def _write_task(task: Task, hashes: Mapping[int, str], prefix: str) -> tuple[dic
     return record, {**write_tensors(task.name, task.stored_tensors(), prefix), **described}
 
 
-def _read_task(file: Any, item: object, prefix: str) -> tuple[Task, str, set[str]]:
-    """A task of an open file, its content hash, and the names of its tensors there."""
-    if not isinstance(item, Mapping):
-        raise TaskFileError("a task's record is not a JSON object.")
-    spec = _read_spec(item)
+def _read_task(file: Any, item: Mapping[str, Any], spec: TaskSpec, prefix: str) -> Task:
     tensors = read_tensors(file, spec.name, spec.shapes, prefix)
     dtype = tensors["class_token"].dtype
     for part, tensor in tensors.items():
@@ -238,19 +242,12 @@ def _read_task(file: Any, item: object, prefix: str) -> tuple[Task, str, set[str
         tensors[part] = tensor.to(dtype)
         if not torch.isfinite(tensors[part]).all():
             raise TaskFileError(f"{spec.name!r}: {part} has values beyond {dtype}, which the task is in.")
-    task = Task.from_tensors(spec, tensors, _read_parents(item))
-    content = task.content_hash()
-    check_content(item, spec.name, content)
-    calibration = _read_calibration(read_object(item, "calibration"), spec) if "calibration" in item else None
-    names, familiarity = set(spec.shapes), None
-    if "familiarity" in item:
-        familiarity, described = _read_familiarity(file, read_object(item, "familiarity"), spec, prefix + PREFIX)
-        names |= {PREFIX + name for name in described}
-    task.update_spec(calibration=calibration, familiarity=familiarity)
-    return task, content, {prefix + name for name in names}
+    return Task.from_tensors(spec, tensors, _read_parents(item))
 
 
-def _read_spec(item: Mapping[str, Any]) -> TaskSpec:
+def _read_spec(item: object) -> TaskSpec:
+    if not isinstance(item, Mapping):
+        raise TaskFileError("a task's record is not a JSON object.")
     common = read_spec(item)
     depth = common["backbone"].depth
     rank, widths = 0, None
@@ -296,8 +293,6 @@ NUMBERS = {
     "noticed": (0.0, 1.0),
 }
 """The fields of a familiarity that are numbers, and their bounds."""
-OUTDATED = ("center", "directions", "variances", "means", "background", "distances")
-"""The tensors of an older kind of familiarity."""
 MAX_DIRECTIONS = 1024
 MAX_SCORES = 4096
 MAX_IMAGES = 10**12
@@ -340,26 +335,37 @@ def _read_calibration(section: Mapping[str, Any], spec: TaskSpec) -> Calibration
     return calibration
 
 
-def _read_familiarity(
-    file: Any, section: Mapping[str, Any], spec: TaskSpec, prefix: str
-) -> tuple[Familiarity | None, Iterable[str]]:
-    """A task's familiarity and the names of its tensors. One that an older version measured in another way is not
-    read."""
-    if "slope" not in section:
-        return None, OUTDATED
-    dim, depth = spec.backbone.dim, spec.backbone.depth
+def _familiarity_shapes(item: Mapping[str, Any], spec: TaskSpec) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors of a task's familiarity, none if it has none."""
+    if "familiarity" not in item:
+        return {}
+    section, dim = read_object(item, "familiarity"), spec.backbone.dim
+    outdated = _is_outdated(section)
     sizes = {
         "directions": read_whole(section, "directions", 1, min(dim, MAX_DIRECTIONS)),
         "classes": read_whole(section, "classes", 1, len(spec.labels)),
-        "features": read_whole(section, "features", 0, depth * MAX_STATISTICS * dim),
+        "features": 0 if outdated else read_whole(section, "features", 0, spec.backbone.depth * MAX_STATISTICS * dim),
         "scores": read_whole(section, "scores", 1, MAX_SCORES),
     }
-    tensors = read_tensors(file, spec.name, tensor_shapes(sizes, dim), prefix)
-    numbers = {name: read_number(section, name, *bounds) for name, bounds in NUMBERS.items()}
+    shapes = tensor_shapes(sizes, dim)
+    if outdated:
+        del shapes["reader"]
+        shapes |= {"background": (dim,), "distances": shapes.pop("held_out")}
+    return {PREFIX + name: shape for name, shape in shapes.items()}
+
+
+def _is_outdated(section: Mapping[str, Any]) -> bool:
+    """Whether a familiarity was written by a version that measured it in another way. It is not read."""
+    return "slope" not in section
+
+
+def _read_familiarity(section: Mapping[str, Any], stored: Mapping[str, Tensor], name: str) -> Familiarity:
+    tensors = {part.removeprefix(PREFIX): tensor for part, tensor in stored.items()}
+    numbers = {number: read_number(section, number, *bounds) for number, bounds in NUMBERS.items()}
     images = read_whole(section, "images", 1, MAX_IMAGES)
-    _check_sum(section, tensors, spec.name, "familiarity")
+    _check_sum(section, tensors, name, "familiarity")
     own: dict[str, Any] = {**tensors, **numbers, "images": images}
-    return _check_values(Familiarity(**own), spec.name), tensors
+    return _check_values(Familiarity(**own), name)
 
 
 def _check_values(familiarity: Familiarity, name: str) -> Familiarity:

@@ -26,6 +26,7 @@ from memoro.engine.featurestore import (
     RecordFormat,
     Resident,
     StoreDtype,
+    Writer,
     default_folder,
     free_memory,
     total_bytes,
@@ -142,7 +143,7 @@ class CachedLoader:
         exact = torch.autocast(self._backbone.device.type, enabled=False)
         # By key: a process that starts later may find some of it done.
         absent = [[at for key, at in view.items() if key[0] % part[1] == part[0]] for view in self.missing()]
-        writer = self.store.writer(sum(map(len, absent)))
+        writer = Writer(self.store, sum(map(len, absent)))
         with torch.no_grad(), exact:
             for view, mine in enumerate(absent):
                 for batch in self.loader.pick(mine, view) if mine else ():

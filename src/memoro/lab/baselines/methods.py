@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memoro.backbones import Anatomy, Backbone, Block, TrainableCopy
+from memoro.backbones import Anatomy, Backbone, Block
 from memoro.errors import BackboneError, need
 from memoro.lab.baselines.baseline import BaselineRegime, Parts, Shapes
 from memoro.lab.baselines.dense import Weights, dense_attention, embed_tokens, read_token, run_copy, run_dense
@@ -113,10 +113,16 @@ def _shape_full(backbone: Backbone, sizes: Mapping[str, int]) -> Shapes:
 
 def _copy_full(backbone: Backbone, plan: TaskPlan, dtype: torch.dtype) -> Parts:
     """The copy stays in eval mode: with dropout it would be another comparison."""
-    made = backbone.trainable_copy(dtype)
-    for parameter in made.weights.values():
+    module = backbone.trainable_copy(dtype)
+    anatomy = backbone.take_apart(module)
+    owners = {parameter.untyped_storage().data_ptr(): parameter for parameter in module.parameters()}
+    names: dict[int, str] = {}
+    for name, tensor in anatomy.tensors.items():
+        names.setdefault(tensor.untyped_storage().data_ptr(), name)  # the first of those that are parts of a parameter
+    weights = {name: owners[place] for place, name in names.items()}
+    for parameter in weights.values():
         parameter.requires_grad_(True)
-    return Parts(made.anatomy, made.weights, stored=made.anatomy.tensors)
+    return Parts(anatomy, weights, stored=anatomy.tensors)
 
 
 Places = Mapping[str, Tensor]
@@ -152,26 +158,26 @@ def _copy_lora(backbone: Backbone, plan: TaskPlan, dtype: torch.dtype, places: C
     from peft import LoraConfig, inject_adapter_in_model
 
     assert plan.rank is not None
-    made = backbone.trainable_copy()
-    targets = _find_targets(backbone, made, places(made.anatomy))
+    module = backbone.trainable_copy()
+    targets = _find_targets(backbone, module, places(backbone.take_apart(module)))
     # alpha = rank: the update counts in full, whatever the rank.
     config = LoraConfig(r=plan.rank, lora_alpha=plan.rank, target_modules=list(targets.values()))
     with torch.random.fork_rng(devices=[]):  # PEFT draws from the global generator
         torch.manual_seed(plan.seed)
-        inject_adapter_in_model(config, made.module)
+        inject_adapter_in_model(config, module)
     parameters: dict[str, nn.Parameter] = {}
     for place, path in targets.items():
-        layer: Any = made.module.get_submodule(path)
+        layer: Any = module.get_submodule(path)
         for name in ("lora_A", "lora_B"):
             parameters[f"{place}.{name}"] = getattr(layer, name)["default"].to(dtype).weight
-    return Parts(backbone.take_apart(made.module), parameters)  # anew: PEFT has put its own modules in
+    return Parts(backbone.take_apart(module), parameters)  # anew: PEFT has put its own modules in
 
 
-def _find_targets(backbone: Backbone, made: TrainableCopy, places: Places) -> dict[str, str]:
+def _find_targets(backbone: Backbone, model: nn.Module, places: Places) -> dict[str, str]:
     """Where the module of each matrix is, by the file's names."""
     owners = {
         id(parameter): path
-        for path, module in made.module.named_modules()
+        for path, module in model.named_modules()
         for parameter in module.parameters(recurse=False)
     }
     if any(id(weight) not in owners for weight in places.values()):
