@@ -26,7 +26,7 @@ from memoro.data.source import Objects
 from memoro.engine.answers import Pictures, list_pictures
 from memoro.errors import DataError, ImageError, TaskFileError
 from memoro.files import write_whole
-from memoro.tasks.record import read_backbone
+from memoro.tasks.record import Section, read_backbone
 from memoro.tasks.ridge import MOST_DIMENSIONS, NEGLIGIBLE, Read, RidgeSystem
 from memoro.training.cached import Cache
 from memoro.training.recipe import TrainOptions
@@ -154,7 +154,7 @@ class ImageIndex:
                 facts = json.loads(about["facts"])
                 found = {name: file.get_tensor(name) for name in ("vectors", "weight", "bias", "names")}
             names = tuple(map(str, json.loads(found.pop("names").numpy().tobytes())))
-            record, size = read_backbone(facts["backbone"]), facts["image_size"]
+            record, size = read_backbone(Section(facts["backbone"])), facts["image_size"]
             shapes = [(len(names), len(found["bias"])), (len(found["bias"]), found["weight"].shape[-1])]
             if about["format"] != _FORMAT or [found[name].shape for name in ("vectors", "weight")] != shapes:
                 raise ValueError

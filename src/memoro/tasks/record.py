@@ -89,8 +89,54 @@ def write_tensors(name: str, tensors: Mapping[str, Tensor], prefix: str = "") ->
 # ------------------------------------------------------------------------------------------------------- reading
 
 
+class Section:
+    """A JSON object of a file. Each value is checked when it is read."""
+
+    def __init__(self, values: object, what: str = "the record") -> None:
+        if not isinstance(values, dict):
+            raise TaskFileError(f"{what} is not a JSON object.")
+        self.values: dict[str, Any] = values
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def text(self, name: str) -> str:
+        return str(self._field(name, lambda v: isinstance(v, str) and len(v) <= 4096, "a short string"))
+
+    def whole(self, name: str, low: int, high: int) -> int:
+        what = f"a whole number from {low} to {high}"
+        return int(self._field(name, lambda v: isinstance(v, int) and low <= v <= high, what))
+
+    def number(self, name: str, low: float, high: float) -> float:
+        what = f"a number from {low:g} to {high:g}"
+        return float(self._field(name, lambda v: isinstance(v, (int, float)) and low <= v <= high, what))
+
+    def numbers(self, name: str, fewest: int, most: int, low: float, high: float) -> tuple[float, ...]:
+        return tuple(Section({name: value}).number(name, low, high) for value in self.list(name, fewest, most))
+
+    def choice(self, name: str, choices: Sequence[str]) -> Any:
+        return self._field(name, lambda v: v in choices, f"one of {', '.join(choices)}")
+
+    def section(self, name: str) -> Section:
+        return Section(self._field(name, lambda v: isinstance(v, dict), "a JSON object"))
+
+    def sections(self, name: str, fewest: int, most: int) -> list[Section]:
+        return [Section(value, f"an entry of {name}") for value in self.list(name, fewest, most)]
+
+    def list(self, name: str, fewest: int, most: int) -> Sequence[Any]:
+        what = f"a list of {fewest} to {most} entries"
+        values: Sequence[Any] = self._field(name, lambda v: isinstance(v, list) and fewest <= len(v) <= most, what)
+        return values
+
+    def _field(self, name: str, right: Callable[[Any], bool], what: str) -> Any:
+        value = self.values.get(name)
+        if isinstance(value, bool) or not right(value):
+            raise TaskFileError(f"{name} in the record must be {what}.")
+        return value
+
+
 @contextmanager
-def open_file(path: str | Path, content: str, most: int) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+def open_file(path: str | Path, content: str, most: int) -> Iterator[tuple[Any, Section]]:
     """An open file of at most `most` bytes, and its record, which holds no other content than the given one.
 
     All that can go wrong until it is closed is a TaskFileError that names the file.
@@ -130,7 +176,7 @@ def _check_header(path: Path, most: int) -> None:
         raise TaskFileError(f"{path} is not a safetensors file, or it is truncated: download it again.")
 
 
-def _read_record(file: Any) -> Mapping[str, Any]:
+def _read_record(file: Any) -> Section:
     text = (file.metadata() or {}).get(KEY)
     if text is None:
         raise TaskFileError(
@@ -139,10 +185,8 @@ def _read_record(file: Any) -> Mapping[str, Any]:
         )
     if _count_brackets(text) > MAX_BRACKETS:  # each becomes an object of many times its size
         raise TaskFileError("the record has too many parts.")
-    record = json.loads(text, parse_constant=_finite, parse_float=_finite)
-    if not isinstance(record, Mapping):
-        raise TaskFileError("the record is not a JSON object.")
-    version = record.get("format")
+    record = Section(json.loads(text, parse_constant=_finite, parse_float=_finite))
+    version = record.values.get("format")
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise TaskFileError(f"the format {version!r} is not a version number.")
     if version > FORMAT:
@@ -159,32 +203,32 @@ def _finite(number: str) -> float:
     return value
 
 
-def read_spec(item: Mapping[str, Any]) -> dict[str, Any]:
+def read_spec(item: Section) -> dict[str, Any]:
     """What `write_spec` wrote of a spec, checked: the fields of a ModelSpec."""
-    name, preprocessing = check_name(item.get("name")), item.get("preprocessing")
+    name, preprocessing = check_name(item.values.get("name")), item.values.get("preprocessing")
     return {
         "name": name,
-        "labels": check_labels(item.get("labels"), name),
-        "kind": read_choice(item, "kind", get_args(HeadKind)),
-        "backbone": read_backbone(read_object(item, "backbone")),
+        "labels": check_labels(item.values.get("labels"), name),
+        "kind": item.choice("kind", get_args(HeadKind)),
+        "backbone": read_backbone(item.section("backbone")),
         "preprocessing": None if preprocessing is None else Preprocessing.from_json(preprocessing),
-        "training": dict(read_object(item, "training")),
-        "metrics": dict(read_object(item, "metrics")),
+        "training": item.section("training").values,
+        "metrics": item.section("metrics").values,
     }
 
 
-def read_backbone(item: Mapping[str, Any]) -> BackboneRecord:
+def read_backbone(item: Section) -> BackboneRecord:
     """What a file says of its backbone, checked."""
-    fingerprint = read_object(item, "fingerprint")
+    fingerprint = item.section("fingerprint")
     return BackboneRecord(
-        name=read_text(item, "name"),
-        family=read_text(item, "family"),
-        dim=read_whole(item, "dim", 1, MAX_DIM),
-        depth=read_whole(item, "depth", 1, MAX_DEPTH),
+        name=item.text("name"),
+        family=item.text("family"),
+        dim=item.whole("dim", 1, MAX_DIM),
+        depth=item.whole("depth", 1, MAX_DEPTH),
         fingerprint=Fingerprint(
-            digest=read_text(fingerprint, "digest"),
-            sketch=read_numbers(fingerprint, "sketch", 0, MAX_DEPTH + 2, -1e6, 1e6),
-            dtype=read_text(fingerprint, "dtype"),
+            digest=fingerprint.text("digest"),
+            sketch=fingerprint.numbers("sketch", 0, MAX_DEPTH + 2, -1e6, 1e6),
+            dtype=fingerprint.text("dtype"),
         ),
     )
 
@@ -205,54 +249,10 @@ def read_tensors(file: Any, name: str, shapes: Mapping[str, Sequence[int]], pref
     return tensors
 
 
-def check_content(item: Mapping[str, Any], name: str, content: str) -> None:
+def check_content(item: Section, name: str, content: str) -> None:
     """Raises if the content's hash is not the one in the record."""
-    if read_text(item, "content") != content:
+    if item.text("content") != content:
         raise TaskFileError(f"{name!r}: the weights or the record were changed after saving: download the file again.")
-
-
-def read_text(record: Mapping[str, Any], name: str) -> str:
-    value: str = _field(record, name, lambda v: isinstance(v, str) and len(v) <= 4096, "a short string")
-    return value
-
-
-def read_whole(record: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    what = f"a whole number from {low} to {high}"
-    value: int = _field(record, name, lambda v: isinstance(v, int) and low <= v <= high, what)
-    return value
-
-
-def read_number(record: Mapping[str, Any], name: str, low: float, high: float) -> float:
-    what = f"a number from {low:g} to {high:g}"
-    return float(_field(record, name, lambda v: isinstance(v, (int, float)) and low <= v <= high, what))
-
-
-def read_numbers(
-    record: Mapping[str, Any], name: str, fewest: int, most: int, low: float, high: float
-) -> tuple[float, ...]:
-    return tuple(read_number({name: value}, name, low, high) for value in read_list(record, name, fewest, most))
-
-
-def read_choice(record: Mapping[str, Any], name: str, choices: Sequence[str]) -> Any:
-    return _field(record, name, lambda v: v in choices, f"one of {', '.join(choices)}")
-
-
-def read_object(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value: Mapping[str, Any] = _field(record, name, lambda v: isinstance(v, Mapping), "a JSON object")
-    return value
-
-
-def read_list(record: Mapping[str, Any], name: str, low: int, high: int) -> list[Any]:
-    what = f"a list of {low} to {high} entries"
-    value: list[Any] = _field(record, name, lambda v: isinstance(v, list) and low <= len(v) <= high, what)
-    return value
-
-
-def _field(record: Mapping[str, Any], name: str, right: Callable[[Any], bool], what: str) -> Any:
-    value = record.get(name)
-    if isinstance(value, bool) or not right(value):
-        raise TaskFileError(f"{name} in the record must be {what}.")
-    return value
 
 
 MAX_TEXT = 200

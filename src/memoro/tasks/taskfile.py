@@ -22,18 +22,12 @@ from memoro.tasks.record import (
     ENSEMBLE_FORMAT,
     PLAIN_FORMAT,
     READ_OUT_FORMAT,
+    Section,
     check_content,
     file_bytes,
     open_file,
-    read_choice,
-    read_list,
-    read_number,
-    read_numbers,
-    read_object,
     read_spec,
     read_tensors,
-    read_text,
-    read_whole,
     write_spec,
     write_tensors,
 )
@@ -179,7 +173,7 @@ def load_tasks(
     At most twice the size of the tensors is allocated, and about 20 times that of the header.
     """
     with open_file(find_task_file(path, revision, token), "tasks", MAX_FILE) as (file, record):
-        items = read_list(record, "tasks", 1, MAX_TASKS)
+        items = record.sections("tasks", 1, MAX_TASKS)
         specs = [_read_spec(item) for item in items]
         described = [_familiarity_shapes(item, spec) for item, spec in zip(items, specs, strict=True)]
         parts = [(*spec.shapes, *shapes) for spec, shapes in zip(specs, described, strict=True)]
@@ -192,10 +186,10 @@ def load_tasks(
             hashes[id(task)] = task.content_hash()
             check_content(item, task.name, hashes[id(task)])
             if "calibration" in item:
-                task.update_spec(calibration=_read_calibration(read_object(item, "calibration"), spec))
-            if shapes and not _is_outdated(item["familiarity"]):
+                task.update_spec(calibration=_read_calibration(item.section("calibration"), spec))
+            if shapes and not _is_outdated(section := item.section("familiarity")):
                 stored = read_tensors(file, task.name, shapes, f"{number}.")
-                task.update_spec(familiarity=_read_familiarity(item["familiarity"], stored, task.name))
+                task.update_spec(familiarity=_read_familiarity(section, stored, task.name))
             tasks.append(task)
         if len({task.name for task in tasks}) < len(tasks):
             raise TaskFileError("the file contains two tasks of one name.")
@@ -231,7 +225,7 @@ def _write_task(task: Task, hashes: Mapping[int, str], prefix: str) -> tuple[dic
     return record, {**write_tensors(task.name, task.stored_tensors(), prefix), **described}
 
 
-def _read_task(file: Any, item: Mapping[str, Any], spec: TaskSpec, prefix: str) -> Task:
+def _read_task(file: Any, item: Section, spec: TaskSpec, prefix: str) -> Task:
     tensors = read_tensors(file, spec.name, spec.shapes, prefix)
     dtype = tensors["class_token"].dtype
     for part, tensor in tensors.items():
@@ -245,40 +239,36 @@ def _read_task(file: Any, item: Mapping[str, Any], spec: TaskSpec, prefix: str) 
     return Task.from_tensors(spec, tensors, _read_parents(item))
 
 
-def _read_spec(item: object) -> TaskSpec:
-    if not isinstance(item, Mapping):
-        raise TaskFileError("a task's record is not a JSON object.")
+def _read_spec(item: Section) -> TaskSpec:
     common = read_spec(item)
     depth = common["backbone"].depth
     rank, widths = 0, None
     if "rank" in item:
-        rank, found = read_whole(item, "rank", 1, MAX_RANK), read_object(item, "widths")
-        widths = Widths(**{field.name: read_whole(found, field.name, 1, MAX_WIDTH) for field in fields(Widths)})
+        rank, found = item.whole("rank", 1, MAX_RANK), item.section("widths")
+        widths = Widths(**{field.name: found.whole(field.name, 1, MAX_WIDTH) for field in fields(Widths)})
     reads = None
     if "readout" in item:
-        found = read_object(item, "readout")
-        first = read_whole(found, "from_layer", 0, depth - 1)
-        share = read_number(found, "share", 1e-3, 1.0)
-        reads = ReadOut(first, read_whole(found, "statistics", 2, MAX_STATISTICS), share)
+        found = item.section("readout")
+        first = found.whole("from_layer", 0, depth - 1)
+        share = found.number("share", 1e-3, 1.0)
+        reads = ReadOut(first, found.whole("statistics", 2, MAX_STATISTICS), share)
     return TaskSpec(
         **common,
         # A head has no layer for low-rank weights.
-        from_layer=read_whole(item, "from_layer", 0, depth - 1 if rank else depth),
+        from_layer=item.whole("from_layer", 0, depth - 1 if rank else depth),
         rank=rank,
         widths=widths,
-        cells=read_whole(item, "cells", 0, MAX_CELLS),
-        members=read_whole(item, "members", 2, MAX_MEMBERS) if "members" in item else 1,
+        cells=item.whole("cells", 0, MAX_CELLS),
+        members=item.whole("members", 2, MAX_MEMBERS) if "members" in item else 1,
         readout=reads,
-        memory_norm=read_choice(item, "memory_norm", get_args(MemoryNorm)),
+        memory_norm=item.choice("memory_norm", get_args(MemoryNorm)),
     )
 
 
-def _read_parents(item: Mapping[str, Any]) -> list[Parent]:
+def _read_parents(item: Section) -> list[Parent]:
     parents = []
-    for parent in read_list(item, "parents", 0, MAX_TASKS):
-        if not isinstance(parent, Mapping):
-            raise TaskFileError("a parent's record is not a JSON object.")
-        name, content = check_name(parent.get("name")), read_text(parent, "content")
+    for parent in item.sections("parents", 0, MAX_TASKS):
+        name, content = check_name(parent.values.get("name")), parent.text("content")
         if not re.fullmatch(r"[0-9a-f]{64}", content):
             raise TaskFileError(f"the content of the parent {name!r} in the record is not a SHA-256.")
         parents.append(Parent(name, content))
@@ -320,32 +310,32 @@ def write_sections(spec: TaskSpec, prefix: str) -> tuple[dict[str, Any], dict[st
     return record, tensors
 
 
-def _read_calibration(section: Mapping[str, Any], spec: TaskSpec) -> Calibration:
+def _read_calibration(section: Section, spec: TaskSpec) -> Calibration:
     labels = len(spec.labels)
     counts = {"softmax": (1, 0, 0), "multilabel": (labels, labels, 0), "regression": (0, 0, labels)}
     temperatures, thresholds, spreads = counts[spec.kind]
     calibration = Calibration(
-        temperature=read_numbers(section, "temperature", temperatures, temperatures, 1e-3, 1e3),
-        thresholds=read_numbers(section, "thresholds", thresholds, thresholds, 1e-6, 1 - 1e-6),
-        spread=read_numbers(section, "spread", spreads, spreads, 0.0, 1e300),
-        images=read_whole(section, "images", 1, MAX_IMAGES),
-        source=read_text(section, "source"),
+        temperature=section.numbers("temperature", temperatures, temperatures, 1e-3, 1e3),
+        thresholds=section.numbers("thresholds", thresholds, thresholds, 1e-6, 1 - 1e-6),
+        spread=section.numbers("spread", spreads, spreads, 0.0, 1e300),
+        images=section.whole("images", 1, MAX_IMAGES),
+        source=section.text("source"),
     )
     _check_sum(section, {}, spec.name, "calibration")
     return calibration
 
 
-def _familiarity_shapes(item: Mapping[str, Any], spec: TaskSpec) -> dict[str, tuple[int, ...]]:
+def _familiarity_shapes(item: Section, spec: TaskSpec) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the tensors of a task's familiarity, none if it has none."""
     if "familiarity" not in item:
         return {}
-    section, dim = read_object(item, "familiarity"), spec.backbone.dim
+    section, dim = item.section("familiarity"), spec.backbone.dim
     outdated = _is_outdated(section)
     sizes = {
-        "directions": read_whole(section, "directions", 1, min(dim, MAX_DIRECTIONS)),
-        "classes": read_whole(section, "classes", 1, len(spec.labels)),
-        "features": 0 if outdated else read_whole(section, "features", 0, spec.backbone.depth * MAX_STATISTICS * dim),
-        "scores": read_whole(section, "scores", 1, MAX_SCORES),
+        "directions": section.whole("directions", 1, min(dim, MAX_DIRECTIONS)),
+        "classes": section.whole("classes", 1, len(spec.labels)),
+        "features": 0 if outdated else section.whole("features", 0, spec.backbone.depth * MAX_STATISTICS * dim),
+        "scores": section.whole("scores", 1, MAX_SCORES),
     }
     shapes = tensor_shapes(sizes, dim)
     if outdated:
@@ -354,15 +344,15 @@ def _familiarity_shapes(item: Mapping[str, Any], spec: TaskSpec) -> dict[str, tu
     return {PREFIX + name: shape for name, shape in shapes.items()}
 
 
-def _is_outdated(section: Mapping[str, Any]) -> bool:
+def _is_outdated(section: Section) -> bool:
     """Whether a familiarity was written by a version that measured it in another way. It is not read."""
     return "slope" not in section
 
 
-def _read_familiarity(section: Mapping[str, Any], stored: Mapping[str, Tensor], name: str) -> Familiarity:
+def _read_familiarity(section: Section, stored: Mapping[str, Tensor], name: str) -> Familiarity:
     tensors = {part.removeprefix(PREFIX): tensor for part, tensor in stored.items()}
-    numbers = {number: read_number(section, number, *bounds) for number, bounds in NUMBERS.items()}
-    images = read_whole(section, "images", 1, MAX_IMAGES)
+    numbers = {number: section.number(number, *bounds) for number, bounds in NUMBERS.items()}
+    images = section.whole("images", 1, MAX_IMAGES)
     _check_sum(section, tensors, name, "familiarity")
     own: dict[str, Any] = {**tensors, **numbers, "images": images}
     return _check_values(Familiarity(**own), name)
@@ -374,9 +364,9 @@ def _check_values(familiarity: Familiarity, name: str) -> Familiarity:
     return familiarity
 
 
-def _check_sum(section: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str, what: str) -> None:
-    own = {key: value for key, value in section.items() if key != "checksum"}
-    if read_text(section, "checksum") != hash_record(own, tensors):
+def _check_sum(section: Section, tensors: Mapping[str, Tensor], name: str, what: str) -> None:
+    own = {key: value for key, value in section.values.items() if key != "checksum"}
+    if section.text("checksum") != hash_record(own, tensors):
         raise TaskFileError(f"{name!r}: its {what} was changed after saving: compute it again with `memoro calibrate`.")
 
 

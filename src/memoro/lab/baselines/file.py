@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from memoro.backbones import Backbone
 from memoro.errors import TaskFileError
@@ -13,14 +11,12 @@ from memoro.files import write_whole
 from memoro.lab.baselines.baseline import LIMITS, Baseline, BaselineSpec
 from memoro.lab.baselines.methods import BASELINES
 from memoro.tasks.record import (
+    Section,
     check_content,
     file_bytes,
     open_file,
-    read_object,
     read_spec,
     read_tensors,
-    read_text,
-    read_whole,
     write_spec,
     write_tensors,
 )
@@ -42,7 +38,7 @@ def save_baseline(model: Baseline, path: str | Path) -> Path:
 def load_baseline(path: str | Path, backbone: Backbone) -> Baseline:
     """The baseline of a file over its backbone, every value checked before anything is built."""
     with open_file(path, "baseline", MAX_FILE) as (file, record):
-        item = read_object(record, "baseline")
+        item = record.section("baseline")
         spec = _read_spec(item)
         spec.check_backbone(backbone)
         regime, classes = BASELINES[spec.regime], len(spec.labels)
@@ -62,9 +58,9 @@ def load_baseline(path: str | Path, backbone: Backbone) -> Baseline:
 def read_baseline(path: str | Path) -> tuple[BaselineSpec, str, int]:
     """The spec of a file's baseline, its content hash, and how many numbers it holds; no weights are read."""
     with open_file(path, "baseline", MAX_FILE) as (file, record):
-        item = read_object(record, "baseline")
+        item = record.section("baseline")
         sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
-        return _read_spec(item), read_text(item, "content"), sum(sizes)
+        return _read_spec(item), item.text("content"), sum(sizes)
 
 
 def read_hashes(path: str | Path) -> list[str]:
@@ -72,12 +68,12 @@ def read_hashes(path: str | Path) -> list[str]:
     return [read_baseline(path)[1]]
 
 
-def _read_spec(item: Mapping[str, Any]) -> BaselineSpec:
-    common, regime, sizes = read_spec(item), read_text(item, "regime"), read_object(item, "sizes")
+def _read_spec(item: Section) -> BaselineSpec:
+    common, regime, sizes = read_spec(item), item.text("regime"), item.section("sizes")
     name = common["name"]
     if regime not in BASELINES:
         raise TaskFileError(f"{name!r} has the unknown regime {regime!r}; a newer version of memoro may know it.")
     known = BASELINES[regime].sizes
-    if set(sizes) != set(known):
+    if set(sizes.values) != set(known):
         raise TaskFileError(f"{name!r}: the sizes of regime {regime!r} are {', '.join(known) or 'none'}.")
-    return BaselineSpec(**common, regime=regime, sizes={size: read_whole(sizes, size, *LIMITS[size]) for size in known})
+    return BaselineSpec(**common, regime=regime, sizes={size: sizes.whole(size, *LIMITS[size]) for size in known})
