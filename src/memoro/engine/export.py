@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memoro.engine.answers import Recognition
 from memoro.errors import BackboneError, CompositionError, TaskFileError, first_line, need
 from memoro.images import Preprocessing
 from memoro.tasks.record import KEY
@@ -25,16 +24,6 @@ if TYPE_CHECKING:
     from memoro.engine.composition import Composition
 
 FORMAT = 1
-
-
-def task_outputs(task: Task, logits: Tensor, recognition: Recognition | None) -> dict[str, Tensor]:
-    """The outputs of one task in an exported file, by name."""
-    outputs = {task.name: logits}
-    if not task.head_kind.has_numbers:  # which are the logits themselves
-        outputs[f"{task.name}.probabilities"] = task.probabilities(logits)
-    if recognition is not None:
-        outputs[f"{task.name}.familiarity"] = recognition.familiarity
-    return outputs
 
 
 class ExportModule(nn.Module):
@@ -67,16 +56,20 @@ class ExportModule(nn.Module):
         return tuple(self.outputs(pixels).values())
 
     def outputs(self, pixels: Tensor) -> dict[str, Tensor]:
-        """`base`, and for each task what `task_outputs` names."""
+        """`base`, and for each task what `Composition.export` names."""
         if self.images:
             pixels = (pixels.permute(0, 3, 1, 2).float() * self.preprocessing.scale - self.mean) / self.std
         given = self.model.run(pixels, any_size=True)
         outputs = {"base": given.logits["base"]}
         for name, task in self.model.tasks.items():
-            for output, value in task_outputs(task, given.logits[name], given.recognition.get(name)).items():
-                if output in outputs or output == self.input_name:
-                    raise CompositionError(f"{output!r} names two parts of the ONNX file: rename the task {name!r}.")
-                outputs[output] = value
+            own = {name: given.logits[name]}
+            if not task.head_kind.has_numbers:  # which are the logits themselves
+                own[f"{name}.probabilities"] = task.probabilities(given.logits[name])
+            if name in given.recognition:
+                own[f"{name}.familiarity"] = given.recognition[name].familiarity
+            if taken := own.keys() & {*outputs, self.input_name}:
+                raise CompositionError(f"{min(taken)!r} names two parts of the ONNX file: rename the task {name!r}.")
+            outputs |= own
         return outputs
 
     def metadata(self, example: Tensor, outputs: dict[str, Tensor]) -> dict[str, Any]:

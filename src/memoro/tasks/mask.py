@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate, chain
@@ -55,13 +55,18 @@ class Lineage:
         return tuple(sorted({index for task in tasks for index in (task, *self.ancestors[task])}))
 
 
-def trace_lineage(names: Sequence[str], parents: Sequence[Sequence[str]], forks: Sequence[int]) -> Lineage:
-    """The lineage of named tasks; raises if a name is a duplicate, a parent is missing or tasks form a cycle."""
+def index_names(names: Iterable[str]) -> dict[str, int]:
+    """The position of each name; raises if one is a duplicate."""
     index: dict[str, int] = {}
     for position, name in enumerate(names):
-        if name in index:
+        if index.setdefault(name, position) != position:
             raise CompositionError(f"two tasks are named {name!r}; names must be unique: rename one with rename().")
-        index[name] = position
+    return index
+
+
+def trace_lineage(names: Sequence[str], parents: Sequence[Sequence[str]], forks: Sequence[int]) -> Lineage:
+    """The lineage of named tasks; raises if a name is a duplicate, a parent is missing or tasks form a cycle."""
+    index = index_names(names)
     for name, wanted in zip(names, parents, strict=True):
         for parent in wanted:
             if parent not in index:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar
 
@@ -18,6 +18,7 @@ from memoro.heads import HEADS, Head, HeadKind
 from memoro.images import Preprocessing
 from memoro.tasks.calibration import Calibration
 from memoro.tasks.familiarity import Familiarity
+from memoro.tasks.mask import index_names
 
 RESERVED = frozenset({"base"})
 MAX_NAME = 120
@@ -165,16 +166,9 @@ Model: TypeAlias = TaskModule[Any]
 AnyModule = TypeVar("AnyModule", bound=Model)
 
 
-def by_name(models: Iterable[AnyModule]) -> dict[str, AnyModule]:
+def by_name(models: Sequence[AnyModule]) -> dict[str, AnyModule]:
     """Models that answer side by side, each under its own name."""
-    named: dict[str, AnyModule] = {}
-    for model in models:
-        if model.name in named:
-            raise CompositionError(
-                f"two tasks are named {model.name!r}; names must be unique: rename one with rename()."
-            )
-        named[model.name] = model
-    return named
+    return dict(zip(index_names(model.name for model in models), models, strict=True))
 
 
 def check_name(name: object) -> str:
