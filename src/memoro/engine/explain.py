@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -85,14 +86,10 @@ class Explanation:
 
     def shares(self, index: int = 0) -> dict[str, float]:
         """What one of the images' attention went to, averaged over heads and layers; the values sum to one."""
-        parts = {
-            "patches": self.patches.sum(dim=(-1, -2)),
-            "base tokens": self.prefix.sum(dim=-1),
-            "itself": self.itself,
-            "memory": self.memory.sum(dim=-1),
-        }
-        parts |= {f"{name} (task)" if name in parts else name: weights for name, weights in self.parents.items()}
-        return {name: float(weights[:, index].mean()) for name, weights in parts.items() if weights.any()}
+        seen = self.describe(index)
+        parts = {"patches": seen.patches, "base tokens": seen.prefix, "itself": seen.itself, "memory": seen.memory}
+        parts |= {f"{name} (task)" if name in parts else name: shares for name, shares in seen.parents.items()}
+        return {name: fmean(shares) for name, shares in parts.items() if any(shares)}
 
     def describe(self, index: int = 0) -> Attention:
         """The map and the shares of one of the images, as an answer has them."""
