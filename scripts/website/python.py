@@ -36,7 +36,7 @@ EXTRA = ("sklearn",)
 """Public modules that are imported by their own name."""
 INSIDE = {
     *("Anatomy", "Block", "Context", "Head", "Levels", "MlpParts", "Outputs", "Pass", "Phases", "QueryKeyValue"),
-    *("Recognition", "Source", "TaskPlan", "TrainableCopy"),
+    *("Recognition", "Source", "TaskPlan"),
 }
 """Types of public fields that users have no need of."""
 WIDTH = 88
