@@ -131,7 +131,7 @@ class TaskStream:
         self._births(layer, base.token)
         if self._rows is None:
             return
-        block, plan, memory = self._anatomy.blocks[layer], self._plan.layers[layer], self._bank.memory[layer]
+        block, plan = self._anatomy.blocks[layer], self._plan.layers[layer]
         update = _find_update(plan, self._bank.lora[layer])
         normed = block.norm1(self._rows)
         q, k, v = block.qkv(normed, None if update is None else update("qkv", normed))
@@ -139,16 +139,45 @@ class TaskStream:
         scores = q @ base.keys.transpose(-1, -2)
         if base.bias is not None:
             scores = scores + base.bias.unsqueeze(1)
-        outs = []
-        for group in plan.groups:
-            whole = len(plan.groups) == 1
-            own_q, own_k, own_v, seen = (t if whole else t.index_select(2, group.rows) for t in (q, k, v, scores))
-            out, attention = _attend(group, own_q, seen, own_k, own_v, k, v, memory, base)
-            outs.append(out)
-            if self._watch is not None:
-                self._watch(layer, attention)
+        outs = [self._attend(layer, group, base, q, k, v, scores) for group in plan.groups]
         out = outs[0] if plan.restore is None else torch.cat(outs, dim=2).index_select(2, plan.restore)
         self._rows = block.mix(self._rows, out.transpose(1, 2).flatten(2), update)
+
+    def _attend(
+        self, layer: int, group: Group, base: BaseLayer, q: Tensor, k: Tensor, v: Tensor, scores: Tensor
+    ) -> Tensor:
+        """Attention of one group of task tokens, (b, h, g, d): to base tokens, task tokens and memory, in one softmax.
+
+        `scores` are those of base tokens; like `q`, `k` and `v`, they are of the whole stream.
+        """
+        whole = len(self._plan.layers[layer].groups) == 1
+        q, own_k, own_v, base_scores = (t if whole else t.index_select(2, group.rows) for t in (q, k, v, scores))
+        if group.tokens is None:
+            tokens = (q * own_k).sum(dim=-1, keepdim=True)
+        else:
+            tokens = (k[:, :, group.tokens] @ q.unsqueeze(-1)).squeeze(-1)
+        if base.bias is not None:  # a task's token is a class token: the first entry is the bias towards those
+            tokens = tokens + base.bias[:, :1].unsqueeze(1)
+        parts = [base_scores, tokens]
+        if group.cells is not None:
+            memory = self._bank.memory[layer]
+            assert memory is not None
+            memory_k, memory_v = (side[:, group.cells] for side in memory)  # (h, g, m, d)
+            parts.append((q.permute(1, 2, 0, 3) @ memory_k.transpose(-1, -2)).permute(2, 0, 1, 3))
+        joined = torch.cat(parts, dim=-1)
+        low = joined.dtype in {torch.float16, torch.bfloat16}
+        weights = joined.softmax(dim=-1, dtype=torch.float32 if low else None).to(base.values.dtype)
+        to_base, to_tokens, *to_cells = torch.split(weights, [part.shape[-1] for part in parts], dim=-1)
+        out: Tensor = to_base @ base.values
+        if group.tokens is None:
+            out = out + to_tokens * own_v
+        else:
+            out = out + (to_tokens.unsqueeze(-2) @ v[:, :, group.tokens]).squeeze(-2)
+        if to_cells:
+            out = out + (to_cells[0].permute(1, 2, 0, 3) @ memory_v).permute(2, 0, 1, 3)
+        if self._watch is not None:
+            self._watch(layer, Attention(group, to_base, to_tokens, to_cells[0] if to_cells else None))
+        return out
 
     def finish(self, token: Tensor) -> Tensor | None:
         """The tasks' final-normed tokens (b, t, dim) in plan order, None without tasks. `token` is the base's last."""
@@ -244,43 +273,3 @@ def _find_update(plan: LayerPlan, lora: Mapping[int, LowRank]) -> Update | None:
         return whole
 
     return update
-
-
-def _attend(
-    group: Group,
-    q: Tensor,
-    base_scores: Tensor,
-    own_k: Tensor,
-    own_v: Tensor,
-    k: Tensor,
-    v: Tensor,
-    memory: tuple[Tensor, Tensor] | None,
-    base: BaseLayer,
-) -> tuple[Tensor, Attention]:
-    """What one group of task tokens attends to, (b, h, g, d): base tokens, task tokens and memory, in one softmax.
-
-    `q`, `base_scores`, `own_k` and `own_v` are the group's rows; `k` and `v` those of the whole stream.
-    """
-    if group.tokens is None:
-        tokens = (q * own_k).sum(dim=-1, keepdim=True)
-    else:
-        tokens = (k[:, :, group.tokens] @ q.unsqueeze(-1)).squeeze(-1)
-    if base.bias is not None:  # a task's token is a class token: the first entry is the bias towards those
-        tokens = tokens + base.bias[:, :1].unsqueeze(1)
-    parts = [base_scores, tokens]
-    if group.cells is not None:
-        assert memory is not None
-        memory_k, memory_v = (side[:, group.cells] for side in memory)  # (h, g, m, d)
-        parts.append((q.permute(1, 2, 0, 3) @ memory_k.transpose(-1, -2)).permute(2, 0, 1, 3))
-    scores = torch.cat(parts, dim=-1)
-    low = scores.dtype in {torch.float16, torch.bfloat16}
-    weights = scores.softmax(dim=-1, dtype=torch.float32 if low else None).to(base.values.dtype)
-    to_base, to_tokens, *to_cells = torch.split(weights, [part.shape[-1] for part in parts], dim=-1)
-    out: Tensor = to_base @ base.values
-    if group.tokens is None:
-        out = out + to_tokens * own_v
-    else:
-        out = out + (to_tokens.unsqueeze(-2) @ v[:, :, group.tokens]).squeeze(-2)
-    if to_cells:
-        out = out + (to_cells[0].permute(1, 2, 0, 3) @ memory_v).permute(2, 0, 1, 3)
-    return out, Attention(group, to_base, to_tokens, to_cells[0] if to_cells else None)
