@@ -176,9 +176,7 @@ def _copy_lora(backbone: Backbone, plan: TaskPlan, dtype: torch.dtype, places: C
 def _find_targets(backbone: Backbone, model: nn.Module, places: Places) -> dict[str, str]:
     """Where the module of each matrix is, by the file's names."""
     owners = {
-        id(parameter): path
-        for path, module in model.named_modules()
-        for parameter in module.parameters(recurse=False)
+        id(parameter): path for path, module in model.named_modules() for parameter in module.parameters(recurse=False)
     }
     if any(id(weight) not in owners for weight in places.values()):
         raise BackboneError(
