@@ -93,6 +93,11 @@ METHODS = {
 }
 
 MASKED = ("head", "class", "memory 1", "memory 5", "memory 10", "memory 20", "side 8")
+FEW = ("head", "class", "memory 5", "side 8")
+"""For comparisons of backbones, which have many settings."""
+ADAPTERS = (
+    "memory-full 5", "adapter 5", "adapter 20", "adapter 5 + memory-full 5", "propagated 5", "propagated-additive 5",
+)  # fmt: skip
 FORKED = ("head", "class", *(name for name in METHODS if name.startswith(("memory 5", "side 8, fork"))))
 """The usual sizes over the layer of the fork."""
 FORKED_SIZES = (

@@ -13,6 +13,8 @@ from memoro.backbones.load import TINY
 from memoro.errors import DataError
 from memoro.lab.reproduce.measure import Budget
 from memoro.lab.reproduce.methods import (
+    ADAPTERS,
+    FEW,
     FORKED,
     FORKED_SIZES,
     MASKED,
@@ -206,18 +208,13 @@ def _table2(request: Request) -> Iterator[Job]:
     larger = [name for name in request.backbones if name != request.main_backbone]
     if scale.name == "cpu" and larger:  # they have time for one set and fewer steps
         budget = replace(scale.unmasked, steps=max(1, 2 * (scale.unmasked.steps or 0) // 3))
-        for methods in (["full"], ["head", "class", "memory 5", "side 8"]):
+        for methods in (["full"], FEW):
             yield from request.accuracy(methods, budget, request.one_set, larger)
 
 
 def _table4(request: Request) -> Iterator[Job]:
     sets = request.one_set if request.scale.name == "cpu" else ("inaturalist2017",)
     yield from request.accuracy(ADAPTERS, request.scale.unmasked, [name for name in sets if name in request.sets])
-
-
-ADAPTERS = (
-    "memory-full 5", "adapter 5", "adapter 20", "adapter 5 + memory-full 5", "propagated 5", "propagated-additive 5",
-)  # fmt: skip
 
 
 def _table5(request: Request) -> Iterator[Job]:
@@ -263,8 +260,7 @@ def _fork(request: Request) -> Iterator[Job]:
 
 
 def _models(request: Request) -> Iterator[Job]:
-    methods = ["head", "class", "memory 5", "side 8"]
-    yield from request.accuracy(methods, request.scale.masked, request.sets, request.backbones)
+    yield from request.accuracy(FEW, request.scale.masked, request.sets, request.backbones)
 
 
 def _stability(request: Request) -> Iterator[Job]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from memoro.lab.reproduce.methods import MASKED, STABLE, STABLE_FULL
-from memoro.lab.reproduce.plan import ADAPTERS, Scale
+from memoro.lab.reproduce.methods import ADAPTERS, FEW, MASKED, STABLE, STABLE_FULL
+from memoro.lab.reproduce.plan import Scale
 from memoro.lab.reproduce.records import Records
 from memoro.lab.tables.beyond_paper import report_extension, report_forks
 from memoro.lab.tables.compare import add_comparisons, compare_pair
@@ -254,14 +254,13 @@ def _masking(records: Records, scale: Scale) -> Report:
 
 
 def _models(records: Records, scale: Scale) -> Report:
-    names = ["head", "class", "memory 5", "side 8"]
-    found = without_short(accuracies(records, names, scale), scale)
-    report = accuracy_report("Backbones", INTRO["models"], found, names)
+    found = without_short(accuracies(records, FEW, scale), scale)
+    report = accuracy_report("Backbones", INTRO["models"], found, FEW)
     panels: dict[str, dict[str, list[Point]]] = {}
     for row, cells in found.items():
-        points = [point_of(at, cells[name].result["test"]) for at, name in enumerate(names) if name in cells]
+        points = [point_of(at, cells[name].result["test"]) for at, name in enumerate(FEW) if name in cells]
         panels.setdefault(f"{row.name}\n{row.training}", {})[row.where] = points
-    report.add_figure("test accuracy of each method", panels, "", "test accuracy", ticks=names)
+    report.add_figure("test accuracy of each method", panels, "", "test accuracy", ticks=FEW)
     rows: list[list[Any]] = []
     for training in dict.fromkeys(row.training for row in found):
         alike = [row for row in found if row.training == training]
@@ -273,11 +272,11 @@ def _models(records: Records, scale: Scale) -> Report:
                 f"{mean(mean(own[method].result['test']) for own in sets):.3f}"
                 if all(method in own for own in sets)
                 else NOT_RUN
-                for method in names
+                for method in FEW
             ]
             rows.append([backbone.where, training, len(sets), *means])
     if rows:
-        columns = ["backbone", "training", "sets", *names]
+        columns = ["backbone", "training", "sets", *FEW]
         heading = "Means over the sets that all backbones were measured on:"
         report.lines += ["", heading, "", *markdown_table(columns, rows)]
     return report
