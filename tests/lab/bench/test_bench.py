@@ -118,7 +118,7 @@ def test_time_to_an_accuracy(backbone: Backbone, tmp_path: Path) -> None:
         assert row["seconds"] is None
     assert [row["name"] for row in never] == [one.name for one in approaches]
     assert never[-1]["best"] is None, "a run without finite numbers has no accuracy"
-    assert draw_goal(tmp_path / "goal.png", "squares", 1.1, never).read_bytes().startswith(b"\x89PNG")
+    assert draw_goal(tmp_path / "goal.png", 1.1, never).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_server_is_measured(backbone: Backbone) -> None:

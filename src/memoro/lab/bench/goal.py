@@ -148,13 +148,12 @@ def _solve(backbone: Backbone, planned: Run, workers: int | None) -> tuple[float
     return options.phases.seconds["base passes"], float(result.metrics["accuracy"])
 
 
-def draw_goal(path: Path, title: str, goal: float, rows: Sequence[Row]) -> Path:
-    """Plots accuracy over seconds of training, a line for each approach."""
-    lines: dict[str, list[Point]] = {
-        f"{row['name']}, lr {row['lr']:g}": [(seconds, accuracy, 0.0) for seconds, accuracy in row["curve"]]
-        for row in rows
-        if row["curve"]
-    }
+def draw_goal(path: Path, goal: float, rows: Sequence[Row]) -> Path:
+    """Plots accuracy over seconds of training: a panel for each method, a line for each learning rate."""
     last = max((seconds for row in rows for seconds, _ in row["curve"]), default=1.0)
-    lines["goal"] = [(0.0, goal, 0.0), (last, goal, 0.0)]
-    return draw_panels(path, {title: lines}, "seconds of training", "test accuracy", level=["goal"])
+    panels: dict[str, dict[str, list[Point]]] = {}
+    for row in rows:
+        lines = panels.setdefault(row["name"], {"goal": [(0.0, goal, 0.0), (last, goal, 0.0)]})
+        if row["curve"]:
+            lines[f"lr {row['lr']:g}"] = [(seconds, accuracy, 0.0) for seconds, accuracy in row["curve"]]
+    return draw_panels(path, panels, "seconds of training", "test accuracy", level=["goal"])

@@ -63,8 +63,9 @@ def time_candidates(
 
 
 def rows_table(title: str, rows: Sequence[Row], *, sideways: bool = False) -> Table:
-    """A column for each value of the rows that is no list; `sideways`: a line for each."""
-    names = [name for name, value in rows[0].items() if not isinstance(value, list)]
+    """A column for each value of the rows that is no list and that a name does not say; `sideways`: a line for each."""
+    left_out = {"runs", "fork", "cached"} if "name" in rows[0] else set()
+    names = [name for name, value in rows[0].items() if name not in left_out and not isinstance(value, list)]
     columns = [name.replace("_", " ") for name in names]
     cells = [[_cell(name, row[name]) for name in names] for row in rows]
     if not sideways:

@@ -166,7 +166,7 @@ def bench_train_command(
         title = f"{Path(data).stem} on {frozen.name}: seconds of training to an accuracy of {goal:g}"
         reached = tables[title] = record["time_to_accuracy"] = bench_goal(frozen, data, goal, quiet=False, **sizes)
         if plot is not None:
-            draw_goal(plot.with_name(f"{plot.stem}-goal.png"), title, goal, reached)
+            draw_goal(plot.with_name(f"{plot.stem}-goal.png"), goal, reached)
     _show(record, tables, as_json)
 
 
