@@ -28,8 +28,8 @@ from memoro.evaluation.metrics import measure
 from memoro.tasks.familiarity import FALSE_ALARMS, Familiarity, FamiliarityBank, Others, fit_familiarity
 from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task
-from memoro.training import Cache, TrainOptions
-from memoro.training.statistics import StatisticsReader
+from memoro.training import Cache
+from memoro.training.cached import read_statistics
 from reports import load_results, make_parser, table, write_report
 
 ALIKE = {"cifar10", "cifar100"}
@@ -229,11 +229,11 @@ def read_set(source: str, backbone: memoro.Backbone, others: Others, options: ar
     splits = memoro.load_data(source, val_fraction=0, quiet=True, workers=0)
     splits = replace(splits, train=cap(splits.train, options.most), test=cap(splits.test, options.most_test))
     cache = Cache(options.work / "features")
-    reader = StatisticsReader(backbone, TrainOptions(cache=cache, quiet=True, workers=0))
     found: dict[str, Any] = {"images": splits.test}
     for part, images in (("train", splits.train), ("test", splits.test)):
         assert images is not None
-        read = reader.read(images, backbone.preprocessing.at(options.image_size))
+        size = backbone.preprocessing.at(options.image_size)
+        read = read_statistics(backbone, images, size, cache, workers=0)
         found |= {part: read(torch.arange(len(images))).float(), f"{part} targets": images.targets}
     how: dict[str, Any] = {"image_size": options.image_size, "cache": cache, "workers": 0, "quiet": True}
     found["task"] = memoro.train(splits, backbone=backbone, task=Path(source).stem, regime="readout", **how).task

@@ -26,7 +26,6 @@ from torch.nn.functional import linear
 import memoro
 from distillation.classifier import solve_classifier
 from memoro.clock import best_times
-from memoro.console import bar
 from memoro.data import Augment, ImageSet, Loader
 from memoro.data.splits import hold_out
 from memoro.evaluation.logits import collect_logits
@@ -120,8 +119,7 @@ def final_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a head reads of each image (n, dim), and the targets."""
     loader = CachedLoader(Loader(images, preprocessing, batch_size=64), backbone, cache, backbone.depth)
-    with bar(f"tokens of {images.name}", len(images)) as tick:
-        fill_caches([loader], cache, tick)
+    fill_caches([loader], cache, what=f"tokens of {images.name}")
     [tokens], targets = collect_logits(lambda found: [backbone.anatomy.finish_token(found.token)], backbone, loader)
     return tokens, targets
 

@@ -28,9 +28,7 @@ from memoro.errors import DataError, ImageError, TaskFileError
 from memoro.files import write_whole
 from memoro.tasks.record import Section, read_backbone
 from memoro.tasks.ridge import MOST_DIMENSIONS, NEGLIGIBLE, Read, RidgeSystem
-from memoro.training.cached import Cache
-from memoro.training.recipe import TrainOptions
-from memoro.training.statistics import StatisticsReader
+from memoro.training.cached import Cache, find_cache, read_statistics
 
 READ_AT_ONCE = 1024
 """Images whose statistics are in memory at a time."""
@@ -228,8 +226,7 @@ def _statistics_of(
 ) -> Read:
     """A function from the numbers (b) of images to their statistics (b, layers, statistics, dim)."""
     preprocessing = backbone.preprocessing if image_size is None else backbone.preprocessing.at(image_size)
-    options = TrainOptions(cache=cache, workers=workers, quiet=quiet)
-    return StatisticsReader(backbone, options).read(images, preprocessing)
+    return read_statistics(backbone, images, preprocessing, find_cache(cache), workers=workers, quiet=quiet)
 
 
 def _list_images(images: Pictures) -> ImageSet:

@@ -185,8 +185,8 @@ def test_predict_without_a_readable_image_fails(shell: Shell, pets: Path, tmp_pa
 
 def test_the_bar_ends_on_the_last_validation_and_says_whose() -> None:
     def group(runs: int) -> Any:
-        run = SimpleNamespace(history=[], sample_weight=None)
-        return SimpleNamespace(runs=[run] * runs, progress=SimpleNamespace(step=0))
+        run = SimpleNamespace(history=[], held_out=None)
+        return SimpleNamespace(runs=[run] * runs, step=0)
 
     for runs, title in ((1, "training pets"), (15, "training, best of 15 runs")):
         shown = ProgressBar("pets", 2, quiet=True)

@@ -29,8 +29,7 @@ from memoro.evaluation.calibrate import (
     write_photographs,
 )
 from memoro.tasks.familiarity import PRINCIPAL, Others, fit_familiarity
-from memoro.training import TrainOptions
-from memoro.training.statistics import StatisticsReader
+from memoro.training.cached import find_cache, read_statistics
 
 __all__ = ["colours"]  # fixtures
 
@@ -180,7 +179,7 @@ def test_training_and_calibrating_learn_from_them(
     images = memoro.load_data(colours / "own", workers=0, quiet=True).train
     preprocessing = backbone.preprocessing.at(20)
     assert images is not None
-    statistics = StatisticsReader(backbone, TrainOptions(quiet=True, workers=0)).read(images, preprocessing)
+    statistics = read_statistics(backbone, images, preprocessing, find_cache(None), workers=0)
     others, changes = read(backbone, photographs, None), read_changes(backbone, preprocessing, images)
     fits = [fit_familiarity(statistics(torch.arange(40)), images.targets, others, one) for one in (changes, None)]
     readers = [None if found is None else found.reader for found in (taught.spec.familiarity, *fits)]

@@ -24,7 +24,7 @@ from memoro.engine.streams import Features
 from memoro.tasks.spec import ReadOut
 from memoro.tasks.task import Task, new_task
 from memoro.training import Cache, cached, fit
-from memoro.training.cached import CachedLoader, fill_caches
+from memoro.training.cached import CachedLoader, make_room
 from memoro.training.run import build_forward
 
 SIZE = 20
@@ -69,7 +69,10 @@ def keeper(
 def fill(*loaders: CachedLoader, budget: float = 20.0) -> int:
     """How many images were computed."""
     counts: list[int] = []
-    fill_caches(loaders, Cache(loaders[0].store.root, budget), counts.append)
+    make_room(loaders, Cache(loaders[0].store.root, budget))
+    for loader in loaders:
+        loader.store.refresh()  # they may share records
+        loader.fill(counts.append)
     return sum(counts)
 
 

@@ -29,7 +29,7 @@ from memoro.tasks import readout
 from memoro.tasks.readout import mix_classes
 from memoro.tasks.ridge import RidgeSystem
 from memoro.tasks.task import new_task
-from memoro.training import fit, statistics
+from memoro.training import cached, finish, fit
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_near_duplicates_are_left_out_together(backbone: Backbone, tmp_path: Pat
     assert honest.metrics["accuracy"] < 0.75
     with pytest.MonkeyPatch.context() as patch:
         alone = groups._replace(numbers=np.arange(72))
-        patch.setattr(statistics, "near_groups", lambda images: alone)
+        patch.setattr(finish, "near_groups", lambda images: alone)
         assert memoro.train(splits, backbone=backbone, **SOLVED).metrics["accuracy"] > 0.95
 
 
@@ -225,7 +225,7 @@ def test_columns_share_statistics_and_their_factorisation(
             made.append(count)
             super().__init__(count, *given)
 
-    monkeypatch.setattr(statistics, "RidgeSystem", Counted)
+    monkeypatch.setattr(finish, "RidgeSystem", Counted)
     with counted() as computed:
         found = memoro.train(table, backbone=backbone, label_column=["heat", "labels", "number"], **SOLVED)
     assert (made, computed()) == ([20], 20)
@@ -248,7 +248,7 @@ def test_kept_statistics_are_read_without_a_pass(
         first = memoro.train(squares, backbone=backbone, **SOLVED)
         assert computed() == 24
         assert 0 < total_bytes(own_cache) < 24 * (4 * 3 * 24 * 2 + 1000), "statistics, without keys and values"
-        monkeypatch.setattr(statistics, "pool_pass", lambda *given: pytest.fail("there was a pass"))
+        monkeypatch.setattr(cached, "pool_pass", lambda *given: pytest.fail("there was a pass"))
         again = memoro.train(squares, backbone=backbone, **SOLVED)
         assert computed() == 24
         save_square(squares / "red" / "one-more.png", "red", 900)

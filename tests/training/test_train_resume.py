@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,9 +31,9 @@ from memoro.regimes import find_regime
 from memoro.tasks.task import new_task
 from memoro.training import Recipe, Run, Trainer, fit, loop, train_runs
 from memoro.training.checkpoint import KEY
+from memoro.training.finish import Finisher
 from memoro.training.runfolder import RunFolder
 
-TRAIN = sys.modules["memoro.training.train"]  # by its name it is the function
 LABELS = ["red", "green", "blue"]
 STEPS, EPOCH = 20, 5  # in all, and in one epoch
 FRESH: dict[str, Any] = {"workers": 0, "cache": False, "quiet": True}
@@ -77,7 +76,7 @@ class Trial:
         step = Trainer.step
 
         def slowly(trainer: Trial, taken: Any) -> None:
-            time.sleep(0.2 if taken[0][0].progress.step >= slow else 0)
+            time.sleep(0.2 if taken[0][0].step >= slow else 0)
             step(trainer, taken)
 
         Trainer.step = slowly  # type: ignore[method-assign]
@@ -215,7 +214,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {
     "between an epoch and its validation": (Trainer, "end_epoch", 2, 2 * EPOCH),
     "between the last step and its validation": (Trainer, "end_epoch", 4, STEPS),
     "between an epoch's figures and its checkpoint": (loop, "save_checkpoint", 1 + EPOCH + 1, EPOCH),
-    "after all of it": (TRAIN, "answer_held_out", 1, STEPS),
+    "after all of it": (Finisher, "answer_held_out", 1, STEPS),
 }
 
 

@@ -89,7 +89,7 @@ def test_a_run_folder_takes_one_training_at_a_time(backbone: Backbone, squares: 
         step = Trainer.step
 
         def wait(trainer: Trainer, taken: Any) -> None:
-            time.sleep(60 if trainer.groups[0].progress.step == 2 else 0)
+            time.sleep(60 if trainer.groups[0].step == 2 else 0)
             step(trainer, taken)
 
         Trainer.step = wait  # type: ignore[method-assign]

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from memoro.backbones import Backbone, load_backbone
 from memoro.tasks.task import new_task
-from memoro.training import TrainOptions, fit, lossscale
+from memoro.training import TrainOptions, fit
+from memoro.training import run as state
 from memoro.training.checkpoint import load_checkpoint, save_checkpoint
 from memoro.training.loop import Trainer
 from memoro.training.run import Run
@@ -86,8 +87,8 @@ def test_float16_learns(vit: Any, root: Path) -> None:
 def test_a_scale_that_is_too_large_is_halved_and_one_that_was_halved_grows(
     vit: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lossscale, "START", 2.0**30)
-    monkeypatch.setattr(lossscale, "GROWTH", 3)
+    monkeypatch.setattr(state, "HALF_SCALE", 2.0**30)
+    monkeypatch.setattr(state, "GROWTH", 3)
     backbone = load_backbone(vit, precision="float16")
     run = run_spec(backbone, "t", sets(root)[0], steps=100)
     trainer = start(backbone, [run])
@@ -113,7 +114,7 @@ def test_a_scale_that_is_too_large_is_halved_and_one_that_was_halved_grows(
 def test_float32_is_not_scaled(backbone: Backbone, root: Path) -> None:
     run = run_spec(backbone, "t", sets(root)[0])
     start(backbone, [run])
-    for _ in range(2 * lossscale.GROWTH):
+    for _ in range(2 * state.GROWTH):
         run.loss_scale.count()
     assert not run.loss_scale.shrink()
     assert run.loss_scale.value == 1.0

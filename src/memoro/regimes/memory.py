@@ -4,9 +4,8 @@ head; memory cells if asked for), `readout` (a linear layer on statistics of all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-
-from torch import nn
 
 from memoro.backbones import Backbone
 from memoro.errors import TrainingError
@@ -15,52 +14,44 @@ from memoro.tasks.task import Task, new_task
 
 
 def _make(backbone: Backbone, plan: TaskPlan) -> Task:
-    assert plan.cells is not None
-    assert plan.rank is not None
-    assert plan.from_layer is not None
     return new_task(
         backbone,
         plan.name,
         plan.labels,
-        cells=plan.cells,
-        rank=plan.rank,
-        from_layer=plan.from_layer,
+        cells=plan.cells or 0,
+        rank=plan.rank or 0,
+        from_layer=plan.from_layer or 0,
         head=plan.head,
         extends=plan.extends,
         seed=plan.seed,
     )
 
 
-def _make_plain(backbone: Backbone, plan: TaskPlan, regime: str) -> Task:
-    """A task without low-rank weights."""
-    if plan.rank:
-        raise TrainingError(
-            f"{plan.name!r}: regime {regime!r} has no low-rank weights, so rank {plan.rank} does not apply. Use regime "
-            "'side', which has them, or leave rank out."
-        )
-    return _make(backbone, plan)
+def _plain(regime: str, *, linear: bool = False) -> Callable[[Backbone, TaskPlan], Task]:
+    """Makes tasks without low-rank weights. A linear one is a fork at the last layer: it composes like any other."""
 
+    def make(backbone: Backbone, plan: TaskPlan) -> Task:
+        if plan.rank:
+            raise TrainingError(
+                f"{plan.name!r}: regime {regime!r} has no low-rank weights, so rank {plan.rank} does not apply. Use "
+                "regime 'side', which has them, or leave rank out."
+            )
+        return _make(backbone, replace(plan, cells=0, from_layer=backbone.depth) if linear else plan)
 
-def _make_head(backbone: Backbone, plan: TaskPlan, regime: str) -> Task:
-    """A fork at the last layer: it composes like any other."""
-    return _make_plain(backbone, replace(plan, cells=0, from_layer=backbone.depth), regime)
-
-
-def _head_parameters(task: Task) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in task.named_parameters() if name.startswith("head.")}
+    return make
 
 
 HEAD = Regime(
     "head",
-    lambda backbone, plan: _make_head(backbone, plan, "head"),
+    _plain("head", linear=True),
     lambda depth: {"cells": 0, "from_layer": depth, "rank": 0},
-    _head_parameters,
+    lambda task: {name: parameter for name, parameter in task.named_parameters() if name.startswith("head.")},
     rates={**RATES, "adamw": (0.003, 0.01, 0.03)},
     recipe="paper",
 )
 MEMORY = Regime(
     "memory",
-    lambda backbone, plan: _make_plain(backbone, plan, "memory"),
+    _plain("memory"),
     lambda depth: {"cells": 5, "from_layer": 0, "rank": 0},
     recipe="paper",
 )
@@ -74,7 +65,7 @@ JOINT = replace(SIDE, name="joint", readout=0.6)
 READOUT = replace(
     HEAD,
     name="readout",
-    make=lambda backbone, plan: _make_head(backbone, plan, "readout"),
+    make=_plain("readout", linear=True),
     trains=lambda task: {},
     recipe="default",
     readout=1.0,

@@ -108,6 +108,25 @@ def load_parents(extends: Iterable[Task | str | Path], start: Task | None) -> li
     return tasks
 
 
+def ancestors(tasks: Sequence[Model]) -> list[Task]:
+    """All tasks that these extend, each once; raises if one is not loaded, or is among `tasks` itself."""
+    found: dict[int, Task] = {}
+    waiting = [(task, parent) for task in tasks for parent in task.extends]
+    while waiting:
+        child, parent = waiting.pop()
+        if not isinstance(parent, Task):
+            raise TrainingError(
+                f"{child.name!r} was loaded from a file without its parent {parent.name!r}, so it cannot be trained "
+                "further: create it again with new_task(…, extends=[…])."
+            )
+        if any(parent is task for task in tasks):
+            raise TrainingError(f"{child.name!r} extends {parent.name!r}: train {parent.name!r} first.")
+        if id(parent) not in found:
+            found[id(parent)] = parent
+            waiting += [(parent, older) for older in parent.extends]
+    return list(found.values())
+
+
 def regime_of(task: Model, regime: str | Regime | None) -> Regime:
     """The regime that is given; without one, that of the task."""
     if regime is None and isinstance(task, Task):

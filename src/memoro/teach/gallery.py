@@ -7,7 +7,6 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
@@ -22,8 +21,8 @@ from memoro.errors import ImageError, TeachError
 from memoro.images import Preprocessing, open_image
 from memoro.tasks.spec import ReadOut
 from memoro.teach.photos import Photos
+from memoro.training.cached import read_statistics
 from memoro.training.recipe import TrainOptions
-from memoro.training.statistics import StatisticsReader
 
 SMALL, LARGE = 224, 1024
 """Pixels of the longer edge of a picture in the grid, and of one that is looked at alone."""
@@ -43,7 +42,7 @@ class Gallery:
     def __init__(self, photos: Photos, backbone: Backbone, preprocessing: Preprocessing, options: TrainOptions) -> None:
         self.photos, self.backbone, self.preprocessing = photos, backbone, preprocessing
         self.reads = ReadOut.of(backbone.anatomy)
-        self._options = replace(options, quiet=True, workers=0)
+        self._cache = options.wanted_cache
         count = len(photos) + SPARE
         self.rows = np.zeros((count, self.reads.features(backbone.dim, backbone.depth)), dtype=np.float16)
         """(n, features) pooled statistics of those images that are `ready`."""
@@ -147,8 +146,7 @@ class Gallery:
     def _compute(self, index: Sequence[int]) -> None:
         if not index:
             return
-        reader = StatisticsReader(self.backbone, self._options)
-        read = reader.read(self.images(index), self.preprocessing)
+        read = read_statistics(self.backbone, self.images(index), self.preprocessing, self._cache, workers=0)
         limit = float(np.finfo(np.float16).max)
         statistics = read(torch.arange(len(index), device="cpu")).flatten(1).float().clamp(-limit, limit)
         self.rows[list(index)] = statistics.numpy()

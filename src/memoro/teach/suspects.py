@@ -25,8 +25,7 @@ from memoro.tasks.taskfile import load_task
 from memoro.teach.labels import Decision, label_text
 from memoro.teach.learning import LabelledImages, Learned, find_groups, solve
 from memoro.teach.photos import label_of
-from memoro.training.recipe import TrainOptions
-from memoro.training.statistics import StatisticsReader
+from memoro.training.cached import find_cache, read_statistics
 
 LIKELY = 0.5
 """One of several labels is suspected if the answer without it gives it a smaller probability."""
@@ -120,7 +119,7 @@ def suspects(
     source = known.spec.backbone if backbone is None and known is not None else backbone
     chosen: Backbone = load_backbone(*([] if source is None else [source]), device=device, precision=precision)
     steps = chosen.preprocessing if known is None else known.spec.preprocessing
-    read = StatisticsReader(chosen, TrainOptions(quiet=True)).read(images, steps or chosen.preprocessing)
+    read = read_statistics(chosen, images, steps or chosen.preprocessing, find_cache(None))
     labels = [label_of(images, at) for at in range(len(images))]
     decisions = [(at, Decision("label", label)) for at, label in enumerate(labels)]
     labelled = LabelledImages.of(decisions, images.kind, images.labels)

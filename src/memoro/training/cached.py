@@ -1,4 +1,4 @@
-"""Loaders that read features from disk instead of computing the base pass again."""
+"""Features and statistics of images, read from disk instead of computing the base pass again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from memoro.backbones import Backbone
 from memoro.console import bar, format_bytes, quoted
-from memoro.data import Batch, Loader
+from memoro.data import Batch, ImageSet, Loader
 from memoro.engine import featurestore
 from memoro.engine.featurestore import (
     Buffer,
@@ -31,12 +31,13 @@ from memoro.engine.featurestore import (
     free_memory,
     total_bytes,
 )
-from memoro.engine.streams import BasePass, Features, layer_bias
+from memoro.engine.streams import BasePass, Features, layer_bias, pool_pass
 from memoro.errors import CacheError, DataError
-from memoro.evaluation.logits import CachedBatch
-from memoro.images import output_size
+from memoro.evaluation.logits import CachedBatch, collect_logits
+from memoro.images import Preprocessing, output_size
 from memoro.options import option
-from memoro.processes import Processes
+from memoro.processes import ALONE, Processes
+from memoro.tasks.ridge import Read
 from memoro.tasks.spec import ReadOut
 
 GIGABYTE = 10**9
@@ -82,6 +83,13 @@ class Cache:
             there = there.parent
         free = shutil.disk_usage(there).free + featurestore.total_bytes(self.folder)
         return min(FREE_SHARE * free, MOST * GIGABYTE)
+
+
+def find_cache(cache: Cache | bool | None) -> Cache | None:
+    """The cache with its settings. None: one that is used if it can be; False: none."""
+    if isinstance(cache, Cache):
+        return cache
+    return None if cache is False else Cache(required=bool(cache))
 
 
 class CachedLoader:
@@ -218,14 +226,6 @@ def keep_features(backbone: Backbone, pixels: Tensor, format: RecordFormat) -> F
     return Features(format.from_layer, layers, base.token, base.pooled)
 
 
-def fill_caches(loaders: Sequence[CachedLoader], cache: Cache, tick: Callable[[int], None]) -> None:
-    """Evicts what the budget has no space for and fills all loaders; a CacheError if they do not fit."""
-    make_room(loaders, cache)
-    for loader in loaders:
-        loader.store.refresh()  # loaders may share records
-        loader.fill(tick)
-
-
 def make_room(loaders: Sequence[CachedLoader], cache: Cache) -> None:
     """Evicts what the budget has no space for; a CacheError if the loaders do not fit."""
     with featurestore.writing(cache.folder):
@@ -255,29 +255,30 @@ def estimate(loaders: Sequence[CachedLoader]) -> tuple[int, int]:
     return len(absent), sum(loader.store.format.size for loader in absent.values())
 
 
-def compute_missing(
-    loaders: Sequence[CachedLoader], cache: Cache, what: str, processes: Processes, *, quiet: bool
+def fill_caches(
+    loaders: Sequence[CachedLoader],
+    cache: Cache,
+    *,
+    what: str = "features",
+    processes: Processes = ALONE,
+    quiet: bool = False,
 ) -> None:
     """Computes what is missing on disk: the first process of each machine makes room, then all compute their parts. A
     CacheError in all of them if it does not fit."""
+
+    def fill(tick: Callable[[int], None], part: Part) -> None:
+        for loader in loaders:
+            loader.store.refresh()  # loaders may share records
+            loader.fill(tick, part)
+
     machines = processes.all_gather(platform.node())
     part = machines[: processes.rank].count(platform.node()), machines.count(platform.node())
     count, size = estimate(loaders)
     _in_step(processes, lambda: None if processes.local_rank else make_room(loaders, cache))
     with bar(f"{what} ({format_bytes(size)})", -(-count // part[1]), quiet=quiet or not count) as tick:
-        _in_step(processes, lambda: _fill(loaders, tick, part))
+        _in_step(processes, lambda: fill(tick, part))
     # What others computed is on disk now. More is missing only if they saw other files than this process.
-    _in_step(processes, lambda: _fill(loaders, _ignore, (0, 1)))
-
-
-def _ignore(images: int) -> None:
-    """No bar is shown."""
-
-
-def _fill(loaders: Sequence[CachedLoader], tick: Callable[[int], None], part: Part) -> None:
-    for loader in loaders:
-        loader.store.refresh()  # loaders may share records
-        loader.fill(tick, part)
+    _in_step(processes, lambda: fill(lambda images: None, (0, 1)))
 
 
 def _in_step(processes: Processes, work: Callable[[], None]) -> None:
@@ -287,9 +288,9 @@ def _in_step(processes: Processes, work: Callable[[], None]) -> None:
         work()
     except CacheError as error:
         problem = str(error)
-    problems = [problem for problem in processes.all_gather(problem) if problem is not None]
-    if problems:
-        raise CacheError(problems[0])
+    for text in processes.all_gather(problem):
+        if text is not None:
+            raise CacheError(text)
 
 
 def check_memory(loaders: Sequence[CachedLoader], device: torch.device, processes: Processes) -> None:
@@ -322,3 +323,42 @@ def what_is_kept(cache: Cache) -> str:
     size, limit = format_bytes(total_bytes(cache.folder)), format_bytes(cache.limit)
     where = f"{size} of features are cached in {cache.folder} for later trainings (at most {limit})"
     return f"{where}. To remove them: {quoted(*command)}"
+
+
+STATISTICS_BATCH = 32
+
+
+def read_statistics(
+    backbone: Backbone,
+    images: ImageSet,
+    preprocessing: Preprocessing,
+    cache: Cache | None,
+    *,
+    workers: int | None = None,
+    processes: Processes = ALONE,
+    quiet: bool = True,
+) -> Read:
+    """A function from the numbers (b) of some images to their statistics (b, layers, statistics, dim), on the CPU:
+    plain views, from the first layer that read-outs read. They are kept on disk if there is a cache and they fit."""
+    if cache is not None:
+        plain = Loader(images, preprocessing, batch_size=STATISTICS_BATCH, workers=workers)
+        kept = CachedLoader(plain, backbone, cache, backbone.depth)
+        try:
+            fill_caches([kept], cache, what="statistics", processes=processes, quiet=quiet)
+            return lambda index: kept.statistics(index.tolist())
+        except CacheError:
+            if cache.required:
+                raise
+    anatomy, size = backbone.anatomy, max(STATISTICS_BATCH, processes.world)
+    loader = Loader(images, preprocessing, batch_size=size, workers=workers, rank=processes.rank, world=processes.world)
+
+    def pool(pixels: Tensor) -> list[Tensor]:
+        pooled = pool_pass(anatomy, pixels, ReadOut.of(anatomy).from_layer)
+        half = pooled.half()
+        return [half if bool(torch.isfinite(half).all()) else pooled]
+
+    with bar("statistics", len(images), quiet=quiet) as tick:
+        (found,), _ = collect_logits(
+            pool, backbone, loader, tick=tick, all_gather=processes.all_gather, keep_dtype=True
+        )
+    return lambda index: found[index]

@@ -25,11 +25,12 @@ from memoro.data import ImageSet
 from memoro.errors import TrainingError
 from memoro.files import free_names, write_whole
 from memoro.training.cached import Cache
-from memoro.training.lossscale import LossScale
 from memoro.training.recipe import METRICS
-from memoro.training.run import Progress, Run, RunGroup
+from memoro.training.run import PROGRESS, LossScale, Run, RunGroup
 
 KEY, CHECKSUM = "memoro-checkpoint", "crc32"
+MOST_TEXT = 80
+"""The most characters of a setting in the message of a refused resume."""
 
 
 def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, Any], seconds: float) -> None:
@@ -43,22 +44,14 @@ def save_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, 
         for index, (name, parameter) in enumerate(run.trained.items()):
             if going:
                 tensors[f"{number}.now.{name}"] = parameter.detach()
-            if name in run.best and not (going and torch.equal(run.best[name], parameter)):
+            if run.best_score is not None and not (going and torch.equal(run.best[name], parameter)):
                 tensors[f"{number}.best.{name}"] = run.best[name]
             for key, value in state.get(index, {}).items():
                 if value is not None:
                     tensors[f"{number}.optimizer.{index}.{key}"] = torch.as_tensor(value, device="cpu")
-        records.append(
-            {
-                "history": run.history,
-                "best_score": run.best_score,
-                "best_epoch": run.best_epoch,
-                "stopped": run.stopped,
-                "diverged": run.diverged,
-                "loss_scale": asdict(run.loss_scale),
-            }
-        )
-    progress = [asdict(group.progress) for group in groups]
+        facts = {name: getattr(run, name) for name in ("history", "best_score", "best_epoch", "stopped", "diverged")}
+        records.append({**facts, "loss_scale": asdict(run.loss_scale)})
+    progress = [{name: getattr(group, name) for name in PROGRESS} for group in groups]
     finished = all(group.finished for group in groups)
     record = {"progress": progress, "finished": finished, "seconds": seconds, "runs": records, "identity": identity}
     text, data = json.dumps(record), {name: one.detach().cpu().contiguous().clone() for name, one in tensors.items()}
@@ -80,16 +73,22 @@ def read_identity(path: Path) -> dict[str, Any]:
         return dict(_read(path)[0]["identity"])
 
 
-def set_aside(path: Path) -> list[Path]:
-    """Renames the checkpoint and the metrics of an interrupted training; their new names, none if it had finished."""
+def make_way(path: Path) -> str | None:
+    """Renames the checkpoint and the metrics of an interrupted training; says so, if there was one."""
+    if not path.is_file():
+        return None
     try:
         record, _ = _read(path)
         if record["finished"] or not any(progress["step"] for progress in record["progress"]):
-            return []
+            return None
     except Exception:  # damaged, or of another version: not ours to throw away
         pass
     files = [file for file in (path.with_name(METRICS), path) if file.exists()]  # a kill in between loses neither
-    return [file.rename(name) for file, name in zip(files, free_names(files), strict=True)]
+    names = " and ".join(file.rename(new).name for file, new in zip(files, free_names(files), strict=True))
+    return (
+        f"{path.parent} holds an interrupted training. Its files were renamed to {names}: to continue it, rename them "
+        "back and use `resume=True`."
+    )
 
 
 @contextmanager
@@ -115,44 +114,38 @@ def load_checkpoint(path: Path, groups: Sequence[RunGroup], identity: dict[str, 
     """Restores all runs from a checkpoint; returns the seconds of training so far."""
     with _damage(path):
         record, tensors = _read(path)
-        _check_identity(path, record["identity"], json.loads(json.dumps(identity)))
-        return _restore(record, tensors, groups)
+        changed, details = compare_identities(record["identity"], json.loads(json.dumps(identity)))
+        if changed:
+            raise TrainingError(
+                f"cannot resume: {', '.join(changed)} differ from those of the checkpoint in {path.parent}"
+                f"{f' ({details})' if details else ''}. Use the same settings and data, or start over without `resume`."
+            )
+        runs = [run for group in groups for run in group.runs]
+        for number, (run, state) in enumerate(zip(runs, record["runs"], strict=True)):
+            _restore(run, state, {name: tensors[name] for name in tensors if name.startswith(f"{number}.")}, number)
+        for group, progress in zip(groups, record["progress"], strict=True):
+            for name in PROGRESS:
+                setattr(group, name, progress[name])
+        return float(record["seconds"])
 
 
-def _check_identity(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
-    changed, details = compare_identities(saved, here)
-    if changed:
-        raise TrainingError(
-            f"cannot resume: {', '.join(changed)} differ from those of the checkpoint in {path.parent}"
-            f"{f' ({details})' if details else ''}. Use the same settings and data, or start over without `resume`."
-        )
-
-
-def _restore(record: dict[str, Any], tensors: Mapping[str, Tensor], groups: Sequence[RunGroup]) -> float:
-    runs = [run for group in groups for run in group.runs]
-    for number, (run, state_of) in enumerate(zip(runs, record["runs"], strict=True)):
-        state: dict[int, dict[str, Any]] = {}
-        with torch.no_grad():
-            for index, (name, parameter) in enumerate(run.trained.items()):
-                now, best = f"{number}.now.{name}", f"{number}.best.{name}"
-                if now in tensors:
-                    parameter.copy_(tensors[now])
-                if state_of["best_score"] is not None:  # weights that are the best until now are there once
-                    run.best[name] = tensors[best if best in tensors else now].to(parameter)
-                prefix = f"{number}.optimizer.{index}."
-                entries = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
-                if entries:
-                    state[index] = entries
-        whole = run.optimizer.state_dict()
-        run.optimizer.load_state_dict({**whole, "state": state})
-        run.history = state_of["history"]
-        run.best_score = None if state_of["best_score"] is None else tuple(state_of["best_score"])
-        run.best_epoch = state_of["best_epoch"]
-        run.stopped, run.diverged = state_of["stopped"], state_of["diverged"]
-        run.loss_scale = LossScale(**state_of["loss_scale"])
-    for group, progress in zip(groups, record["progress"], strict=True):
-        group.progress = Progress(**progress)
-    return float(record["seconds"])
+def _restore(run: Run, state: dict[str, Any], tensors: Mapping[str, Tensor], number: int) -> None:
+    steps: dict[int, dict[str, Tensor]] = {}
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(run.trained.items()):
+            now, best = f"{number}.now.{name}", f"{number}.best.{name}"
+            if now in tensors:
+                parameter.copy_(tensors[now])
+            if state["best_score"] is not None:  # weights that are the best until now are there once
+                run.best[name] = tensors[best if best in tensors else now].to(parameter)
+            prefix = f"{number}.optimizer.{index}."
+            if entries := {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}:
+                steps[index] = entries
+    run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": steps})
+    run.history, run.best_epoch = state["history"], state["best_epoch"]
+    run.best_score = None if state["best_score"] is None else tuple(state["best_score"])
+    run.stopped, run.diverged = state["stopped"], state["diverged"]
+    run.loss_scale = LossScale(**state["loss_scale"])
 
 
 def compare_identities(saved: dict[str, Any], here: dict[str, Any]) -> tuple[list[str], str]:
@@ -160,10 +153,11 @@ def compare_identities(saved: dict[str, Any], here: dict[str, Any]) -> tuple[lis
 
     Lists have an entry for each run. If the number of runs differs, they are compared as sets.
     """
-    runs = [len(_entries(identity.get("recipe"))) for identity in (saved, here)]
+    sides = (saved, here)
+    runs = [len(identity.get("recipe") or ()) for identity in sides]
 
     def comparable(value: Any) -> Any:
-        return value if runs[0] == runs[1] else {json.dumps(entry) for entry in _entries(value)}
+        return {json.dumps(entry) for entry in value} if isinstance(value, list) and runs[0] != runs[1] else value
 
     changed = [key for key in here if comparable(saved.get(key)) != comparable(here[key])]
     details = []
@@ -171,60 +165,44 @@ def compare_identities(saved: dict[str, Any], here: dict[str, Any]) -> tuple[lis
         changed = changed or ["runs"]
         details.append(f"{format_count(runs[0], 'run')} in the checkpoint, {runs[1]} now")
     for key in changed:
-        if key in {"recipe", "task", "preprocessing"}:
-            sides = [_settings(identity.get(key)) for identity in (saved, here)]
-            for name in dict.fromkeys((*sides[1], *sides[0])):
-                there, now = (", ".join(side.get(name, ["none"])) for side in sides)
-                if there != now:
-                    details.append(f"{name} {_shorten(there)} in the checkpoint, {_shorten(now)} now")
-        elif key == "features":
-            details.append(f"{key} {json.dumps(saved.get(key))} in the checkpoint, {json.dumps(here[key])} now")
+        if key in {"recipe", "task", "preprocessing", "features"}:
+            there, now = (_settings(key, identity.get(key)) for identity in sides)
+            for name in dict.fromkeys((*now, *there)):
+                values = [", ".join(dict.fromkeys(side.get(name, ["none"]))) for side in (there, now)]
+                if values[0] != values[1]:
+                    texts = [text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 1]}…" for text in values]
+                    details.append(f"{name} {texts[0]} in the checkpoint, {texts[1]} now")
     return changed, "; ".join(details)
 
 
-def _entries(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _settings(runs: Any) -> dict[str, dict[str, None]]:
-    """Each setting's values over all runs, once each and as text; nested settings by `augment.flip`."""
-    found: dict[str, dict[str, None]] = {}
-    for run in _entries(runs):
-        for name, value in run.items() if isinstance(run, dict) else ():
-            for key, part in (value if isinstance(value, dict) else {"": value}).items():
-                path = f"{name}.{key}" if key else name
-                found.setdefault(path, {})[json.dumps(part, ensure_ascii=False)] = None
+def _settings(name: str, value: Any) -> dict[str, list[str]]:
+    """The values of each setting, one for each run, as text; nested settings by `augment.flip`."""
+    found: dict[str, list[str]] = {}
+    for run in value if isinstance(value, list) else [{name: value}]:
+        for setting, part in run.items():
+            for key, inner in (part if isinstance(part, dict) else {"": part}).items():
+                path = f"{setting}.{key}" if key else setting
+                found.setdefault(path, []).append(json.dumps(inner, ensure_ascii=False))
     return found
-
-
-def _shorten(text: str, most: int = 80) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def run_identity(backbone: Backbone, runs: Sequence[Run], cache: Cache | None) -> dict[str, Any]:
     """All that must be the same for a resume to be the same training."""
     sets = {id(images): images for run in runs for images in (run.splits.train, run.splits.val)}
     digests = {key: _data_digest(images) for key, images in sets.items()}
+    tasks, data = [], []
+    for run in runs:
+        start = {} if run.start_from is None else {"start_from": run.start_from}
+        tasks.append({**run.task.identity(), "regime": run.regime.name, **start})
+        held_out = None if run.held_out is None else hashlib.sha256(run.held_out.tobytes()).hexdigest()
+        splits = {"train": digests[id(run.splits.train)], "val": digests[id(run.splits.val)]}
+        data.append({**splits, "held_out": held_out})
     return {
         "recipe": [run.recipe.to_json() for run in runs],
-        "task": [
-            {
-                **run.task.identity(),
-                "regime": run.regime.name,
-                **({} if run.start_from is None else {"start_from": run.start_from}),
-            }
-            for run in runs
-        ],
+        "task": tasks,
         "backbone": backbone.fingerprint.digest,
         "precision": str(backbone.dtype).removeprefix("torch."),
-        "data": [
-            {
-                "train": digests[id(run.splits.train)],
-                "val": digests[id(run.splits.val)],
-                "held_out": None if run.held_out is None else hashlib.sha256(run.held_out.tobytes()).hexdigest(),
-            }
-            for run in runs
-        ],
+        "data": data,
         "preprocessing": [run.preprocessing.to_json() for run in runs],
         "features": None if cache is None else cache.dtype,
     }
@@ -242,12 +220,13 @@ def _data_digest(images: ImageSet | None) -> str | None:
 
 def where_it_continues(path: Path, groups: Sequence[RunGroup], seconds: float) -> str:
     """What the user is told when a training continues from a checkpoint."""
-    going = [group for group in groups if not group.finished]
-    if not going:
-        return f"the training in {path.parent} is already finished: only evaluating it again."
     done = ", ".join(
-        f"step {group.progress.step + 1} of {group.total_steps} (epoch {group.progress.epoch + 1})" for group in going
+        f"step {group.step + 1} of {group.total_steps} (epoch {group.epoch + 1})"
+        for group in groups
+        if not group.finished
     )
+    if not done:
+        return f"the training in {path.parent} is already finished: only evaluating it again."
     return f"resuming in {path.parent} at {done}, after {seconds:.0f} s of training."
 
 
@@ -263,15 +242,3 @@ def check_agreement(processes: Sequence[tuple[dict[str, Any], bool]], path: Path
             )
         if found != first[1]:
             raise TrainingError(f"some processes cannot find {path}: to resume, every machine needs the run folder.")
-
-
-def make_way(path: Path) -> list[str]:
-    """Gives what another training left in the folder another name, if that was interrupted; says so."""
-    kept = set_aside(path) if path.is_file() else []
-    if not kept:
-        return []
-    names = " and ".join(file.name for file in kept)
-    return [
-        f"{path.parent} holds an interrupted training. Its files were renamed to {names}: to continue it, rename them "
-        "back and use `resume=True`."
-    ]

@@ -1,7 +1,9 @@
-"""Finishing: trained runs become tasks that are calibrated, described, measured and recorded; the best of a plan."""
+"""Finishing: trained runs become tasks with read-outs, calibration, familiarity, metrics and a record; the best of a
+plan."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
@@ -15,69 +17,143 @@ from memoro.backbones import Backbone
 from memoro.clock import Phases
 from memoro.console import bar
 from memoro.data import ImageSet
+from memoro.data.screening import near_groups
 from memoro.errors import TrainingError
+from memoro.evaluation.calibrate import find_photographs, read_changes, read_photographs
 from memoro.evaluation.logits import Batches, collect_logits
 from memoro.evaluation.metrics import add_folds, measure, measure_task, recorded, score, warn_of
 from memoro.evaluation.training_images import learned_from, sketch_images
 from memoro.heads import HEADS
+from memoro.images import Preprocessing
 from memoro.tasks.calibration import describe_calibration, fit_calibration
-from memoro.tasks.spec import Model
+from memoro.tasks.familiarity import Familiarity, Others, fit_familiarity
+from memoro.tasks.readout import SolvedReadOut, solve_readout
+from memoro.tasks.ridge import Read, RidgeSystem
+from memoro.tasks.spec import Model, ReadOut
 from memoro.tasks.task import Task
+from memoro.training.cached import read_statistics
 from memoro.training.loop import Trainer
 from memoro.training.plan import Plan, Setting
 from memoro.training.recipe import TrainOptions
 from memoro.training.result import SettingRow, TrainResult
-from memoro.training.run import LEFT_OUT, Run, build_forward
-from memoro.training.statistics import Describer, ReadOuts
+from memoro.training.run import LEFT_OUT, Run, build_forward, content_key
 
 SEEN = "none: an earlier training may have seen these images; use memoro calibrate with new ones"
+MOST_IMAGES = 10_000
+"""Training images that a description is made from."""
 Answers = tuple[Tensor, Tensor]
 """Logits, and the targets of their images."""
 
 
-def answer_held_out(trainer: Trainer, readouts: ReadOuts) -> None:
-    """Fills `Run.answers` of all runs, with one pass over each set of images, and gives their tasks their read-outs.
-
-    For images whose features are kept, read-outs are added afterwards, since those of training images are answers of
-    solutions without them. Then tasks get their read-outs, and answer the other images as they will from now on.
-    """
-    kept = {"fold", "val"}
-    by_loader: dict[tuple[bool, int], tuple[Batches, list[tuple[Run, str]]]] = {}
-    for run in trainer.runs:
-        for split in () if run.diverged else run.evaluated:
-            loader = trainer.loaders.evaluation(run, run.evaluated[split], keep=split in kept)
-            by_loader.setdefault((split in kept, id(loader)), (loader, []))[1].append((run, split))
-    total = sum(len(loader.images) for loader, _ in by_loader.values())
-    with bar("evaluating", total, quiet=trainer.options.quiet) as tick:
-        for held_out in (True, False):
-            for loader, members in (found for (own, _), found in by_loader.items() if own is held_out):
-                forward = build_forward(trainer.backbone, [run.task for run, _ in members])
-                gather = trainer.processes.all_gather
-                logits, _ = collect_logits(forward, trainer.backbone, loader, tick=tick, all_gather=gather)
-                for (run, split), out in zip(members, logits, strict=True):
-                    images = run.evaluated[split]  # its own targets: other labels may share the loader
-                    if held_out and run.regime.readout:
-                        out = torch.lerp(out, readouts.answers(run, split, images), run.regime.readout)
-                    run.answers[split] = out, images.targets
-            for run in trainer.runs if held_out else ():
-                if run.regime.readout and run.held_out is None and isinstance(run.task, Task):
-                    readouts.solve(run).attach(run.task, run.regime.readout)
-    for run in trainer.all_runs:
-        if run.regime.readout == 1 and isinstance(run.task, Task):
-            (split, images), solved = run.final, readouts.solve(run)
-            solved.attach(run.task, 1.0)
-            if split == LEFT_OUT:
-                run.answers[split] = solved.held_out, images.targets[solved.answered]
-            else:
-                run.answers[split] = readouts.answers(run, split, images), images.targets
-
-
 class Finisher:
-    """Makes results of runs that are trained and have answered."""
+    """Solves read-outs, lets trained tasks answer, and makes results of their runs.
 
-    def __init__(self, backbone: Backbone, readouts: ReadOuts, describer: Describer, options: TrainOptions) -> None:
+    Runs over the same images and labels share a read-out, and a description of the images.
+    """
+
+    def __init__(self, backbone: Backbone, options: TrainOptions) -> None:
         self._backbone, self._options = backbone, options
-        self._readouts, self._describer = readouts, describer
+        self._statistics: dict[Any, Read] = {}
+        self._solved: dict[Any, SolvedReadOut] = {}
+        self._systems: dict[Any, RidgeSystem] = {}
+        self._described: dict[Any, Familiarity | None] = {}
+        self._others: dict[Preprocessing, Others | None] = {}
+
+    def solve(self, run: Run) -> SolvedReadOut:
+        """The read-out of a run's training images. The user is told how good it is."""
+        images, labels = run.train, run.splits.labels
+        key = content_key(images), run.preprocessing, id(images.targets), run.recipe.balance
+        if key not in self._solved:
+            started = time.monotonic()
+            found = solve_readout(
+                run.splits.kind,
+                ReadOut.of(self._backbone.anatomy),
+                lambda weights: self._factorise(images, run.preprocessing, weights),
+                images.targets,
+                len(labels),
+                balance=run.recipe.balance,
+                groups=torch.from_numpy(near_groups(images).numbers),
+            )
+            self._solved[key] = found
+            figure = HEADS[run.splits.kind].main_metric
+            score = measure(run.splits.kind, labels, found.held_out, images.targets[found.answered]).get(figure)
+            seconds = time.monotonic() - started
+            told = "" if score is None else f"{figure.replace('_', ' ')} {score:.3f} on images left out one by one, "
+            self._options.note(f"{run.splits.name}: read-out: {told}solved in {seconds:.1f} s.")
+        return self._solved[key]
+
+    def _factorise(self, images: ImageSet, preprocessing: Preprocessing, weights: Tensor | None) -> RidgeSystem:
+        """The system of these images; without weights, columns of labels share one."""
+        if weights is not None:
+            return RidgeSystem(len(images), self._read(images, preprocessing), weights)
+        key = content_key(images), preprocessing
+        if key not in self._systems:
+            self._systems[key] = RidgeSystem(len(images), self._read(images, preprocessing))
+        return self._systems[key]
+
+    def _read(self, images: ImageSet, preprocessing: Preprocessing) -> Read:
+        """A function from the numbers (b) of images to their statistics (b, layers, statistics, dim)."""
+        key, options = (content_key(images), preprocessing), self._options
+        if key not in self._statistics:
+            self._statistics[key] = read_statistics(
+                self._backbone,
+                images,
+                preprocessing,
+                options.wanted_cache,
+                workers=options.workers,
+                processes=options.processes,
+                quiet=options.quiet,
+            )
+        return self._statistics[key]
+
+    def _read_out(self, run: Run, split: str, images: ImageSet) -> Tensor:
+        """The logits (n, labels) of a run's read-out for the images of a split; those to training images are of
+        solutions without them."""
+        solved = self.solve(run)
+        if len(solved.answered) == len(run.train):  # of very many images, only some are left out
+            if run.held_out is not None and split == "fold":
+                return solved.held_out[torch.from_numpy(run.held_out)]
+            if images is run.train:
+                return solved.held_out
+        read = self._read(images, run.preprocessing)
+        blocks = torch.split(torch.arange(len(images), device="cpu"), 1024)
+        return torch.cat([read(block).float().flatten(1) @ solved.weight.T + solved.bias for block in blocks])
+
+    def answer_held_out(self, trainer: Trainer) -> None:
+        """Fills `Run.answers` of all runs, with one pass over each set of images, and gives their tasks their
+        read-outs.
+
+        For images whose features are kept, read-outs are added afterwards, since those of training images are answers
+        of solutions without them. Then tasks get their read-outs, and answer the other images as they will from now on.
+        """
+        kept = {"fold", "val"}
+        by_loader: dict[tuple[bool, int], tuple[Batches, list[tuple[Run, str]]]] = {}
+        for run in trainer.runs:
+            for split in () if run.diverged else run.evaluated:
+                loader = trainer.loaders.evaluation(run, run.evaluated[split], keep=split in kept)
+                by_loader.setdefault((split in kept, id(loader)), (loader, []))[1].append((run, split))
+        total = sum(len(loader.images) for loader, _ in by_loader.values())
+        with bar("evaluating", total, quiet=self._options.quiet) as tick:
+            for held_out in (True, False):
+                for loader, members in (found for (own, _), found in by_loader.items() if own is held_out):
+                    forward = build_forward(trainer.backbone, [run.task for run, _ in members])
+                    gather = trainer.processes.all_gather
+                    logits, _ = collect_logits(forward, trainer.backbone, loader, tick=tick, all_gather=gather)
+                    for (run, split), out in zip(members, logits, strict=True):
+                        images = run.evaluated[split]  # its own targets: other labels may share the loader
+                        if held_out and run.regime.readout:
+                            out = torch.lerp(out, self._read_out(run, split, images), run.regime.readout)
+                        run.answers[split] = out, images.targets
+                for run in trainer.runs if held_out else ():
+                    if run.regime.readout and run.held_out is None and isinstance(run.task, Task):
+                        self.solve(run).attach(run.task, run.regime.readout)
+        for run in trainer.all_runs:
+            if run.regime.readout == 1 and isinstance(run.task, Task):
+                solved, (split, images) = self.solve(run), run.final
+                solved.attach(run.task, 1.0)
+                run.answers[LEFT_OUT] = solved.held_out, run.train.targets[solved.answered]
+                if split != LEFT_OUT:
+                    run.answers[split] = self._read_out(run, split, images), images.targets
 
     def finish(self, runs: Sequence[Run]) -> TrainResult:
         """The result of the last run, after those of its folds if there are any.
@@ -85,39 +161,41 @@ class Finisher:
         Its metrics are those of its best weights, on images that it did not learn from if there are any.
         """
         *folds, run = runs
-        notes, history = run.splits.notes, run.history
+        notes, history, folder = run.splits.notes, run.history, self._options.folder
         if run.stopped is not None:
             notes = (*notes, run.stopped)
         if run.diverged:
-            return TrainResult(cast(Task, run.task), history, {}, self._options.folder, notes)
+            return TrainResult(cast(Task, run.task), history, {}, folder, notes)
         task, (split, images) = run.task, run.final
-        seen = bool(task.spec.training.keys() - {"seed"})  # it was trained before, on images that may be these
+        trained_before = bool(task.spec.training.keys() - {"seed"})  # on images that may be these
         self._record_training(run)
-        self._describer.add_familiarity(run)
+        self._add_familiarity(run)
+        source, held_out = "validation", run.answers.get("val")
         out, targets = run.answers[split]
         fitted_on = split in {"val", LEFT_OUT}
         if folds:
-            parts = [fold.answers["fold"] for fold in folds]
+            source, parts = f"{len(folds)} folds", [fold.answers["fold"] for fold in folds]
             held_out = torch.cat([logits for logits, _ in parts]), torch.cat([own for _, own in parts])
-            source = f"{len(folds)} folds"
-            add_calibration(task, held_out, source, seen=was_seen(task, run.train))
             history = add_folds(history, [fold.history for fold in folds], [len(own) for _, own in parts])
             if split != "test":
                 fitted_on, split, (out, targets) = True, source, held_out
-                images = run.train.subset(
-                    np.concatenate([fold.held_out for fold in folds if fold.held_out is not None])
-                )
-        elif run.regime.readout == 1:
-            solved = self._readouts.solve(run)
-            held_out = solved.held_out, run.train.targets[solved.answered]
-            images = run.train.subset(solved.answered.numpy()) if split == LEFT_OUT else images
-            add_calibration(task, held_out, LEFT_OUT, seen=was_seen(task, run.train))
-        else:
-            add_calibration(task, run.answers.get("val"), "validation", seen=seen or was_seen(task, run.splits.val))
+                rows = [fold.held_out for fold in folds if fold.held_out is not None]
+                images = run.train.subset(np.concatenate(rows))
+        elif LEFT_OUT in run.answers:
+            source, held_out = LEFT_OUT, run.answers[LEFT_OUT]
+            images = run.train.subset(self.solve(run).answered.numpy()) if split == LEFT_OUT else images
+        judged = run.splits.val if source == "validation" else run.train
+        seen = (source == "validation" and trained_before) or was_seen(task, judged)
+        add_calibration(task, held_out, source, seen=seen)
         metrics = {"split": split, **measure_task(task, out, targets, fitted_on=fitted_on)}
         task.update_spec(metrics=recorded(task.kind, metrics, out, targets))
-        result = TrainResult(cast(Task, task), history, metrics, self._options.folder, notes, out, targets, images)
-        return replace(result, notes=(*notes, *self._warn(result)))
+        warnings = [warn_of(metrics, balanced=run.recipe.balance)]
+        if split != "train" and (reason := learned_from(task, images, parents_only=True)) is not None:
+            warnings.append(f"{reason}, so its metrics overestimate accuracy on new images.")
+        shown = [text for text in warnings if text is not None]
+        for text in shown:
+            self._options.note(f"warning: {task.name}: {text}")
+        return TrainResult(cast(Task, task), history, metrics, folder, (*notes, *shown), out, targets, images)
 
     def _record_training(self, run: Run) -> None:
         """Records in the task how it was trained."""
@@ -134,7 +212,7 @@ class Finisher:
             }
         trained = sum(parameter.numel() for parameter in run.trained.values())
         if run.regime.readout:
-            readout = self._readouts.solve(run)
+            readout = self.solve(run)
             trained += readout.weight.numel() + readout.bias.numel()
             facts["penalty"] = readout.penalty
         task.update_spec(
@@ -152,16 +230,35 @@ class Finisher:
             },
         )
 
-    def _warn(self, result: TrainResult) -> list[str]:
-        """Warnings, if the metrics call for them; the user sees them too."""
-        found = [warn_of(result.metrics, balanced=bool(result.task.spec.training.get("balance")))]
-        if result.metrics["split"] != "train":
-            learned = learned_from(result.task, result.images, parents_only=True)
-            found.append(None if learned is None else f"{learned}, so its metrics overestimate accuracy on new images.")
-        texts = [text for text in found if text is not None]
-        for text in texts:
-            self._options.note(f"warning: {result.task.name}: {text}")
-        return texts
+    def _add_familiarity(self, run: Run) -> None:
+        """Gives a run's task the description of its training images, and records what it is made from."""
+        images = run.train
+        if not isinstance(run.task, Task) or run.held_out is not None:
+            return
+        key = content_key(images), run.preprocessing, id(run.splits)
+        if key not in self._described:
+            samples = torch.linspace(0, len(images) - 1, min(len(images), MOST_IMAGES), device="cpu").round().long()
+            statistics = self._read(images, run.preprocessing)(samples)
+            classes = images.targets[samples] if HEADS[run.splits.kind].has_classes else None
+            others = self._photographs(run.preprocessing)
+            changes = None if others is None else read_changes(self._backbone, run.preprocessing, images)
+            self._described[key] = fit_familiarity(statistics, classes, others, changes)
+        found, text = self._described[key], "none: too few images, or tokens out of range"
+        if found is not None:
+            against = "ordinary photographs" if len(found.reader) else "no photographs"
+            text = f"{found.images} training images, left out in turn, against {against}"
+        run.task.update_spec(familiarity=found, training={**run.task.spec.training, "familiarity": text})
+
+    def _photographs(self, preprocessing: Preprocessing) -> Others | None:
+        if preprocessing not in self._others:
+            cache, others = self._options.wanted_cache, self._options.others
+            folder, workers = None if cache is None else cache.folder, self._options.workers
+            self._others[preprocessing] = (
+                find_photographs(self._backbone, preprocessing, folder)
+                if others is None
+                else read_photographs(self._backbone, preprocessing, others, folder, workers=workers)
+            )
+        return self._others[preprocessing]
 
 
 def was_seen(task: Model, images: ImageSet | None) -> bool:
@@ -188,10 +285,6 @@ def record_time(results: Sequence[TrainResult], phases: Phases) -> None:
     for result in results:
         facts = {**result.task.spec.training, "seconds": round(sum(phases.seconds.values()), 1), "phases": seconds}
         result.task.update_spec(training=facts)
-
-
-Score = tuple[float, float]
-"""(validation score, -validation loss)"""
 
 
 def finish_plans(
@@ -256,7 +349,7 @@ def _choose(plan: Plan, runs: Mapping[Setting, Sequence[Run]]) -> tuple[list[Set
     return rows, runs[max(finished, key=lambda setting: scores[setting])]
 
 
-def _score(plan: Plan, runs: Sequence[Run]) -> Score | None:
+def _score(plan: Plan, runs: Sequence[Run]) -> tuple[float, float] | None:
     """What a setting is compared by, higher is better: with folds, by the answers to all images, each from the run that
     did not see it; else by the epoch whose weights were kept. None if one of its runs diverged."""
     if any(run.diverged for run in runs):

@@ -210,23 +210,8 @@ def name_sources(
     return sources
 
 
-def load_sources(
-    sources: Mapping[str | None, Any],
-    columns: Sequence[str] | None,
-    reading: DataOptions,
-    recipe: Recipe,
-    options: TrainOptions,
-) -> Sets:
+def load_sources(sources: Mapping[str | None, Any], columns: Sequence[str] | None, reading: DataOptions) -> Sets:
     """The sets by task name. Validation splits are cut later, as folds may be used instead."""
-    cache, phases = options.wanted_cache, options.phases
-    folder = False if cache is None else cache.folder
-    reading = replace(reading, val_fraction=0, seed=recipe.data_seed, cache=folder, phases=phases)
-    reading = replace(reading, workers=options.workers, quiet=options.quiet)
-    with phases.during("reading"):
-        return _load(sources, columns, reading)
-
-
-def _load(sources: Mapping[str | None, Any], columns: Sequence[str] | None, reading: DataOptions) -> Sets:
     if columns:
         found = load_columns(next(iter(sources.values())), columns, **vars(reading))
         return {str(name): splits for name, splits in zip(sources, found.values(), strict=True)}
@@ -237,11 +222,11 @@ def _load(sources: Mapping[str | None, Any], columns: Sequence[str] | None, read
     return sets
 
 
-def choose_folds(
+def cut_sets(
     sets: Sets, regime: Regime, several_runs: bool, folds: int | None, recipe: Recipe
-) -> list[tuple[tuple[str, Splits], int]]:
-    """Each set with the number of folds on which its settings are compared, or its task is calibrated; 0: a validation
-    split, which a read-out alone does not need either."""
+) -> list[tuple[str, Splits, int]]:
+    """Each set with a validation split, or with the number of folds on which its settings are compared or its task is
+    calibrated instead. A read-out alone needs neither."""
     joint, counts = 0 < regime.readout < 1, dict.fromkeys(sets, 0)
     if not regime.composes:  # each run has its own passes: no folds unless asked for
         folds = folds or 0
@@ -249,9 +234,22 @@ def choose_folds(
         if splits.train is not None and splits.val is None:
             most = ALL_LEARNED if joint else SMALL
             counts[name] = _default_folds(splits.train, recipe, most) if folds is None else folds
-    if not all(counts.values()) and _shared_table(list(sets.values())) is not None:
+    # Columns of one table are split alike, and so share every base pass.
+    first, *others = sets.values()
+    images = [splits.train.source for splits in sets.values() if splits.train is not None]
+    alike = bool(others) and len(images) == len(sets) and all(source == images[0] for source in images)
+    if alike and not all(counts.values()):
         counts = dict.fromkeys(sets, 0)
-    return [(item, counts[item[0]]) for item in sets.items()]
+    cut = []
+    for (name, splits), count in zip(sets.items(), counts.values(), strict=True):
+        if splits.train is not None and count:
+            what = "the task is calibrated" if regime.readout else "runs are compared"
+            text = f"{len(splits.train)} training images: {what} by {count}-fold cross-validation."
+            splits = replace(splits, notes=(*splits.notes, text, *near_groups(splits.train).notes))
+        elif splits.train is not None and regime.readout < 1:
+            splits = hold_out(splits, recipe.val_fraction, recipe.data_seed, like=first if alike else None)
+        cut.append((name, splits, count))
+    return cut
 
 
 def _default_folds(train: ImageSet, recipe: Recipe, most: int) -> int:
@@ -263,25 +261,6 @@ def _default_folds(train: ImageSet, recipe: Recipe, most: int) -> int:
         return 0
     number = fold_numbers(train, FOLDS, recipe.data_seed)
     return FOLDS if all((number == fold).any() for fold in range(FOLDS)) else 0
-
-
-def _shared_table(sets: Sequence[Splits]) -> Splits | None:
-    """The first set if all are columns of one table: they are split alike, and so share every base pass."""
-    first, *others = sets
-    images = [one.train.source for one in sets if one.train is not None]
-    alike = others and len(images) == len(sets) and all(source == images[0] for source in images)
-    return first if alike else None
-
-
-def cut_validation(splits: Splits, regime: Regime, folds: int, sets: Sequence[Splits], recipe: Recipe) -> Splits:
-    """The splits with a validation split, or with a note on folds. A read-out alone needs neither."""
-    if splits.train is None or regime.readout == 1:
-        return splits
-    if folds:
-        what = "the task is calibrated" if regime.readout else "runs are compared"
-        text = f"{len(splits.train)} training images: {what} by {folds}-fold cross-validation."
-        return replace(splits, notes=(*splits.notes, text, *near_groups(splits.train).notes))
-    return hold_out(splits, recipe.val_fraction, recipe.data_seed, like=_shared_table(sets))
 
 
 def preprocessing_of(

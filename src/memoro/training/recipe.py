@@ -16,14 +16,14 @@ from memoro.backbones.backbone import BackboneRecord
 from memoro.backbones.precision import PRECISION_HELP, Precision, check_precision
 from memoro.clock import Phases
 from memoro.console import plain_console
-from memoro.data import Augment
+from memoro.data import Augment, DataOptions
 from memoro.data.dataset import ClassFolder
 from memoro.errors import TrainingError
 from memoro.options import option, plain_int
 from memoro.processes import ALONE, Processes, find_processes
 from memoro.regimes import Regime, find_regime
 from memoro.tasks.task import Task
-from memoro.training.cached import Cache
+from memoro.training.cached import Cache, find_cache
 
 OptimizerName = Literal["sgd", "adamw"]
 
@@ -229,12 +229,16 @@ class TrainOptions:
             text = text if text.startswith("warning: ") else f"note: {text}"
             (self.log or plain_console(stderr=True, soft_wrap=True).print)(text)
 
+    def reading(self, recipe: Recipe, **given: Any) -> DataOptions:
+        """How data is read for this training."""
+        cache = self.wanted_cache
+        given |= {"workers": self.workers, "quiet": self.quiet, "phases": self.phases}
+        return DataOptions(seed=recipe.data_seed, cache=False if cache is None else cache.folder, **given)
+
     @property
     def wanted_cache(self) -> Cache | None:
         """The cache with its settings; one that is not `required` is used if it can be."""
-        if isinstance(self.cache, Cache):
-            return self.cache
-        return None if self.cache is False else Cache(required=bool(self.cache))
+        return find_cache(self.cache)
 
 
 REMOVED = {

@@ -23,11 +23,11 @@ from memoro.evaluation.metrics import COLUMNS, format_worst, name_split, reporte
 from memoro.evaluation.report import TaskReport, write_report
 from memoro.files import keep_copy
 from memoro.regimes import Regime
+from memoro.regimes.start import ancestors
 from memoro.tasks.record import SKETCH
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 from memoro.training.recipe import REPORT, TrainOptions
-from memoro.training.run import ancestors
 
 SUFFIX = ".safetensors"
 
@@ -217,13 +217,15 @@ def save_tasks(
     regime: Regime,
     options: TrainOptions,
 ) -> list[TrainResult]:
-    """Writes the tasks' files, and removes the leftovers of writes that were killed before this training began."""
+    """Writes the tasks' files, and removes the leftovers of writes that were killed before this training began. (What
+    another training was writing then has its own name by now.) A task that diverged has no file."""
     saved = []
     for result in results:
         file = files.get(result.task.name) if result.metrics else None
-        if file is not None and options.processes.main:
-            result = _save(result, file, regime, options)
-        saved.append(result if file is None else replace(result, file=file))
+        if file is not None:
+            result = replace(result, file=file)
+            result = _save(result, file, regime, options) if options.processes.main else result
+        saved.append(result)
     for part in leftovers if options.processes.main else ():
         part.unlink(missing_ok=True)
     return saved

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,27 +25,47 @@ from memoro.errors import TrainingError
 from memoro.evaluation.logits import AnyBatch, Batches
 from memoro.heads import HEADS, Scale
 from memoro.images import Preprocessing
-from memoro.processes import Processes
 from memoro.regimes import Regime
+from memoro.regimes.start import ancestors
 from memoro.tasks.mask import trace_lineage
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task
 from memoro.training.cached import Buffers, Cache, CachedLoader
-from memoro.training.lossscale import LossScale
-from memoro.training.recipe import Recipe, check_views
+from memoro.training.recipe import Recipe, TrainOptions, check_views
 
 LEFT_OUT = "leave-one-out"
 """The split of a read-out without any other: each training image is answered by a solution without it."""
 IN_COMMON = ("epochs", "steps", "batch_size", "accumulate", "views", "data_seed")
 """Fields of the recipe that are the same for all runs of a group."""
+PROGRESS = ("step", "epoch", "batch", "sums")
+"""Fields of a group that a checkpoint has."""
+HALF_SCALE = 2.0**16
+"""What losses are multiplied by in float16 at first, so that gradients do not underflow."""
+GROWTH = 1000
+"""After so many steps without an overflow, a scale that was halved is doubled again."""
 
 
-class Placed(NamedTuple):
-    """What a run's steps read besides their batches, where the backbone is."""
+@dataclass
+class LossScale:
+    """What the losses of one run are multiplied by. In other precisions than float16 it is 1, and stays so."""
 
-    targets: Tensor | None
-    sample_weight: Tensor | None
-    class_weights: Tensor | None
+    value: float = 1.0
+    most: float = 1.0
+    good_steps: int = 0
+    """Steps since the scale was halved."""
+
+    def shrink(self) -> bool:
+        """Halves the scale because gradients overflowed; whether it could."""
+        if self.value <= 1:
+            return False
+        self.value, self.good_steps = self.value / 2, 0
+        return True
+
+    def count(self) -> None:
+        """Counts a step without an overflow."""
+        self.good_steps += 1
+        if self.good_steps % GROWTH == 0 and self.value < self.most:
+            self.value *= 2
 
 
 @dataclass(eq=False)
@@ -63,26 +85,23 @@ class Run:
     trained: dict[str, nn.Parameter] = field(default_factory=dict, init=False, repr=False)
     """The parameters that the regime trains; none if all is solved in closed form."""
     optimizer: torch.optim.Optimizer = field(init=False, repr=False)
+    learns: Tensor | None = field(default=None, init=False, repr=False)
+    """Weight of each training image (n,), on the CPU: 0 for those that are held out. None: all count alike."""
+    sample_weight: Tensor | None = field(default=None, init=False, repr=False)
+    """The same where the backbone is, as all that each step reads."""
     targets: Tensor | None = field(default=None, init=False, repr=False)
     """The targets of the training images, in their order; None: those that its batches carry."""
-    sample_weight: Tensor | None = field(default=None, init=False, repr=False)
-    """Weight of each training image (n,); 0 for those that are held out. None: all count alike."""
-    there: Placed = field(init=False, repr=False)
-    """What of these each step reads, on the device."""
-    loss_scale: LossScale = field(default_factory=LossScale, init=False, repr=False)
-    scale: Scale | None = field(default=None, init=False, repr=False)
-    """The scale of a regression's targets: within a training, the head answers in these units."""
     class_weights: Tensor | None = field(default=None, init=False, repr=False)
     """See `Head.class_weights`."""
+    scale: Scale | None = field(default=None, init=False, repr=False)
+    """The scale of a regression's targets: within a training, the head answers in these units."""
+    loss_scale: LossScale = field(default_factory=LossScale, init=False, repr=False)
     val_loader: Batches | None = field(default=None, init=False, repr=False)
-    """The images that it is scored on after every epoch."""
-    val_targets: Tensor | None = field(default=None, init=False, repr=False)
-    """Their targets: others may share the loader with labels of their own."""
+    """The images of `val`; other runs may share the loader with labels of their own."""
     history: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
     best: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
-    """The trained parameters at the best validation score so far."""
-    initial: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
-    """The trained parameters of a task before the first step: what it gets back if it diverges before it was scored."""
+    """The trained parameters at the best validation score so far; before the first one, those that a task began with,
+    which it gets back if it diverges."""
     best_score: tuple[float, float] | None = field(default=None, init=False)
     best_epoch: int = field(default=-1, init=False)
     stopped: str | None = field(default=None, init=False)
@@ -124,25 +143,28 @@ class Run:
         return {split: images, **val}
 
     @property
-    def group_key(self) -> tuple[Any, ...]:
+    def group_key(self) -> tuple[object, ...]:
         """Equal for runs that can share every batch."""
         common = [repr(getattr(self.recipe, name)) for name in IN_COMMON]
         views = self.recipe.augment.for_kind(self.splits.kind)
         return content_key(self.train), self.preprocessing, self.regime.composes, views, *common
 
-    def start(self, first: Run, loaders: Loaders) -> None:
+    def start(self, first: Run, loaders: Loaders, device: torch.device, *, half: bool) -> None:
         """Gets ready for the first step, in a group whose batches are those of its `first` run."""
-        val = self.val
-        if val is not None:
-            self.val_loader, self.val_targets = loaders.evaluation(self, val, keep=True), val.targets
+        if self.val is not None:
+            self.val_loader = loaders.evaluation(self, self.val, keep=True)
+        head, targets = HEADS[self.splits.kind], self.train.targets
+        learned = targets
         if self.held_out is not None:
-            self.sample_weight = torch.ones(len(self.train), device="cpu")
-            self.sample_weight[torch.from_numpy(self.held_out)] = 0.0
-        learned = self.train.targets if self.sample_weight is None else self.train.targets[self.sample_weight > 0]
-        if self.recipe.balance:
-            self.class_weights = HEADS[self.splits.kind].class_weights(learned, len(self.splits.labels))
-        self.targets = self.train.targets if self.splits is not first.splits else None
-        self.scale = Scale.of(learned) if HEADS[self.splits.kind].has_numbers else None
+            self.learns = torch.ones(len(self.train), device="cpu")
+            self.learns[torch.from_numpy(self.held_out)] = 0.0
+            self.sample_weight, learned = self.learns.to(device), targets[self.learns > 0]
+        if self.recipe.balance and (weights := head.class_weights(learned, len(self.splits.labels))) is not None:
+            self.class_weights = weights.to(device)
+        if self.splits is not first.splits:
+            self.targets = targets.to(device)
+        self.scale = Scale.of(learned) if head.has_numbers else None
+        self.loss_scale = LossScale(HALF_SCALE, HALF_SCALE) if half else LossScale()
         self.trained = self.regime.trains(self.task)
         for parameter in self.task.parameters():
             parameter.requires_grad_(False)
@@ -150,29 +172,43 @@ class Run:
             parameter.requires_grad_(True)
         self.optimizer = self.recipe.build_optimizer(self.trained)
 
-    def prepare(self, device: torch.device, loss_scale: LossScale) -> None:
-        """Moves what every step reads to the device, once."""
-        parts = (self.targets, self.sample_weight, self.class_weights)
-        self.there = Placed(*(None if part is None else part.to(device) for part in parts))
-        self.loss_scale = loss_scale
+    def step(self, gradients: Sequence[Tensor], norms: Sequence[float], loss: float, step: int, total: int) -> bool:
+        """Clips the gradients, which are those of the scaled loss, and takes a step of the optimiser; whether it did.
+
+        If some are not finite, the run has diverged, unless a smaller scale of the loss may help.
+        """
+        self.optimizer.zero_grad()
+        finite = math.isfinite(sum(norms))
+        if not finite and math.isfinite(loss) and self.loss_scale.shrink():
+            return False
+        norms = [norm / self.loss_scale.value for norm in norms]
+        if not finite or not math.isfinite(loss):
+            self.diverge(f"loss {loss:.3g}, gradient {math.hypot(*norms):.3g}", step + 1)
+            return False
+        for parameter, gradient, norm in zip(self.trained.values(), gradients, norms, strict=True):
+            parameter.grad = gradient * (self.recipe.clip_scale(norm) / self.loss_scale.value)
+        self.loss_scale.count()
+        for settings in self.optimizer.param_groups:
+            settings["lr"] = self.recipe.rate(step, total) * settings["lr_scale"]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return True
 
     def diverge(self, what: str, step: int) -> None:
         self.diverged = True
         self.stopped = f"diverged at step {step} ({what}): choose a learning rate below {self.recipe.lr:g}"
-        self.optimizer.zero_grad()
 
     def keep_best(self, score: tuple[float, float], epoch: int) -> None:
         if self.best_score is None or score > self.best_score:
             self.best_score, self.best_epoch = score, epoch
-            self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
+            self.best = self.copy_trained()
 
-    def keep_initial(self) -> None:
-        if isinstance(self.task, Task):  # another model may be as large as the backbone
-            self.initial = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
+    def copy_trained(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.trained.items()}
 
     def restore_best(self) -> None:
         with torch.no_grad():
-            for name, value in (self.best or (self.initial if self.diverged else {})).items():
+            for name, value in self.best.items() if self.diverged or self.best_score is not None else ():
                 self.trained[name].copy_(value)
         self.task.finish_training()
 
@@ -198,26 +234,22 @@ def standardised(runs: Sequence[Run]) -> Iterator[None]:
 
 
 @dataclass
-class Progress:
-    """How far a group is. Everything else follows from it: data order and augmentation are pure functions."""
+class RunGroup:
+    """Runs over the same images. Order and views of the images follow the first run's recipe.
 
+    `PROGRESS` says how far it is; all else follows from that, since order and augmentation are pure functions.
+    """
+
+    runs: Sequence[Run]
+    loader: Batches
+    name: str = ""
     step: int = 0
     """Optimiser steps done."""
     epoch: int = 0
     batch: int = 0
     """Batches of this epoch that are done."""
     sums: dict[str, list[float]] = field(default_factory=dict)
-    """Over this epoch, for each run: loss, correct answers, images."""
-
-
-@dataclass
-class RunGroup:
-    """Runs over the same images. Order and views of the images follow the first run's recipe."""
-
-    runs: Sequence[Run]
-    loader: Batches
-    name: str = ""
-    progress: Progress = field(default_factory=Progress)
+    """Over this epoch, for each run by its number: loss, correct answers, images."""
 
     def __post_init__(self) -> None:
         self._batches: Iterator[AnyBatch] | None = None
@@ -241,7 +273,7 @@ class RunGroup:
     @property
     def finished(self) -> bool:
         # A checkpoint between an epoch's last step and its validation still counts the epoch's batches.
-        return not self.active or (self.progress.step >= self.total_steps and not self.progress.batch)
+        return not self.active or (self.step >= self.total_steps and not self.batch)
 
     @property
     def val_sets(self) -> list[tuple[Batches, list[Run]]]:
@@ -254,10 +286,10 @@ class RunGroup:
 
     def next_batches(self) -> list[AnyBatch]:
         """The batches of the next step; none when the epoch is over."""
-        if self.progress.step >= self.total_steps:
+        if self.step >= self.total_steps:
             return []
         if self._batches is None:
-            self._batches = self.loader.epoch(self.progress.epoch, start=self.progress.batch)
+            self._batches = self.loader.epoch(self.epoch, start=self.batch)
             self._began, self._images = time.perf_counter(), 0
         return list(islice(self._batches, self.recipe.accumulate))
 
@@ -269,65 +301,59 @@ class RunGroup:
 
     def count_step(self, batches: Sequence[AnyBatch]) -> float:
         """Counts a finished step; returns the images per second of this epoch so far."""
-        self.progress.step += 1
-        self.progress.batch += len(batches)
+        self.step += 1
+        self.batch += len(batches)
         self._images += sum(batch.total for batch in batches)
         return self._images / max(time.perf_counter() - self._began, 1e-9)  # a clock may not have ticked yet
 
     def next_epoch(self) -> None:
-        self.progress = Progress(self.progress.step, self.progress.epoch + 1)
+        self.epoch, self.batch, self.sums = self.epoch + 1, 0, {}
         self._batches = None
 
 
 class Loaders:
     """Builds the loaders of some runs. Those of the same images are shared; with a cache they read kept features."""
 
-    def __init__(
-        self, backbone: Backbone, runs: Sequence[Run], cache: Cache | None, workers: int | None, processes: Processes
-    ) -> None:
+    def __init__(self, backbone: Backbone, runs: Sequence[Run], cache: Cache | None, options: TrainOptions) -> None:
         self.cached: list[CachedLoader] = []
         self._backbone, self._cache = backbone, cache
-        self._common: dict[str, Any] = {"workers": workers, "rank": processes.rank, "world": processes.world}
+        processes = options.processes
+        self._load = partial(Loader, workers=options.workers, rank=processes.rank, world=processes.world)
         tasks = [run.task for run in runs if run.regime.composes]
         self._first_layer = min((task.from_layer for task in [*tasks, *ancestors(tasks)]), default=0)
         self._evaluation: dict[Any, Batches] = {}
         self._buffers: Buffers = {}
 
     def train(self, run: Run) -> Batches:
+        """The training images, shuffled, in the views of the recipe."""
         recipe = run.recipe
-        if run.regime.composes:
-            check_views(recipe, self._cache)
-        views: dict[str, Any] = {"augment": recipe.augment, "views": recipe.used_views}
-        return self._build(run, run.train, None, shuffle=True, seed=recipe.data_seed, **views)
+        loader = self._load(
+            run.train,
+            run.preprocessing,
+            batch_size=recipe.batch_size,
+            augment=recipe.augment,
+            views=recipe.used_views,
+            shuffle=True,
+            seed=recipe.data_seed,
+        )
+        return self._keep(run, loader, None)
 
     def evaluation(self, run: Run, images: ImageSet, *, keep: bool) -> Batches:
         """Plain views in order; `keep` says whether their features are worth keeping."""
         key = (content_key(images), run.preprocessing, run.regime.composes, run.recipe.batch_size, keep)
         if key not in self._evaluation:
+            loader = self._load(images, run.preprocessing, batch_size=run.recipe.batch_size)
             # Validation sets are read one after the other, so they share buffers.
-            self._evaluation[key] = self._build(run, images, self._buffers, keep=keep)
+            self._evaluation[key] = self._keep(run, loader, self._buffers) if keep else loader
         return self._evaluation[key]
 
-    def _build(self, run: Run, images: ImageSet, buffers: Buffers | None, keep: bool = True, **how: Any) -> Batches:
-        loader = Loader(images, run.preprocessing, batch_size=run.recipe.batch_size, **self._common, **how)
-        if self._cache is None or not keep or not run.regime.composes:
+    def _keep(self, run: Run, loader: Loader, buffers: Buffers | None) -> Batches:
+        """The loader, or one that reads features in its place."""
+        if self._cache is None or not run.regime.composes:
             return loader
+        check_views(run.recipe, self._cache)
         self.cached.append(CachedLoader(loader, self._backbone, self._cache, self._first_layer, buffers))
         return self.cached[-1]
-
-
-def start_groups(runs: Sequence[Run], loaders: Loaders) -> list[RunGroup]:
-    """The groups that runs form, each of them ready for the first step."""
-    together: dict[Any, list[Run]] = {}
-    for run in runs:
-        together.setdefault(run.group_key, []).append(run)
-    groups = []
-    for number, members in enumerate(together.values(), start=1):
-        loader = loaders.train(members[0])
-        for run in members:
-            run.start(members[0], loaders)
-        groups.append(RunGroup(members, loader, f"{number}: {members[0].splits.name}"))
-    return groups
 
 
 def content_key(images: ImageSet) -> str:
@@ -359,36 +385,3 @@ def build_forward(backbone: Backbone, tasks: Sequence[Model]) -> Callable[[Any],
         part = join_tasks(backbone, composed)
         return lambda inputs: answer_together([part], [inputs])[0]
     return lambda pixels: [model(pixels) for model in tasks]
-
-
-def ancestors(tasks: Sequence[Model]) -> list[Task]:
-    """All tasks that these extend, each once; raises if one is not loaded, or is among `tasks` itself."""
-    found: dict[int, Task] = {}
-    waiting = [(task, parent) for task in tasks for parent in task.extends]
-    while waiting:
-        child, parent = waiting.pop()
-        if not isinstance(parent, Task):
-            raise TrainingError(
-                f"{child.name!r} was loaded from a file without its parent {parent.name!r}, so it cannot be trained "
-                "further: create it again with new_task(…, extends=[…])."
-            )
-        if any(parent is task for task in tasks):
-            raise TrainingError(f"{child.name!r} extends {parent.name!r}: train {parent.name!r} first.")
-        if id(parent) not in found:
-            found[id(parent)] = parent
-            waiting += [(parent, older) for older in parent.extends]
-    return list(found.values())
-
-
-def order_stages(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs in stages, so that every task is trained after those that it extends."""
-    stages: list[list[Run]] = []
-    waiting = list(runs)
-    while waiting:
-        untrained = {id(run.task) for run in waiting}
-        stage = [run for run in waiting if not untrained & {id(older) for older in ancestors([run.task])}]
-        if not stage:
-            raise TrainingError("these tasks extend each other in a cycle.")
-        stages.append(stage)
-        waiting = [run for run in waiting if not any(run is done for done in stage)]
-    return stages

@@ -39,7 +39,7 @@ class ProgressBar(Bar):
         runs = [run for group in groups for run in group.runs]
         if len(runs) > 1:
             self.update(description=f"training, best of {len(runs)} runs")
-        self.update(completed=sum(group.progress.step for group in groups))
+        self.update(completed=sum(group.step for group in groups))
         for group in groups:
             self._keep_best(group, [entry for run in group.runs for entry in run.history])
 
@@ -54,7 +54,7 @@ class ProgressBar(Bar):
         self._show()
 
     def _keep_best(self, group: RunGroup, entries: Sequence[dict[str, Any]]) -> None:
-        folds = any(run.sample_weight is not None for run in group.runs)
+        folds = any(run.held_out is not None for run in group.runs)
         for figure in [head.main_metric for head in HEADS.values()]:
             scores = [entry[f"val_{figure}"] for entry in entries if f"val_{figure}" in entry]
             if folds and scores:  # the best of few images would be luck
@@ -89,14 +89,14 @@ class RunFolder:
 
     def on_train_begin(self, groups: Sequence[RunGroup]) -> None:
         """Drops lines from after the checkpoint: a killed run wrote them, and they are computed again."""
-        kept, progress = [], {group.name: group.progress for group in groups}
+        kept, by_name = [], {group.name: group for group in groups}
         with _disk_errors(self.path):
             for rest in (*left_behind(self.path / CHECKPOINT), *left_behind(self.metrics)):
                 rest.unlink()
             for line in self.metrics.read_bytes().splitlines() if self.metrics.is_file() else []:
                 try:
                     entry = json.loads(line)
-                    at = progress[entry.get("group", groups[0].name)]
+                    at = by_name[entry.get("group", groups[0].name)]
                     done = entry["epoch"] <= at.epoch if "train_loss" in entry else entry["step"] <= at.step
                 except (ValueError, LookupError, TypeError, AttributeError):
                     continue  # cut off by the kill, damaged, or of another training in the same folder

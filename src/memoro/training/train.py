@@ -14,31 +14,29 @@ from memoro.backbones import Backbone, load_backbone, require_backbone
 from memoro.backbones.load import TINY, own_device
 from memoro.backbones.precision import CHOSEN
 from memoro.data import Splits, load_data
-from memoro.data.dataset import MAX_UNREADABLE, ClassFolder, DataOptions
+from memoro.data.dataset import MAX_UNREADABLE, ClassFolder
 from memoro.engine.featurestore import total_bytes
 from memoro.engine.plan import check_versions
 from memoro.errors import CacheError, TrainingError, need
 from memoro.evaluation.evaluate import check_labels
 from memoro.files import left_behind
-from memoro.heads import find_kind
 from memoro.images import output_size
 from memoro.options import several
 from memoro.regimes import Regime
-from memoro.regimes.start import OPTIMISTIC, compare_labels, load_parents, read_start, regime_of
+from memoro.regimes.start import OPTIMISTIC, ancestors, compare_labels, load_parents, read_start, regime_of
 from memoro.tasks.spec import Model
 from memoro.tasks.task import Task, content_hashes
-from memoro.training.cached import Cache, check_memory, what_is_kept
+from memoro.training.cached import check_memory, what_is_kept
 from memoro.training.checkpoint import read_identity
-from memoro.training.finish import Finisher, answer_held_out, finish_plans, record_time
+from memoro.training.finish import Finisher, finish_plans, record_time
 from memoro.training.loop import Trainer
 from memoro.training.plan import (
     Plan,
     check_seeds,
-    choose_folds,
     choose_rates,
     choose_sizes,
     combine,
-    cut_validation,
+    cut_sets,
     find_notes,
     keep_known_rate,
     load_sources,
@@ -60,8 +58,7 @@ from memoro.training.recipe import (
     merge_options,
 )
 from memoro.training.result import TrainResult, choose_target, name_files, save_report, save_tasks
-from memoro.training.run import Run, ancestors, order_stages
-from memoro.training.statistics import Describer, ReadOuts, StatisticsReader
+from memoro.training.run import Run
 
 
 @overload
@@ -146,11 +143,12 @@ def train(
     wanted = choose_sizes(sizes, chosen, start, backbone)
     settings = combine(rates, **wanted, seeds=range(found.seed, found.seed + seeds))
     parents = load_parents(several(extends), start)
-    reading = DataOptions(
-        kind=None if kind is None else find_kind(kind), image_column=image_column, allow_absolute=allow_absolute,
-        max_unreadable=max_unreadable, class_folder=class_folder,
+    reading = options.reading(
+        found, kind=kind, image_column=image_column, allow_absolute=allow_absolute, max_unreadable=max_unreadable,
+        class_folder=class_folder, val_fraction=0,
     )  # fmt: skip
-    sets = load_sources(sources, columns, reading, found, options)
+    with options.phases.during("reading"):
+        sets = load_sources(sources, columns, reading)
     if start is not None:
         options.note(compare_labels(start, next(iter(sets.values()))))
         sets = {name: replace(splits, notes=(*splits.notes, OPTIMISTIC)) for name, splits in sets.items()}
@@ -158,11 +156,11 @@ def train(
     leftovers = [part for file in files.values() for part in left_behind(file)]
     plans = [
         Plan(
-            name, chosen, cut_validation(splits, chosen, folds, list(sets.values()), found),
+            name, chosen, splits,
             preprocessing_of(backbone, options, splits, None if start is None else start.spec.preprocessing),
             found, settings, folds, parents, start,
         )
-        for (name, splits), folds in choose_folds(sets, chosen, len(settings) > 1, options.folds, found)
+        for name, splits, folds in cut_sets(sets, chosen, len(settings) > 1, options.folds, found)
     ]  # fmt: skip
     if lr is None and seeds == 1 and not any(isinstance(size, Iterable) for size in sizes.values()):
         plans = [keep_known_rate(plan, options) for plan in plans]
@@ -231,10 +229,17 @@ def fit_tasks(
         chosen = regime_of(task, regime)
         found = merge_options(own or find_recipe(recipe, chosen)[1], None, changes)[0]
         with options.phases.during("reading"):
-            splits = data if isinstance(data, Splits) else _load(data, task, found, options)
+            reading = options.reading(found, kind=task.kind, labels=task.labels, val_fraction=found.val_fraction)
+            splits = data if isinstance(data, Splits) else load_data(data, **vars(reading))
         preprocessing = preprocessing_of(backbone, options, splits, task.spec.preprocessing)
         runs.append(Run(task, found, chosen, splits, preprocessing))
-    stages = order_stages(runs)
+    extended = {id(run): {id(older) for older in ancestors([run.task])} for run in runs}
+    stages: list[list[Run]] = []
+    waiting = runs
+    while waiting:
+        untrained = {id(run.task) for run in waiting}
+        stages.append([run for run in waiting if not untrained & extended[id(run)]])
+        waiting = [run for run in waiting if untrained & extended[id(run)]]
     done: dict[int, TrainResult] = {}
     for number, stage in enumerate(stages, start=1):
         here = options
@@ -244,21 +249,6 @@ def fit_tasks(
         save_report(backbone, results, [run.splits for run in stage], here)
         done |= {id(result.task): result for result in results}
     return [done[id(task)] for task, _ in tasks]
-
-
-def _load(data: Any, task: Model, recipe: Recipe, options: TrainOptions) -> Splits:
-    cache = options.wanted_cache
-    return load_data(
-        data,
-        kind=task.kind,
-        labels=task.labels,
-        val_fraction=recipe.val_fraction,
-        seed=recipe.data_seed,
-        cache=False if cache is None else cache.folder,
-        workers=options.workers,
-        quiet=options.quiet,
-        phases=options.phases,
-    )
 
 
 def train_runs(
@@ -297,8 +287,7 @@ def run_all(backbone: Backbone, runs: Sequence[Run], options: TrainOptions) -> F
     _check_runs(backbone, runs)
     for run in runs:
         run.task.prepare_training(backbone)
-    reader = StatisticsReader(backbone, options)
-    readouts = ReadOuts(backbone, reader, options)
+    finisher = Finisher(backbone, options)
     with lock_folder(options.written) if options.written is not None else nullcontext():
         options.phases.switch("base passes")
         trainer = build_trainer(backbone, runs, options)
@@ -306,7 +295,7 @@ def run_all(backbone: Backbone, runs: Sequence[Run], options: TrainOptions) -> F
             if isinstance(run.task, Task):
                 run.task.detach_readout()
             if run.regime.readout:
-                readouts.solve(run)
+                finisher.solve(run)
         if options.written is not None:
             trainer.callbacks.append(RunFolder(options.written, trainer, track=options.track))
         if trainer.runs:
@@ -322,10 +311,10 @@ def run_all(backbone: Backbone, runs: Sequence[Run], options: TrainOptions) -> F
         for callback in () if trainer.runs else trainer.callbacks:
             callback.on_train_begin([])
         options.phases.switch("evaluation")
-        answer_held_out(trainer, readouts)
+        finisher.answer_held_out(trainer)
     if options.wanted_cache is not None and total_bytes(options.wanted_cache.folder):
         options.note(what_is_kept(options.wanted_cache))
-    return Finisher(backbone, readouts, Describer(backbone, reader, options), options)
+    return finisher
 
 
 def _check_runs(backbone: Backbone, runs: Sequence[Run]) -> None:
@@ -348,8 +337,20 @@ def _check_runs(backbone: Backbone, runs: Sequence[Run]) -> None:
 
 
 def build_trainer(backbone: Backbone, runs: Sequence[Run], options: TrainOptions) -> Trainer:
-    """A trainer whose features are computed; without any if they do not fit and are not required."""
-    cache = _choose_cache(options, backbone, runs)
+    """A trainer whose features are computed; without any if none can be kept, unless they are required."""
+    cache, checkpoint = options.wanted_cache, options.checkpoint
+    apart = [run.regime.name for run in runs if not run.regime.composes]
+    if cache is not None and cache.required and apart:
+        raise TrainingError(
+            f"regime {apart[0]!r} has a pass of its own, so its features cannot be cached: leave out `cache`."
+        )
+    if cache is not None and not cache.required:
+        new_views = any(run.recipe.views is None for run in runs if run.regime.composes)
+        if len(apart) == len(runs) or new_views or backbone.device.type not in {"cpu", "cuda"}:
+            cache = None
+        elif options.resume and checkpoint is not None and checkpoint.is_file():
+            # A training that started without features must continue without them.
+            cache = None if read_identity(checkpoint).get("features") is None else cache
     trainer = Trainer(backbone, runs, options, cache=cache)
     try:
         if cache is not None and not cache.required and backbone.device.type != "cpu":
@@ -361,25 +362,3 @@ def build_trainer(backbone: Backbone, runs: Sequence[Run], options: TrainOptions
         options.note(f"training without the cache: {error}")
         trainer = Trainer(backbone, runs, options)
     return trainer
-
-
-def _choose_cache(options: TrainOptions, backbone: Backbone, runs: Sequence[Run]) -> Cache | None:
-    """The cache, None if nothing can be kept; raises if it is required and cannot be used."""
-    cache = options.wanted_cache
-    if cache is None:
-        return None
-    if cache.required:
-        for run in runs:
-            if not run.regime.composes:
-                raise TrainingError(
-                    f"regime {run.regime.name!r} has a pass of its own, so its features cannot be cached: "
-                    "leave out `cache`."
-                )
-        return cache
-    kept = [run for run in runs if run.regime.composes]
-    if not kept or backbone.device.type not in {"cpu", "cuda"} or any(run.recipe.views is None for run in kept):
-        return None
-    if options.resume and options.checkpoint is not None and options.checkpoint.is_file():
-        # A training that started without features must continue without them.
-        return None if read_identity(options.checkpoint).get("features") is None else cache
-    return cache
