@@ -19,7 +19,7 @@ TEMPERATURES = (0.005, 5.0)
 """Answers of a regression to classes are between 0 and 1, or a little beyond."""
 MIXTURE_PENALTY = 100.0
 MIXTURE_STEPS = 30
-MOST_MIXED = 1 << 22
+MOST_MIXED = 1 << 20
 """Logits that a mixture is fitted on; of more, those of evenly spaced images."""
 PARTS = 4
 """Parts of the answers, each of which is mixed by what is fitted on the others."""
@@ -131,7 +131,7 @@ def _fit_mixture(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     rows, aims = logits[kept].double(), one_hot(targets[kept], labels).double()
     counts, identity = weights[kept, None].double(), torch.eye(labels, dtype=torch.double, device="cpu")
     mixture = identity.clone().requires_grad_()
-    search = torch.optim.LBFGS([mixture], max_iter=MIXTURE_STEPS, line_search_fn="strong_wolfe")
+    search = torch.optim.LBFGS([mixture], max_iter=MIXTURE_STEPS, history_size=10, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         found = (rows @ mixture.detach().T).log_softmax(dim=1)

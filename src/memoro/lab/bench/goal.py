@@ -21,6 +21,7 @@ from memoro.training.cached import Cache, CachedLoader, fill_caches
 from memoro.training.loop import Trainer
 from memoro.training.recipe import OptimizerName, Recipe, TrainOptions
 from memoro.training.run import Run, RunGroup
+from memoro.training.train import train_runs
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,13 @@ class Approach:
     cached: bool = False
 
     def most_epochs(self, epochs: int) -> int:
-        """Epochs from the cache are so much shorter that there are four times as many of them."""
-        return 4 * epochs if self.cached else epochs
+        """Epochs from the cache are so much shorter that there are four times as many of them; a read-out is solved
+        once."""
+        return 1 if self.regime == "readout" else 4 * epochs if self.cached else epochs
 
 
 APPROACHES = (
+    Approach("readout", "readout", "adamw", 0.001),
     *(Approach("side, from cache", "side", "adamw", lr, cached=True) for lr in (0.001, 0.003)),
     *(Approach("memory, from cache", "memory", "sgd", lr, cached=True) for lr in (0.1, 0.3)),
     *(Approach("memory", "memory", "sgd", lr) for lr in (0.1, 0.3)),
@@ -91,7 +94,7 @@ def bench_goal(
     Accuracy is on the test images (the validation images where there are none): this measures time and selects
     nothing. `curve`: seconds of training so far and accuracy, after each epoch; the first includes the time to compute
     cached features, and evaluation is not counted. `seconds`: until the goal, None if it was not reached. `best`: None
-    for a run that diverged in its first epoch.
+    for a run that diverged in its first epoch. A read-out has one point.
     """
     splits = load_data(data, workers=workers, quiet=True)
     if splits.kind != "softmax" or splits.train is None:
@@ -104,10 +107,13 @@ def bench_goal(
             regime, most = REGIMES[one.regime], one.most_epochs(epochs)
             augment = Augment(crop="none", flip=0)
             recipe = Recipe(one.lr, most, optimizer=one.optimizer, batch_size=batch, views=1, augment=augment)
-            own, rank = (None, RANK) if one.regime == "side" else (cells, None)
-            task = regime.build(backbone, BaselinePlan("goal", splits.labels, cells=own, rank=rank))
+            sizes: dict[str, Any] = {"side": {"rank": RANK}, "readout": {}}.get(one.regime, {"cells": cells})
+            task = regime.build(backbone, BaselinePlan("goal", splits.labels, **sizes))
             planned = Run(task, recipe, regime, splits, preprocessing)
-            curve = _train(backbone, planned, one.cached, goal, workers, tick)
+            if regime.readout == 1:
+                curve = [_solve(backbone, planned, workers)]
+            else:
+                curve = _train(backbone, planned, one.cached, goal, workers, tick)
             tick(most - len(curve))
             row: Row = {"name": one.name, "optimizer": one.optimizer, "lr": one.lr, "curve": curve}
             row["seconds"] = next((seconds for seconds, accuracy in curve if accuracy >= goal), None)
