@@ -144,8 +144,9 @@ def test_a_zip_needs_a_file_for_its_labels(backbone: Backbone, tmp_path: Path) -
         memoro.teach(tmp_path / "photos.zip", backbone=backbone)
     with memoro.teach(tmp_path / "photos.zip", backbone=backbone, labels_file=tmp_path / "l.csv") as session:
         session.label("00-0.png", "red")
+        draw("red", 99).save(tmp_path / "new.png")
         with pytest.raises(TeachError, match="a folder"):
-            session.add((tmp_path / "photos" / "00-0.png").read_bytes(), "red")
+            session.add((tmp_path / "new.png").read_bytes(), "red")
     assert "00-0.png,red,label" in (tmp_path / "l.csv").read_text()
 
 
