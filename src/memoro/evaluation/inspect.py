@@ -12,7 +12,7 @@ from rich.table import Table
 
 from memoro.backbones import Backbone
 from memoro.console import Cell, format_bytes, format_count, make_table
-from memoro.evaluation.metrics import format_worst
+from memoro.evaluation.metrics import COLUMNS, format_worst
 from memoro.tasks.familiarity import Familiarity
 from memoro.tasks.record import SKETCH, describe_fact
 from memoro.tasks.spec import ModelSpec
@@ -217,6 +217,6 @@ def _lines(record: dict[str, Any]) -> list[str]:
         elif name == "phases" and isinstance(value, dict):
             value = ", ".join(f"{describe_fact(phase)} {describe_fact(seconds)}" for phase, seconds in value.items())
         if value != "" and name != "confusion":
-            lines.append(f"{describe_fact(name.replace('_', ' '))} {describe_fact(value)}")
+            lines.append(f"{describe_fact(COLUMNS.get(name) or name.replace('_', ' '))} {describe_fact(value)}")
     more = [f"… and {len(lines) - MAX_LINES:,} more"] if len(lines) > MAX_LINES else []
     return [*lines[:MAX_LINES], *more] or ["-"]

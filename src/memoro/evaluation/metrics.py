@@ -133,13 +133,10 @@ def warn_of(metrics: dict[str, Any], *, balanced: bool = False) -> str | None:
     return f"R² is {value:.3f} ({split}): no better than always predicting the mean."
 
 
-def recorded(kind: HeadKind, metrics: dict[str, Any], logits: Tensor | None, targets: Tensor | None) -> dict[str, Any]:
+def recorded(kind: HeadKind, metrics: dict[str, Any], logits: Tensor, targets: Tensor) -> dict[str, Any]:
     """The metrics as a task's file keeps them: without those that are undefined, with the confusion of few classes."""
     found = {name: value for name, value in reported(metrics).items() if value is not None}
-    known = logits is not None and targets is not None and logits.shape[-1] <= MAX_CONFUSION
-    if HEADS[kind].has_classes and known and metrics["split"] != "train":
-        assert logits is not None
-        assert targets is not None
+    if HEADS[kind].has_classes and logits.shape[-1] <= MAX_CONFUSION and metrics["split"] != "train":
         found["confusion"] = confusion(logits, targets).tolist()
     return found
 

@@ -21,7 +21,7 @@ from memoro.data.screening import near_groups
 from memoro.errors import TrainingError
 from memoro.evaluation.calibrate import find_photographs, read_changes, read_photographs
 from memoro.evaluation.logits import Batches, collect_logits
-from memoro.evaluation.metrics import add_folds, measure, measure_task, recorded, score, warn_of
+from memoro.evaluation.metrics import COLUMNS, add_folds, measure, measure_task, recorded, score, warn_of
 from memoro.evaluation.training_images import learned_from, sketch_images
 from memoro.heads import HEADS
 from memoro.images import Preprocessing
@@ -78,7 +78,7 @@ class Finisher:
             figure = HEADS[run.splits.kind].main_metric
             score = measure(run.splits.kind, labels, found.held_out, images.targets[found.answered]).get(figure)
             seconds = time.monotonic() - started
-            told = "" if score is None else f"{figure.replace('_', ' ')} {score:.3f} on images left out one by one, "
+            told = "" if score is None else f"{COLUMNS[figure]} {score:.3f} on images left out one by one, "
             self._options.note(f"{run.splits.name}: read-out: {told}solved in {seconds:.1f} s.")
         return self._solved[key]
 
