@@ -33,9 +33,7 @@ app = typer.Typer()
 @add_flags("eval")
 def evaluate_tasks(
     context: typer.Context,
-    data: Annotated[
-        list[str], typer.Argument(help="One dataset for all tasks, or NAME=DATA for each.", show_default=False)
-    ],
+    data: Annotated[list[str], typer.Argument(help="One dataset for all tasks, or NAME=DATA for each.")],
     tasks: TaskFiles,
     backbone: TaskBackboneOption = None,
     device: DeviceOption = None,
@@ -97,12 +95,11 @@ def evaluate_tasks(
 @add_flags("calibrate")
 def calibrate_task(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="A task file.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="A task file.")],
     data: Annotated[
         str,
         typer.Argument(
             help="Labelled images that the task was not trained on; of a set with splits, the test split.",
-            show_default=False,
         ),
     ],
     backbone: TaskBackboneOption = None,
@@ -110,9 +107,7 @@ def calibrate_task(
     precision: PrecisionOption = "auto",
     extends: Annotated[
         list[str] | None,
-        typer.Option(
-            "--extends", help="Task file or hub id that the task extends; repeat for more.", show_default=False
-        ),
+        typer.Option("--extends", help="Task file or hub id that the task extends; repeat for more."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write.", show_default="the task file itself")

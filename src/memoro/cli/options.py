@@ -57,11 +57,11 @@ PrecisionOption = Annotated[
         help="float32, bfloat16, float16 or auto: bfloat16 if the device is faster in it, else float32.",
     ),
 ]
-Files = Annotated[list[str], typer.Argument(help="Task files, bundles or hub ids.", show_default=False)]
+Files = Annotated[list[str], typer.Argument(help="Task files, bundles or hub ids.")]
 TaskFiles = Annotated[
     list[str],
     typer.Option(
-        "--tasks", "-t", show_default=False,
+        "--tasks", "-t",
         help="Task file, bundle, folder of them or hub id (owner/name@revision); NAME=FILE renames; repeat for more.",
     ),
 ]  # fmt: skip

@@ -46,7 +46,6 @@ def predict(
         list[str],
         typer.Argument(
             help="Files, folders, globs, .zip, tables (.csv, .jsonl, .parquet), hub ids; @FILE or -: paths in lines.",
-            show_default=False,
         ),
     ],
     tasks: TaskFiles,
@@ -65,9 +64,7 @@ def predict(
     ] = None,
     out: Annotated[
         str | None,
-        typer.Option(
-            "--out", "-o", help="File to write to instead of stdout, or a folder (answers/).", show_default=False
-        ),
+        typer.Option("--out", "-o", help="File to write to instead of stdout, or a folder (answers/)."),
     ] = None,
     top: Annotated[
         int | None,
@@ -323,7 +320,7 @@ def _choose_form(form: str | None, out: Path | None, folder: bool) -> str:
 
 @app.command()
 def explain(
-    images: Annotated[list[str], typer.Argument(help="Images: files, folders or globs.", show_default=False)],
+    images: Annotated[list[str], typer.Argument(help="Images: files, folders or globs.")],
     tasks: TaskFiles,
     out: Annotated[Path, typer.Option("--out", "-o", help="The picture to write: .png, .jpg or .webp.")] = Path(
         "overlay.png"

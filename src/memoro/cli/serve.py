@@ -33,7 +33,6 @@ def serve(
             "-t",
             help="Folder of task files, where attached tasks are stored; or a task file or hub id (owner/name), repeat "
             "for more: attaching is then off. The name of a new folder must end with /.",
-            show_default=False,
         ),
     ] = None,
     backbone: TaskBackboneOption = None,

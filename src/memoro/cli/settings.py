@@ -103,7 +103,6 @@ Settings = Annotated[
         help="Change a setting, or those in @file.json; repeat for more. --set help lists all.",
         callback=_show,
         is_eager=True,
-        show_default=False,
     ),
 ]
 

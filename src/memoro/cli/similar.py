@@ -21,7 +21,6 @@ def similar(
         list[str],
         typer.Argument(
             help="Images to look for, then where to look: folder, .zip, table, hub id, or a file that --index wrote.",
-            show_default=False,
         ),
     ],
     top: Annotated[int, typer.Option("--top", min=1, help="Number of images to find for each image.")] = 10,

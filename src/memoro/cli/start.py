@@ -37,7 +37,7 @@ def demo(
 def backbones(
     words: Annotated[
         list[str] | None,
-        typer.Argument(help="List only backbones whose names contain one of these.", show_default=False),
+        typer.Argument(help="List only backbones whose names contain one of these."),
     ] = None,
     speed: Annotated[bool, typer.Option("--speed", help="Measure images per second on this machine.")] = False,
     device: DeviceOption = None,

@@ -27,7 +27,7 @@ app = typer.Typer()
 
 @app.command()
 def inspect(
-    file: Annotated[str, typer.Argument(help="A task file, bundle, folder of them or hub id.", show_default=False)],
+    file: Annotated[str, typer.Argument(help="A task file, bundle, folder of them or hub id.")],
     backbone: Annotated[
         str | None, typer.Option("--backbone", "-b", help="Also check whether the task fits this backbone.")
     ] = None,
@@ -53,7 +53,7 @@ def inspect(
 @app.command("compose")
 def compose_files(
     files: Files,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The bundle to write.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The bundle to write.")],
 ) -> None:
     """memoro compose pets.safetensors rooms.safetensors -o both.safetensors
 
@@ -79,7 +79,7 @@ def verify(
     precision: PrecisionOption = "auto",
     images: Annotated[
         list[Path] | None,
-        typer.Argument(help="Images to run on; without any, random pixels are used.", show_default=False),
+        typer.Argument(help="Images to run on; without any, random pixels are used."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -112,7 +112,7 @@ def verify(
 @app.command()
 def export(
     tasks: TaskFiles,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The ONNX file to write.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The ONNX file to write.")],
     backbone: TaskBackboneOption = None,
     images: Annotated[
         bool, typer.Option("--images", help="Take resized images as uint8 (NHWC) and normalise them in the graph.")
@@ -148,7 +148,7 @@ def export(
 
 @app.command()
 def card(
-    file: Annotated[str, typer.Argument(help="A task file, a bundle, or a folder with a card.", show_default=False)],
+    file: Annotated[str, typer.Argument(help="A task file, a bundle, or a folder with a card.")],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write.", show_default="the file's name")
     ] = None,
@@ -188,10 +188,8 @@ def card(
 
 @app.command("import")
 def import_checkpoint(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="A state dict (.pt) of the public reproduction.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The task file to write.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Argument(help="A state dict (.pt) of the public reproduction.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The task file to write.")],
     backbone: BackboneOption = None,
     names: Annotated[str | None, typer.Option(help="Names for the tasks, separated by commas.")] = None,
 ) -> None:

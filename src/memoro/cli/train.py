@@ -57,7 +57,7 @@ TASK, RUNS, OUTPUT = "Data and task", "Training", "Output"
     precision={"rich_help_panel": RUNS, "metavar": "NAME", "help": PRECISION_HELP},
     folder={"rich_help_panel": OUTPUT},
     resume={"rich_help_panel": OUTPUT},
-    track={"rich_help_panel": OUTPUT, "show_default": False},
+    track={"rich_help_panel": OUTPUT},
 )
 def train(
     context: typer.Context,
@@ -66,7 +66,6 @@ def train(
         typer.Argument(
             help="Folder of class folders, zip, table (.csv, .jsonl, .parquet), hub id or known dataset; NAME=DATA for "
             "each of several tasks.",
-            show_default=False,
         ),
     ],
     task: Annotated[
@@ -100,15 +99,12 @@ def train(
     ] = None,
     extends: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Task file or hub id to build on; repeat for more.", show_default=False, rich_help_panel=TASK
-        ),
+        typer.Option(help="Task file or hub id to build on; repeat for more.", rich_help_panel=TASK),
     ] = None,
     start_from: Annotated[
         str | None,
         typer.Option(
             help="Task file or hub id to start from; labels may be added or removed.",
-            show_default=False,
             rich_help_panel=TASK,
         ),
     ] = None,
