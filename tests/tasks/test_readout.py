@@ -17,7 +17,6 @@ from small_training import LABELS, QUICK
 from solved import SOLVED, logits, pixels_of, read
 from squares import save_square, save_squares
 from test_train_fit import TABLES, write_table
-from torch.nn.functional import cross_entropy
 
 import memoro
 from memoro.backbones import Backbone
@@ -25,8 +24,6 @@ from memoro.data import load_data
 from memoro.data.screening import near_groups
 from memoro.engine.featurestore import total_bytes
 from memoro.errors import TaskError, TrainingError
-from memoro.tasks import readout
-from memoro.tasks.readout import mix_classes
 from memoro.tasks.ridge import RidgeSystem
 from memoro.tasks.task import new_task
 from memoro.training import cached, finish, fit
@@ -161,33 +158,6 @@ def test_seeds_do_not_matter(backbone: Backbone, squares: Path) -> None:
     save_square(squares / "red" / "one-more.png", "red", 900)
     more = memoro.train(squares, backbone=backbone, task="t", **SOLVED).task
     assert more.content_hash() != tasks[0].content_hash()
-
-
-def test_logits_of_classes_are_mixed() -> None:
-    """Two of three labels share a logit that is too small: the matrix mends it, for new answers as well."""
-    generator = torch.Generator().manual_seed(0)
-    truth = torch.randn(2000, 3, generator=generator)
-    targets = (2 * truth).softmax(dim=1).multinomial(1, generator=generator)[:, 0]
-    logits = truth @ torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.7], [0.0, 0.7, 1.0]])
-    even = torch.ones(2000)
-    matrix, mixed = mix_classes(logits[:1000], targets[:1000], even[:1000])
-    new = cross_entropy(logits[1000:] @ matrix.T, targets[1000:])
-    assert new < cross_entropy(logits[1000:], targets[1000:]) - 0.02
-    assert cross_entropy(mixed, targets[:1000]) == pytest.approx(float(new), abs=0.05)
-
-    found = matrix.double().requires_grad_()
-    loss = cross_entropy(logits[:1000].double() @ found.T, targets[:1000], reduction="sum")
-    loss = loss + readout.MIXTURE_PENALTY / 2 * (found - torch.eye(3)).square().sum()
-    assert torch.autograd.grad(loss, found)[0].abs().max() < 0.1, "it is the minimum"
-
-    other = targets[:1000].clone()
-    other[7] = (other[7] + 1) % 3
-    changed = (mix_classes(logits[:1000], other, even[:1000])[1] != mixed).any(dim=1)
-    assert not changed[7], "its own label says nothing about its answer"
-    assert 700 < changed.sum() < 800
-    few, unmixed = mix_classes(logits[:6], targets[:6], even[:6])
-    assert (few - torch.eye(3)).abs().max() < 0.2
-    torch.testing.assert_close(unmixed, logits[:6], rtol=0, atol=0.2)
 
 
 def test_near_duplicates_are_left_out_together(backbone: Backbone, tmp_path: Path) -> None:

@@ -24,14 +24,12 @@ class Problem:
     aims: Tensor
     weights: Tensor
     groups: Tensor | None = None
-    layers: int = 1
     reads: int = 0
     """Rows that were asked for."""
 
     def read(self, index: Tensor) -> Tensor:
         self.reads += len(index)
-        rows = self.features[index]
-        return rows if self.layers == 1 else rows.unflatten(1, (self.layers, -1))
+        return self.features[index]
 
     def solve(self, loss: Any = None) -> Ridge:
         def squares(answers: Tensor, index: Tensor) -> float:
@@ -49,10 +47,7 @@ class Problem:
         rows = self.features.double()
         std = rows.std(dim=0, correction=0)
         varying = std > 1e-6 * std.max()
-        counts = torch.ones(self.layers, dtype=torch.double)
-        counts[-1] = ridge.LAST_LAYER
-        counts = (counts / counts.mean()).repeat_interleave(len(varying) // self.layers).sqrt()
-        rows = (counts * (rows - rows.mean(dim=0)) / std)[:, varying] / len(varying) ** 0.5
+        rows = ((rows - rows.mean(dim=0)) / std)[:, varying] / len(varying) ** 0.5
         weights = self.weights.double().clone()
         weights[without] = 0
         middle = weights @ rows / weights.sum()
@@ -102,7 +97,6 @@ CASES: dict[str, dict[str, Any]] = {
     "groups": {"groups": torch.tensor([7, 1, 1, 2, 9, 2, 2, *range(20, 36)])},
     "weighted groups": {"weights": some_without_weight(), "groups": torch.arange(IMAGES) // 3},
     "two groups": {"groups": torch.arange(IMAGES) % 2},
-    "layers": {"layers": FEATURES},
 }
 
 
@@ -127,14 +121,6 @@ def test_the_layer_is_the_solution_of_all_images(problem: Problem, exact: None, 
     if case == "some without weight":
         plain = replace(problem, weights=torch.ones(IMAGES)).solve(lambda answers, index: 0.0)
         assert (found.weight - plain.weight).abs().max() > 1e-3
-
-
-def test_the_last_layer_counts_more(problem: Problem) -> None:
-    wide = replace(problem, features=problem.features[:, 1:])
-    plain, layered = (replace(wide, layers=layers).solve(nth_is_best(5)) for layers in (1, 3))
-    shares = [found.weight[:, 20:].square().sum() / found.weight.square().sum() for found in (plain, layered)]
-    assert shares[1] > 1.2 * shares[0]
-    assert torch.equal(layered.mean, plain.mean)
 
 
 def nth_is_best(number: int) -> Any:

@@ -17,12 +17,6 @@ from memoro.tasks.task import Task
 
 TEMPERATURES = (0.005, 5.0)
 """Answers of a regression to classes are between 0 and 1, or a little beyond."""
-MIXTURE_PENALTY = 100.0
-MIXTURE_STEPS = 30
-MOST_MIXED = 1 << 20
-"""Logits that a mixture is fitted on; of more, those of evenly spaced images."""
-PARTS = 4
-"""Parts of the answers, each of which is mixed by what is fitted on the others."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ def solve_readout(
     `factorise` gives the system of their statistics with these weights (n), `targets` are those of all. Images of one
     group (n) are left out together, those with a `sample_weight` (n) of 0 are not learned from. The penalty has the
     smallest loss of leave-one-out answers: cross-entropy, or squared error for numbers. A temperature that fits them is
-    part of the weights, so logits are calibrated; for classes, so is a matrix (see `mix_classes`).
+    part of the weights, so logits are calibrated.
     """
     learned = torch.ones(len(targets), device="cpu") > 0 if sample_weight is None else sample_weight > 0
     head, weights = HEADS[kind], sample_weight
@@ -101,43 +95,6 @@ def solve_readout(
         temperature, _ = fit(solved.held_out[own] - middle, solved.answered[own], 40)
         weight, bias = solved.weight / temperature, (solved.bias - middle) / temperature
         held_out = (solved.held_out - middle) / temperature
-        if head.has_classes:
-            counts = torch.ones(len(targets), device="cpu") if weights is None else weights
-            mixture, held_out = mix_classes(held_out, targets[solved.answered], counts[solved.answered])
-            weight, bias = mixture @ weight, mixture @ bias
     rounded = round_half(weight)
     bias = bias + (weight - rounded) @ solved.mean  # at the mean image, answers are as before rounding
     return SolvedReadOut(reads, rounded, bias.float(), held_out.float(), solved.answered, solved.penalty)
-
-
-def mix_classes(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The matrix (labels, labels) by which the logits (n, labels) of images left out are multiplied, and the products.
-
-    The squared error of a ridge regression counts answers that are too good like mistakes, and treats all pairs of
-    labels alike. The matrix has the smallest weighted cross-entropy plus a penalty on its distance from the identity.
-    Products are those of matrices that were fitted without the image.
-    """
-    part = torch.randperm(len(targets), generator=torch.Generator("cpu").manual_seed(0), device="cpu") % PARTS
-    mixed = torch.empty_like(logits)
-    for number in range(PARTS):
-        others = part != number
-        mixed[~others] = logits[~others] @ _fit_mixture(logits[others], targets[others], weights[others]).T
-    return _fit_mixture(logits, targets, weights), mixed
-
-
-def _fit_mixture(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    labels = logits.shape[1]
-    kept = torch.linspace(0, len(targets) - 1, min(len(targets), MOST_MIXED // labels), device="cpu").round().long()
-    rows, aims = logits[kept].double(), one_hot(targets[kept], labels).double()
-    counts, identity = weights[kept, None].double(), torch.eye(labels, dtype=torch.double, device="cpu")
-    mixture = identity.clone().requires_grad_()
-    search = torch.optim.LBFGS([mixture], max_iter=MIXTURE_STEPS, history_size=10, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        found = (rows @ mixture.detach().T).log_softmax(dim=1)
-        away = mixture.detach() - identity
-        mixture.grad = (counts * (found.exp() - aims)).T @ rows + MIXTURE_PENALTY * away
-        return -(counts * aims * found).sum() + MIXTURE_PENALTY / 2 * away.square().sum()
-
-    search.step(loss)  # type: ignore[no-untyped-call]
-    return mixture.detach().float()

@@ -25,11 +25,8 @@ NEGLIGIBLE = 1e-7
 CONSTANT = 1e-6
 """A feature whose deviation is smaller than this share of the largest one is left out."""
 
-LAST_LAYER = 6.0
-"""How many times as much the last of several layers counts, chosen on folds (LOG.md)."""
-
 Read = Callable[[Tensor], Tensor]
-"""The features (b, features) of images by their numbers (b); those of several layers (b, layers, …)."""
+"""The features (b, …) of images by their numbers (b)."""
 Aim = Callable[[Tensor], Tensor]
 """What the outputs should be (b, outputs) for images by their numbers (b)."""
 Loss = Callable[[Tensor, Tensor], float]
@@ -55,8 +52,7 @@ class Ridge:
 
 class RidgeSystem:
     """What the linear layers for some images have in common, whatever their outputs should be: standardised features,
-    projected to their principal axes. It is factorised once. Features of the last of several layers count more: weights
-    that use them are penalised less.
+    projected to their principal axes. It is factorised once.
 
     With a `sample_weight` (n), images count by it; those of weight 0 change nothing. Standardisation and projection are
     those of all images. Memory does not grow with the number of images, apart from the answers.
@@ -76,13 +72,9 @@ class RidgeSystem:
 
     def _project_to(self, landmarks: Tensor) -> None:
         """Standardises by these images and projects to the space that they span, along its principal axes."""
-        rows = self._read(landmarks).float()
-        layers = torch.ones(rows.shape[1] if rows.dim() > 2 else 1, dtype=torch.double, device="cpu")
-        layers[-1] = LAST_LAYER
-        rows = rows.flatten(1)
-        counts = (layers / layers.mean()).repeat_interleave(rows.shape[1] // len(layers))
+        rows = self._read(landmarks).float().flatten(1)
         std, self.mean = torch.std_mean(rows, dim=0, correction=0)
-        self._scale = counts.sqrt().to(std) / torch.where(std > CONSTANT * std.max(), std, torch.inf)
+        self._scale = torch.where(std > CONSTANT * std.max(), std, torch.inf).reciprocal()
         rows, weights = (rows - self.mean) * self._scale, self.weights[landmarks].float()
         rows = (rows - weights @ rows / weights.sum()) * weights.sqrt()[:, None]
         self._features = rows.shape[1]
