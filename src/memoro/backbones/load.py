@@ -60,20 +60,20 @@ def load_backbone(
     if isinstance(source, Backbone):
         if processor is not None:
             source = replace(source, preprocessing=read_processor(processor, source.preprocessing))
-        found = source.to(device, kind)
+        backbone = source.to(device, kind)
     elif isinstance(source, nn.Module):
         model = getattr(source, "_orig_mod", source)  # what torch.compile was given
-        found = _wrap(model, type(model).__name__, processor).to(device, kind)
+        backbone = _wrap(model, type(model).__name__, processor).to(device, kind)
     elif isinstance(source, BackboneRecord):
-        found = find_backbone(source, dtype=kind, device=device, processor=processor)
+        backbone = find_backbone(source, dtype=kind, device=device, processor=processor)
     else:
-        found = load_checkpoint(str(source), kind, device, processor)
+        backbone = load_checkpoint(str(source), kind, device, processor)
     given = isinstance(source, (Backbone, nn.Module))
     if precision is None or (given and precision == "auto"):
-        return found
-    rounded = found.in_precision(choose_dtype(precision, found.device))
+        return backbone
+    rounded = backbone.in_precision(choose_dtype(precision, backbone.device))
     # Nobody else has the model that was read from a checkpoint.
-    return rounded if given or rounded is found else replace(rounded, model=rounded.module)
+    return rounded if given or rounded is backbone else replace(rounded, model=rounded.module)
 
 
 def load_checkpoint(

@@ -186,8 +186,10 @@ class Composition(nn.Module):
     @cached_property
     def _known(self) -> tuple[list[int], FamiliarityBank | None]:
         """The tasks that know what is familiar to them, and their descriptions."""
-        found = {i: one for i, task in enumerate(self._list) if (one := task.spec.familiarity) is not None}
-        return list(found), FamiliarityBank(list(found.values()), self.backbone.device) if found else None
+        described = {
+            i: familiarity for i, task in enumerate(self._list) if (familiarity := task.spec.familiarity) is not None
+        }
+        return list(described), FamiliarityBank(list(described.values()), self.backbone.device) if described else None
 
     def predict(
         self,
@@ -227,8 +229,8 @@ class Composition(nn.Module):
         """The same as it goes: yields for each image its `image` (path), its `answers` by task, and its `error`, which
         is None if it could be read."""
         names = [self._list[i].name for i in self._pick(tasks)]
-        how = AnswerOptions(batch_size, top, Routing(unfamiliar, false_alarms))
-        return answer_pictures(list_pictures(images), self.prediction_passes(names), names, how)
+        options = AnswerOptions(batch_size, top, Routing(unfamiliar, false_alarms))
+        return answer_pictures(list_pictures(images), self.prediction_passes(names), names, options)
 
     def prediction_passes(self, tasks: Sequence[str] | None = None) -> list[Pass]:
         """What `predict` runs: the tasks by preprocessing."""
@@ -267,16 +269,18 @@ class Composition(nn.Module):
         as `model(pixel_values)` takes it. Tasks with the same preprocessing share a pass.
         """
         names = [task] if isinstance(task, str) else task
-        found: dict[str, Explanation] = {}
+        explanations: dict[str, Explanation] = {}
         pictures = [] if normalised else list(list_pictures(images))
         for preprocessing, together in self.passes(names).items():
             if normalised:
-                found |= self._explain(images, together)
+                explanations |= self._explain(images, together)
                 continue
             pixels, views = read_views(pictures, preprocessing)
             explained = self._explain(pixels.to(self.backbone.dtype), together)
-            found |= {name: replace(one, images=tuple(views)) for name, one in explained.items()}
-        return found[task] if isinstance(task, str) else {name: found[name] for name in names or self.names}
+            explanations |= {name: replace(explanation, images=tuple(views)) for name, explanation in explained.items()}
+        return (
+            explanations[task] if isinstance(task, str) else {name: explanations[name] for name in names or self.names}
+        )
 
     def _explain(self, pixel_values: Any, names: Sequence[str]) -> dict[str, Explanation]:
         pixels, wanted = self.backbone.check_pixels(pixel_values), self._pick(names)
@@ -304,20 +308,20 @@ class Composition(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Composition:
         # What to(), cuda(), half() and the like call. The user's backbone and tasks stay where they are, and tasks keep
         # their dtype: they are computed in the backbone's.
-        moved, how = Composition(self.backbone.convert(fn), self._list, live=self.live), self._compiled
+        moved, options = Composition(self.backbone.convert(fn), self._list, live=self.live), self._compiled
         vars(self).clear()
         vars(self).update(vars(moved))
-        if how is not None:
-            self.compile(**how)
+        if options is not None:
+            self.compile(**options)
         return self
 
-    def compile(self, **how: Any) -> None:
+    def compile(self, **options: Any) -> None:
         """Compiles in place, with the options of `torch.compile`, what `model(pixels)`, `run` and `predict` share.
 
         `torch.compile(model)` gives another module instead, whose `predict` is the one of this model.
         """
-        self._compiled = how
-        vars(self)["_run"] = torch.compile(partial(Composition._run, self), **how)  # in place of the method
+        self._compiled = options
+        vars(self)["_run"] = torch.compile(partial(Composition._run, self), **options)  # in place of the method
 
     def train(self, mode: bool = True) -> Composition:
         """Nothing changes: dropout would change the backbone's own answer."""

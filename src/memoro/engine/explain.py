@@ -223,13 +223,13 @@ def explain_tasks(forward: Forward, wanted: tuple[int, ...], pixels: Tensor) -> 
     base, stream = BasePass(anatomy, pixels, forward.pool_from(wanted)), forward.stream(wanted, watch)
     heads = [trace for trace in traces if trace.task.from_layer == anatomy.depth]
     entering = base.tokens
-    for layer, found in enumerate(base):
+    for layer, base_layer in enumerate(base):
         if heads:
-            attention = _base_attention(anatomy, anatomy.blocks[layer], entering, base.context, found.bias)
+            attention = _base_attention(anatomy, anatomy.blocks[layer], entering, base.context, base_layer.bias)
             none = torch.zeros_like(attention[..., 0])
             for trace in heads:
                 trace.seen[layer] = Seen(attention, none, attention[..., :0], {})
-        stream.read(layer, found)
+        stream.read(layer, base_layer)
         for trace in traces:
             trace.add_evidence(layer, base.tokens, anatomy)
         entering = base.tokens

@@ -67,14 +67,14 @@ class Forward:
         """For each wanted task the final-normed tokens (b, members * dim) that its head reads, and its logits."""
         row = {member: position for position, member in enumerate(self.plan(wanted).order)}
         added = {} if ends.pooled is None else self.readouts.answer(ends.pooled, wanted)
-        found = []
+        answers = []
         for number in wanted:
             assert ends.stream is not None
             tokens = [ends.stream[:, row[member]] for member in self.members[number]]
             token, head = tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1), self.tasks[number].head
             logits = head(token.to(head.weight))
-            found.append((token, logits + added[number] if number in added else logits))
-        return found
+            answers.append((token, logits + added[number] if number in added else logits))
+        return answers
 
 
 Part = tuple[Forward, tuple[int, ...]]

@@ -148,10 +148,10 @@ def check_parents(tasks: Sequence[Task]) -> tuple[Lineage, dict[int, str]]:
 def check_versions(task: Task, parents: Sequence[Task], hashes: Mapping[int, str]) -> None:
     """Raises if one of its parents is not the version that the task was trained with."""
     for parent, recorded in zip(parents, task.parents_among(hashes), strict=True):
-        here = hashes[id(parent)]
-        if here != recorded.content:
+        content = hashes[id(parent)]
+        if content != recorded.content:
             raise CompositionError(
                 f"{task.name!r} extends a different version of {parent.name!r} (content {recorded.content[:12]}; "
-                f"this one has {here[:12]}): {parent.name!r} was trained or changed since. Attach the version that "
+                f"this one has {content[:12]}): {parent.name!r} was trained or changed since. Attach the version that "
                 f"{task.name!r} was trained with, or train {task.name!r} again."
             )

@@ -214,8 +214,8 @@ def run_streams(
         if isinstance(given, Tensor):
             sizes.setdefault(given.shape[1:], {})[number] = given
             continue
-        for layer, found in enumerate(given.layers, start=given.first):
-            streams[number].read(layer, found)
+        for layer, base_layer in enumerate(given.layers, start=given.first):
+            streams[number].read(layer, base_layer)
         ends[number] = Ends(streams[number].finish(given.token), given.token, given.pooled)
     for parts in sizes.values():
         pixels, rows = list(parts.values()), dict.fromkeys(parts, slice(None))
@@ -223,14 +223,14 @@ def run_streams(
             stops = list(accumulate(len(part) for part in pixels))
             rows = dict(zip(parts, map(slice, [0, *stops[:-1]], stops), strict=True))
         base = BasePass(anatomy, pixels[0] if len(pixels) == 1 else torch.cat(pixels), pool_from)
-        for layer, found in enumerate(base if seconds is None else _timed(base, seconds)):
-            for number, own in rows.items():
-                streams[number].read(layer, found if len(rows) == 1 else found.part(own))
+        for layer, base_layer in enumerate(base if seconds is None else _timed(base, seconds)):
+            for number, part in rows.items():
+                streams[number].read(layer, base_layer if len(rows) == 1 else base_layer.part(part))
         answer = base.answer() if with_base else None
-        for number, own in rows.items():
-            last = base.token[own]
-            pooled, mine = (part if part is None else part[own] for part in (base.pooled, answer))
-            ends[number] = Ends(streams[number].finish(last), last, pooled, mine)
+        for number, part in rows.items():
+            last = base.token[part]
+            pooled, own_answer = (whole if whole is None else whole[part] for whole in (base.pooled, answer))
+            ends[number] = Ends(streams[number].finish(last), last, pooled, own_answer)
     return [ends[number] for number in range(len(inputs))]
 
 
