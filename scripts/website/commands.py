@@ -83,7 +83,12 @@ def setting_row(option: Option) -> str:
 def section(words: str, command: Any) -> str:
     paragraphs = inspect.cleandoc(command.callback.__doc__ or "").split("\n\n")
     examples = [text for text in paragraphs if text.startswith(("memoro ", "curl "))]
-    texts = [text for text in paragraphs if text not in examples]
+    # "For example:" goes with its example.
+    texts = [
+        text
+        for text, after in zip(paragraphs, [*paragraphs[1:], ""], strict=True)
+        if text not in examples and not (text.endswith(":") and after in examples)
+    ]
     parts = [f"## {words} {{ #{words.removeprefix('memoro ').replace(' ', '-')} }}", "", *_join(texts)]
     parts += ["```sh", usage(words, command), "```", ""]
     if examples:

@@ -45,7 +45,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         for path, there in OTHERS.items():
             markdown = markdown.replace(f"](../{path}", f"]({up}{there}")
     # A bar within code is none between cells: GitHub wants it escaped, this Markdown does not.
-    markdown = re.sub(r"`[^`\n]*\\\|[^`\n]*`", lambda found: found[0].replace("\\|", "|"), markdown)
+    markdown = re.sub(r"`[^`\n]*`", lambda found: found[0].replace("\\|", "|"), markdown)
     return re.sub(r"!\[([^\]]*)\]\((pictures/[\w-]+\.svg)\)", _inline, markdown)
 
 

@@ -134,7 +134,7 @@ class ImageIndex:
         read = _statistics_of(pictures, self.backbone, image_size=self.image_size, cache=cache)
         best, place = search_vectors(self.vectors, _project(read, len(pictures), self.weight, self.bias).float(), top)
         rows = zip(place.tolist(), best.tolist(), strict=True)
-        return [[Match(self.names[at], score) for at, score in zip(*row, strict=True)] for row in rows]
+        return [[Match(self.names[at], min(score, 1.0)) for at, score in zip(*row, strict=True)] for row in rows]
 
     def save(self, path: str | Path) -> None:
         """Writes a safetensors file: vectors and names of the images, and which backbone they need."""

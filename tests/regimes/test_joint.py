@@ -146,7 +146,7 @@ def test_folds_score_both_without_the_images_that_they_hold_out(backbone: Backbo
     assert (result.metrics["split"], result.metrics["images"]) == ("4 folds", 24)
     assert task.spec.calibration is not None
     assert (task.spec.calibration.source, task.spec.calibration.images) == ("4 folds", 24)
-    assert any("the task is calibrated by 4-fold cross-validation" in note for note in result.notes)
+    assert any("the task is measured by 4-fold cross-validation" in note for note in result.notes)
     assert result.targets is not None
     assert result.logits is not None
     assert isinstance(result.images, ImageSet)

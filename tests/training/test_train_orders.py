@@ -65,7 +65,7 @@ def test_what_does_nothing_is_told(shell: Callable[..., Any], root: Path) -> Non
     assert "--set folds=3 is not used, because there is only one setting" in told(
         shell("train", many, *QUICK, "--set", "folds=3", "--regime", "side")
     )
-    assert "the task is calibrated by 3-fold cross-validation" in told(shell("train", many, *QUICK, "--set", "folds=3"))
+    assert "the task is measured by 3-fold cross-validation" in told(shell("train", many, *QUICK, "--set", "folds=3"))
     assert "--set patience is not used" in told(shell("train", many, *QUICK, "--set", "patience=1"))
 
 

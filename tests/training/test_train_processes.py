@@ -241,7 +241,7 @@ def check_command(together: list[dict[str, Any]], wanted: dict[str, Any]) -> Non
     """The command line speaks once."""
     first, second = together
     record = json.loads(first["stdout"])
-    assert "the task is calibrated by 4-fold cross-validation" in first["stderr"]
+    assert "the task is measured by 4-fold cross-validation" in first["stderr"]
     assert (second["stdout"], second["stderr"]) == ("", "")
     assert record["metrics"]["loss"] == pytest.approx(wanted["metrics"]["loss"], abs=1e-5)  # in float32
     mine, other = (memoro.load_task(found["file"]) for found in (record, wanted))

@@ -165,7 +165,7 @@ def _calibration_text(found: dict[str, Any] | None) -> Cell:
         for key, word in parts.items()
         if found[key]
     ]
-    return [", ".join(values), f"from {found['images']} held-out images ({describe_fact(found['source'])})"]
+    return [", ".join(values), f"from {found['images']} images ({describe_fact(found['source'])})"]
 
 
 def _familiarity_text(found: dict[str, Any] | None) -> Cell:

@@ -222,8 +222,8 @@ def _familiarity(report: TaskReport) -> Iterator[Html]:
     yield tag(
         "p",
         f"How strange {format_count(found.images, 'held-out image')} of the task look. Images to the right of "
-        "the dashed line are marked as unfamiliar, which "
-        f"{'none' if few else f'about {FALSE_ALARMS:.0%}'} of the task's own images are.",
+        "the dashed line are marked as unfamiliar: "
+        f"{'none' if few else f'about {FALSE_ALARMS:.0%}'} of the task's own images.",
         class_="soft",
     )
     if found.coarse:

@@ -243,7 +243,7 @@ def cut_sets(
     cut = []
     for (name, splits), count in zip(sets.items(), counts.values(), strict=True):
         if splits.train is not None and count:
-            what = "the task is calibrated" if regime.readout else "runs are compared"
+            what = "the task is measured" if regime.readout else "runs are compared"
             text = f"{len(splits.train)} training images: {what} by {count}-fold cross-validation."
             splits = replace(splits, notes=(*splits.notes, text, *near_groups(splits.train).notes))
         elif splits.train is not None and regime.readout < 1:
