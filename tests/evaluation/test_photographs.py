@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,19 @@ def test_changes_are_differences_of_statistics(backbone: Backbone, colours: Path
     pixels = torch.stack([preprocessing.to_tensor(one) for one in (image, darker)])
     plain, changed = pool_pass(backbone.anatomy, pixels, 1)
     assert torch.allclose(few[list(CHANGES).index("darker by 30 %")], changed - plain, atol=1e-5)
+
+
+def test_images_of_any_shape_and_depth_are_changed(backbone: Backbone) -> None:
+    strip = Image.new("RGB", (70_000, 2), "red")  # longer than a JPEG may be
+    deep = [Image.fromarray(np.full((24, 24), level, np.uint16)) for level in (900, 1800, 4095)]
+    preprocessing = backbone.preprocessing.at(20)
+    for pictures, white in (([strip, strip], None), (deep, 4095)):
+        data = pictures, list("abc")[: len(pictures)]
+        images = memoro.load_data(data, val_fraction=0, screen=False, quiet=True).train
+        assert images is not None
+        changes = read_changes(backbone, replace(preprocessing, white=white), images)
+        assert changes.isfinite().all()
+        assert changes.abs().max() > 1e-3
 
 
 def test_they_are_kept_by_backbone_and_preprocessing(backbone: Backbone, photographs: Path, tmp_path: Path) -> None:

@@ -126,6 +126,17 @@ def test_links_and_test_images_are_left_out(backbone: Backbone, tmp_path: Path) 
         assert session.photos.paths == ["train/blue/a.png", "train/red/a.png"]
 
 
+def test_a_trusted_table_without_labels_may_name_images_elsewhere(backbone: Backbone, tmp_path: Path) -> None:
+    fill(tmp_path / "elsewhere", 1)
+    (tmp_path / "table").mkdir()
+    draw("red", 5).save(tmp_path / "table" / "own.png")
+    far = [str(path) for path in sorted((tmp_path / "elsewhere").iterdir())]
+    (tmp_path / "table" / "all.csv").write_text("\n".join(["path", "own.png", *far]))
+    with memoro.teach(tmp_path / "table" / "all.csv", backbone=backbone, allow_absolute=True) as session:
+        assert session.photos.paths == ["own.png", *far]
+        assert session.training() == {}
+
+
 def test_unreadable_images_do_not_stop_the_others(backbone: Backbone, tmp_path: Path) -> None:
     fill(tmp_path / "photos", 2)
     (tmp_path / "photos" / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n junk")

@@ -20,7 +20,7 @@ from memoro.files import cache_folder, write_whole
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 CHOSEN = "computing in bfloat16, which is faster on this device (`precision=float32` for full precision)."
-"""Said once where `auto` chose it."""
+"""Said once if `auto` chose it."""
 PRECISION_HELP = "What the backbone computes in; auto: bfloat16 if the device is faster in it, else float32."
 
 FILE = "precision.json"
@@ -99,7 +99,7 @@ def _describe_cpu() -> str:
 
 
 def _read(path: Path) -> dict[str, bool]:
-    """What was remembered; nothing where the file is missing or damaged."""
+    """What was remembered; nothing if the file is missing or damaged."""
     try:
         record = json.loads(path.read_bytes())
         return {name: value for name, value in record.items() if isinstance(value, bool)}

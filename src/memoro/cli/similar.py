@@ -52,6 +52,7 @@ def similar(
     *queries, place = images
     if bool(queries) == find_duplicates:
         raise typer.BadParameter("give images and a folder to look in, or one folder with --duplicates.")
+    from memoro.backbones.load import own_device
     from memoro.evaluation.overlays import draw_matches, picture_format, save_picture
     from memoro.images import find_images
     from memoro.similar import SUFFIX, duplicates, open_index
@@ -68,7 +69,7 @@ def similar(
         files = [str(path) for path in find_images(queries)]
         made = place.endswith(SUFFIX)
         more: dict[str, Any] = {} if made else {"image_size": image_size, "quiet": False}
-        found = open_index(place, backbone if made else name, device=device, **more)
+        found = open_index(place, backbone if made else name, device=str(own_device(device)), **more)
         for skipped in found.skipped:
             errors.print(f"skipped {skipped.where}: {skipped.reason}")
         if index is not None:
@@ -78,7 +79,7 @@ def similar(
             own = os.path.realpath(file)
             rows.append((file, [match for match in matches if os.path.realpath(match.image) != own][:top]))
     if out is not None and rows:
-        save_picture(draw_matches(rows), out)
+        save_picture(draw_matches([(image, matches[:top]) for image, matches in rows]), out)
         errors.print(f"written to {out}")
     if as_json and find_duplicates:
         print_json([[image, *(other for other, _ in matches)] for image, matches in rows])

@@ -115,7 +115,8 @@ def teach(
         counted = format_count(len(session.photos), "image")
         console.print(f"{session.name}: {counted}, {len(session.training()):,} labelled; labels: {session.table.path}")
         if session.missing:
-            console.print(f"rows of the table without an image that is there: {session.missing:,}")
+            rows = format_count(session.missing, "row")
+            console.print(f"left out {rows} of the table, which cannot be read or whose image is not there")
 
         def started(url: str) -> None:
             console.print(f"listening on {url} (open it in a browser); Ctrl-C stops")

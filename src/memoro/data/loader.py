@@ -148,8 +148,12 @@ class _Decoder:
         if failures:
             at = min(failures)
             raise DataError(
-                f"{self.images.where(samples[at])}: {failures[at]} It was not screened, or has changed since: load the "
-                "data with screen=True, which leaves out what cannot be read, or remove the file."
+                f"{self.images.where(samples[at])}: {failures[at]} "
+                + (
+                    "Load the data with screen=True, which leaves out what cannot be read, or remove the file."
+                    if self.images.digests is None
+                    else "It has changed since it was checked: load the data again."
+                )
             )
         nothing = torch.empty(0, *output_size(self.decode.preprocessings[0]), 3, dtype=torch.uint8, device="cpu")
         found = np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, 32)

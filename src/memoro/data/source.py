@@ -173,7 +173,8 @@ class Objects(Source):
         return iter(range(len(self.items)))
 
     def _encoded(self, content: Any, name: str) -> Picture:
-        return encode_image(self.items[content][0] if self.first else self.items[content], name)
+        item = self.items[content][0] if self.first else self.items[content]
+        return encode_image(item, str(item) if isinstance(item, (str, Path)) else name)
 
     def where(self, key: Any) -> str:
         named = not self.first and isinstance(self.items[key], (str, Path))

@@ -79,7 +79,7 @@ def find_metadata(folder: Path, options: DataOptions) -> list[Path]:
 
     try:
         splits = sorted(place for place in folder.iterdir() if split_name(place.name) and place.is_dir())
-    except OSError:  # `read_folder` explains it
+    except OSError:  # `open_folder` explains it
         return []
     return find(folder) or [file for place in splits for file in find(place)]
 

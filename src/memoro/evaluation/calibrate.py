@@ -30,7 +30,7 @@ from memoro.evaluation.logits import collect_logits, collect_outputs
 from memoro.evaluation.metrics import COLUMNS, measure, measure_task
 from memoro.evaluation.training_images import learned_from
 from memoro.files import write_whole
-from memoro.images import Preprocessing
+from memoro.images import Preprocessing, open_image
 from memoro.tasks.calibration import decide_unseen, describe_calibration, fit_calibration
 from memoro.tasks.familiarity import Others, fit_familiarity
 from memoro.tasks.spec import ReadOut
@@ -46,6 +46,8 @@ ENOUGH = 2000
 """More than this many change nothing."""
 CHANGED = 8
 """Images of a task that are changed, each in all ways: 20 give the same results (LOG.md)."""
+LARGEST = (2048, 2048)
+"""Images that are changed are no larger: several copies are in memory, and JPEG has no side over 65,500."""
 
 
 def _compress(image: Image.Image) -> Image.Image:
@@ -107,9 +109,12 @@ def read_changes(backbone: Backbone, preprocessing: Preprocessing, images: Image
     """What mild changes of some images add to their statistics (changes, layers, statistics, dim), on the CPU."""
     first, found = ReadOut.of(backbone.anatomy).from_layer, []
     for index in torch.linspace(0, len(images) - 1, min(len(images), CHANGED), device="cpu").round().long().tolist():
-        image = images.open(index)
-        views = [image, *(change(image) for change in CHANGES.values())]
-        pixels = torch.stack([preprocessing.to_tensor(view) for view in views])
+        picture, name = images.read(index), images.where(index)
+        image = open_image(picture, draft=preprocessing.draft, white=preprocessing.white, name=name)
+        image.thumbnail(LARGEST)
+        pixels = torch.stack(
+            [preprocessing.to_tensor(change(image)) for change in (lambda one: one, *CHANGES.values())]
+        )
         with torch.no_grad():
             pooled = pool_pass(backbone.anatomy, pixels.to(backbone.device, backbone.dtype), first).float().cpu()
         found.append(pooled[1:] - pooled[0])

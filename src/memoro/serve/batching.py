@@ -191,8 +191,8 @@ def run_batch(batch: Sequence[Item], metrics: Metrics) -> None:
         model = items[0].model
         asked = Counter(name for item in items for name in item.names(group))
         names = [name for name in model.names if name in asked]
-        stacked = torch.stack([item.images[group] for item in items])
         try:
+            stacked = torch.stack([item.images[group] for item in items])
             pixels = stacked if group is None else group.on(stacked, model.backbone.device)
             outputs, spent = run_pass(model, pixels, names)
         except Exception as error:  # one request must not stop the server for all others

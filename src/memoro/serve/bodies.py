@@ -184,7 +184,7 @@ def first_problem(errors: Sequence[Any], outside: int = 0) -> str:
     """The first of pydantic's errors; the place of a value without its `outside` parts."""
     place = ".".join(map(str, errors[0]["loc"][outside:])) or "the JSON"
     unknown = errors[0]["type"] == "extra_forbidden"
-    return f"{place}: {'there is no such parameter; /docs lists all.' if unknown else errors[0]['msg']}"
+    return f"{place}: {'there is no such parameter or field; /docs lists all.' if unknown else errors[0]['msg']}"
 
 
 def read_pixels(entry: InferInput, channels: int, most: int, side: int) -> Tensor:

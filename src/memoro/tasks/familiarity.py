@@ -301,6 +301,8 @@ def fit_familiarity(
     slope = 1 / max(float(logarithms.std()), LEAST_SPREAD)
     strange, offset = (logarithms - logarithms.mean()) * slope, -float(logarithms.mean()) * slope
     reader, noticed = nothing, 1.0
+    if changes is not None and not bool(changes.isfinite().all()):
+        changes = None
     if others is not None:
         reader, own_offset, answers, noticed = _separate(statistics, others, changes)
         strange, offset = strange - answers, offset + own_offset

@@ -242,7 +242,7 @@ def content_hashes(tasks: Iterable[Task]) -> dict[int, str]:
 
 
 def check_sizes(backbone: Backbone, name: str, *, cells: int, rank: int, from_layer: int) -> None:
-    """Raises where a backbone has no task of these sizes."""
+    """Raises if a backbone cannot have a task of these sizes."""
     for option, number, high in (
         ("from_layer", from_layer, backbone.depth),
         ("cells", cells, MAX_CELLS),

@@ -8,13 +8,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from memoro.errors import TeachError
 from memoro.evaluation.metrics import name_split
@@ -40,7 +41,7 @@ class Finishing:
     state: Literal["none", "training", "done", "failed", "stopped"] = "none"
     known: dict[str, Any] = field(default_factory=dict)
     """What else the page shows: of how many labels, the score, the message."""
-    _process: subprocess.Popen[str] | None = field(default=None, repr=False)
+    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -54,18 +55,20 @@ class Finishing:
         with self._lock:
             if self.state == "training":
                 raise TeachError("the task is being trained already: wait for it, or stop it first.")
-            (self.folder / "metrics.jsonl").unlink(missing_ok=True)
+            for name in ("metrics.jsonl", "report.html"):
+                with suppress(OSError):
+                    (self.folder / name).unlink(missing_ok=True)
             command = [sys.executable, "-m", "memoro", *self.command]
+            # Files, not pipes: a training goes on when this process is killed.
+            output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  # `_wait` closes them
             self._process = subprocess.Popen(
                 [*command, "--out", str(self.file), "--folder", str(self.folder), "--json"],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
+                stdout=output,
+                stderr=errors,
             )
             self.state, self.known = "training", {"labels": labels, "before": before}
-            threading.Thread(target=self._wait, args=(self._process,), daemon=True).start()
+            threading.Thread(target=self._wait, args=(self._process, output, errors), daemon=True).start()
 
     def stop(self) -> None:
         """Stops a training; what was written before stays."""
@@ -91,8 +94,14 @@ class Finishing:
             epochs = max((int(json.loads(line).get("epoch", 0)) for line in lines), default=0)
         return {"state": self.state, "labels": 0, **self.known, "report": self.report is not None, "epochs": epochs}
 
-    def _wait(self, process: subprocess.Popen[str]) -> None:
-        output, errors = process.communicate()
+    def _wait(self, process: subprocess.Popen[bytes], *files: IO[bytes]) -> None:
+        process.wait()
+        texts = []
+        for stream in files:
+            with stream:
+                stream.seek(0)
+                texts.append(stream.read().decode(errors="replace"))
+        output, errors = texts
         with self._lock:
             if self.state != "training":
                 return

@@ -116,7 +116,7 @@ def open_photos(
     try:
         splits = load_data(path, val_fraction=0, screen=False, quiet=True, kind=kind, **reading)
     except DataError:
-        if kind is None and any(reading.values()):
+        if kind is None and (reading.get("label_column") or column):
             raise
         splits = None
     known, tests = ({}, {}) if splits is None else (_labels_of(splits.train, splits.val), _labels_of(splits.test))
@@ -127,7 +127,7 @@ def open_photos(
     given: dict[int, Decision] = {}
     for row in everything:
         where = source.where(row)
-        relative = where.removeprefix(str(root)).lstrip("/" + os.sep)
+        relative = where.removeprefix(str(root)).lstrip("/" + os.sep) if where.startswith(str(root)) else where
         linked = path.is_dir() and os.path.realpath(where) != os.path.join(real, relative)
         if where in tests or linked:
             continue

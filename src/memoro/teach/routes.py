@@ -13,7 +13,7 @@ from fastapi import APIRouter, Body, FastAPI, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.concurrency import run_in_threadpool
 
-from memoro.console import printable
+from memoro.console import finite, printable
 from memoro.errors import ServeError, TeachError
 from memoro.evaluation.predictions import no_formula
 from memoro.serve.options import ServeOptions
@@ -84,7 +84,7 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
 
     @router.get("")
     def state() -> Response:
-        return json_response({**describe(session), "training": finishing.to_json(), "commands": commands})
+        return json_response(finite({**describe(session), "training": finishing.to_json(), "commands": commands}))
 
     @router.get("/images")
     def images(
@@ -100,7 +100,8 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
         page = chosen[offset : offset + limit]
         session.gallery.want(page)
         rows = [describe_image(session, at, reasons[at]) for at in page]
-        return json_response({"total": len(chosen), "offset": offset, "version": session.version, "images": rows})
+        found = {"total": len(chosen), "offset": offset, "version": session.version, "images": rows}
+        return json_response(finite(found))
 
     @router.get("/images/{key}")
     def picture(key: str, large: bool = False) -> Response:
@@ -128,12 +129,12 @@ def add_teaching(app: FastAPI, session: Session, finishing: Finishing, commands:
         if LabelledImages.of(learned.items(), session.kind, session.classes) is None:
             raise TeachError("label images of at least two classes first.")
         finishing.start(len(learned), session.accuracy())
-        return json_response(finishing.to_json(), 202)
+        return json_response(finite(finishing.to_json()), 202)
 
     @router.delete("/train")
     def stop() -> Response:
         finishing.stop()
-        return json_response(finishing.to_json())
+        return json_response(finite(finishing.to_json()))
 
     @router.get("/table")
     def table() -> Response:

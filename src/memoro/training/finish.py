@@ -26,7 +26,7 @@ from memoro.evaluation.training_images import learned_from, sketch_images
 from memoro.heads import HEADS
 from memoro.images import Preprocessing
 from memoro.tasks.calibration import describe_calibration, fit_calibration
-from memoro.tasks.familiarity import Familiarity, Others, fit_familiarity
+from memoro.tasks.familiarity import MIN_IMAGES, Familiarity, Others, fit_familiarity
 from memoro.tasks.readout import SolvedReadOut, solve_readout
 from memoro.tasks.ridge import Read, RidgeSystem
 from memoro.tasks.spec import Model, ReadOut
@@ -57,6 +57,7 @@ class Finisher:
         self._solved: dict[Any, SolvedReadOut] = {}
         self._systems: dict[Any, RidgeSystem] = {}
         self._described: dict[Any, Familiarity | None] = {}
+        self._changed: dict[Any, Tensor | None] = {}
         self._others: dict[Preprocessing, Others | None] = {}
 
     def solve(self, run: Run) -> SolvedReadOut:
@@ -241,13 +242,20 @@ class Finisher:
             statistics = self._read(images, run.preprocessing)(samples)
             classes = images.targets[samples] if HEADS[run.splits.kind].has_classes else None
             others = self._photographs(run.preprocessing)
-            changes = None if others is None else read_changes(self._backbone, run.preprocessing, images)
+            changes = None if others is None else self._changes(images, run.preprocessing)
             self._described[key] = fit_familiarity(statistics, classes, others, changes)
         found, text = self._described[key], "none: too few images, or tokens out of range"
         if found is not None:
             against = "ordinary photographs" if len(found.reader) else "no photographs"
             text = f"{found.images} training images, left out in turn, against {against}"
         run.task.update_spec(familiarity=found, training={**run.task.spec.training, "familiarity": text})
+
+    def _changes(self, images: ImageSet, preprocessing: Preprocessing) -> Tensor | None:
+        key = content_key(images), preprocessing
+        if key not in self._changed:  # columns of labels share them
+            enough = len(images) >= MIN_IMAGES
+            self._changed[key] = read_changes(self._backbone, preprocessing, images) if enough else None
+        return self._changed[key]
 
     def _photographs(self, preprocessing: Preprocessing) -> Others | None:
         if preprocessing not in self._others:

@@ -300,7 +300,9 @@ def find_notes(plans: Sequence[Plan], options: TrainOptions) -> list[str]:
     notes, folds, settings, regime = list[str](), options.folds, len(plans[0].settings), plans[0].regime
     start = plans[0].start
     if start is not None and start.members > 1:
-        notes.append(f"{start.name!r} is an ensemble of {start.members} members: each seed starts from another one.")
+        seeds = len({setting.seed for setting in plans[0].settings})
+        which = "each seed starts from another one" if seeds > 1 else "the first one is trained further"
+        notes.append(f"{start.name!r} is an ensemble of {start.members} members: {which}.")
     if folds and not any(plan.folds for plan in plans):
         why = "there is only one setting" if settings == 1 else "there is a validation split"
         notes.append(f"`folds={folds}` is not used, because {why}.")
