@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,8 @@ def _is_text(entry: Any) -> bool:
     return isinstance(entry, str)
 
 
-def _short_hashes(images: ImageSet) -> list[str]:
-    return [images.key(index)[:16] for index in range(len(images))]
+def _short_hashes(images: ImageSet) -> Iterator[str]:
+    return (images.key(index)[:16] for index in range(len(images)))
 
 
 def learned_from(

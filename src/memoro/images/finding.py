@@ -69,12 +69,15 @@ def find_images(places: Iterable[str | Path]) -> Iterator[Path]:
     last = {_root(place): at for at, place in enumerate(places)}
     seen: set[Path] = set()  # only what a later place may name again: there may be millions of images
     for at, place in enumerate(places):
-        empty = True
+        empty, folder, again = True, None, False
         for path in _find(place):
             empty = False
             if path in seen:
                 continue
-            if len(places) > 1 and any(last.get(folder, at) > at for folder in (path, *path.parents)):
+            if path.parent != folder:
+                folder = path.parent
+                again = any(last.get(one, at) > at for one in (folder, *folder.parents))
+            if again or last.get(path, at) > at:
                 seen.add(path)
             yield path
         if empty and not glob.has_magic(str(place)) and not Path(place).exists():
