@@ -130,7 +130,8 @@ def main() -> None:
         for task in stay:
             memoro.save_task(task, folder / "tasks" / f"{task.name}.safetensors")
         files = {task.name: memoro.save_task(task, folder / f"{task.name}.safetensors") for task in (guest, visitor)}
-        command = [sys.executable, "-m", "memoro", "serve", "--tasks", str(folder / "tasks"), "--port", "0"]
+        command = [sys.executable, "-m", "memoro", "serve", "--tasks", str(folder / "tasks")]
+        command += ["--port", "0", "--precision", "float32"]  # as what is expected
         log = folder / "log.txt"
         with log.open("wb") as file:
             server = subprocess.Popen(command, stderr=file)
